@@ -62,15 +62,15 @@ def scaled(table: CostTable, factors: Factors) -> CostTable:
     if factors == Factors({}, 1.0, 1.0):
         return table
 
-    def row(given: Compute) -> Compute:
-        changes = {}
-        for way, factor in (("forward", factors.forward), ("backward", factors.backward)):
-            for name in (f"{way}_us", f"{way}_p95_us"):
-                value = getattr(given, name)
-                changes |= {} if value is None else {name: value * factor}
-        return replace(given, **changes)
+    ways = {"forward": factors.forward, "backward": factors.backward}
+    return cost.check(with_factors(table, factors.curves, lambda row: scaled_row(row, ways)))
 
-    return cost.check(with_factors(table, factors.curves, row))
+
+def scaled_row(row: Compute, factors: dict[str, float]) -> Compute:
+    """``row`` with its times of ``forward`` and ``backward`` times their factors."""
+    names = [(f"{way}_{end}", factor) for way, factor in factors.items() for end in ("us", "p95_us")]
+    given = [(name, getattr(row, name), factor) for name, factor in names]
+    return replace(row, **{name: us * factor for name, us, factor in given if us is not None})
 
 
 def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:

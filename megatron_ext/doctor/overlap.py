@@ -11,7 +11,6 @@ import os
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
@@ -19,6 +18,7 @@ from megatron_ext.measure.compute_operations import MatrixProduct
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import Gather, HostCopy, Publish
+from megatron_ext.runtime.objects import gather_objects
 
 PAIRS = (("gpu", "compute"), ("cpu", "compute"), ("gpu", "cpu"), ("publish", "cpu"))
 LABELS = {"gpu": "all-gather", "cpu": "host-to-device copy", "publish": "device-to-host copy", "compute": "compute"}
@@ -93,9 +93,7 @@ class Work:
         for handle in handles:
             handle.wait()
         self._settle()
-        everyone: list = [None] * self.fabric.world_size
-        dist.all_gather_object(everyone, perf_counter() - start)
-        return max(everyone)
+        return max(gather_objects(perf_counter() - start))
 
     def _settle(self) -> None:
         if self.fabric.torch_device.type == "cuda":

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.doctor.finding import Finding
+from megatron_ext.measure.cluster_launch import everyone_and_node
 from megatron_ext.runtime import own_device
 
 
@@ -81,19 +82,7 @@ def find_place(use_cuda: bool, ranks_per_node: int) -> Place:
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = rank % ranks_per_node
-    everyone = dist.new_group(backend="gloo")
-    nodes = [
-        dist.new_group(list(range(first, first + ranks_per_node)), backend="gloo")
-        for first in range(0, world_size, ranks_per_node)
-    ]
-    own = nodes[rank // ranks_per_node]
-
-    def exchange(value: object) -> list:
-        values: list = [None] * ranks_per_node
-        dist.all_gather_object(values, value, group=own)
-        return values
-
+    everyone, exchange = everyone_and_node(ranks_per_node)
     device = own_device.take(local_rank) if use_cuda else torch.device("cpu")
     sharing = own_device.tell_nccl(device, world_size // ranks_per_node) if use_cuda else 1
-    assert isinstance(everyone, dist.ProcessGroup)
     return Place(rank, world_size, local_rank, ranks_per_node, device, exchange, everyone, sharing)

@@ -16,18 +16,15 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import partial
 from typing import IO
 
-import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
 from megatron_ext import __version__
-from megatron_ext.cpubench import gloo
 from megatron_ext.doctor import (
     communicators,
     direct_reads,
@@ -63,6 +60,7 @@ from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime import machine, shared_block
 from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.objects import gather_objects
 
 TRANSFER_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of one transfer whose overlap is measured, by kind of device."""
@@ -91,11 +89,8 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     Returns:
         The report; rank 0's is also in ``options.out``.
     """
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     use_cuda = options.device != "cpu" and has_cuda()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    gloo.run_collectives_in_order()
-    store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    store = meet(use_cuda, int(os.environ.get("OMP_NUM_THREADS", "1")))
     place = find_place(use_cuda, ranks_per_node)
     return _Checks(place, options, say, store).run()
 
@@ -159,8 +154,7 @@ class _Checks:
                 traceback.print_exc()
                 own = [failed(title, one_line(f"{type(error).__name__}: {error}", 300), "send this report")]
                 raised = not isinstance(error, InputError)
-            of_ranks: list = [None] * self.place.world_size
-            dist.all_gather_object(of_ranks, (own, raised), group=self.place.everyone)
+            of_ranks = gather_objects((own, raised), self.place.everyone)
         self.findings += merged([findings for findings, _ in of_ranks])
         return not (self.options.stacks and any(raised for _, raised in of_ranks))
 

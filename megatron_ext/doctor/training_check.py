@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal, NamedTuple
 
-import torch.distributed as dist
 from msgspec.structs import replace
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
@@ -21,6 +20,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.runtime import host_threads
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.schedule.group_facts import can_step_early, largest_gradient, largest_region, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots
@@ -135,8 +135,7 @@ def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
 
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
-    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
-    return {action.route for entry in entries for action in entry.unshard}
+    return {action.route for action in schedule.unshards}
 
 
 def _tried(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
@@ -180,8 +179,7 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         first, second = (training.train(args, path, stock=True) for _ in range(2))
         scheduled = training.train(args, path, stock=False)
         # A rank that is ahead would remove what another still opens by this rank's /proc.
-        everyone: list = [None] * place.world_size
-        dist.all_gather_object(everyone, (first == second, first == scheduled), group=place.everyone)
+        everyone = gather_objects((first == second, first == scheduled), place.everyone)
     layers = "Transformer Engine's layers" if engine else "local layers"
     return judged(case, layers, everyone, len(first.grad_norms))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
@@ -37,13 +38,24 @@ def with_nodes(options: Options) -> Options:
     return msgspec.structs.replace(options, ranks_per_node=ranks_on_this_node() or world_size).check()
 
 
-def meet(backend: str):
+def meet(use_cuda: bool, threads: int):
     """Make the default process group of the ranks that a launcher has started, as torch does by itself. Collective.
+
+    Args:
+        threads: processor threads of this rank.
 
     Returns:
         A store by which they meet.
     """
+    import torch
     import torch.distributed as dist
+
+    from megatron_ext.cpubench import gloo
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    torch.set_num_threads(threads)
+    gloo.run_collectives_in_order()
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
 
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
     store, rank, world_size = next(iter(rendezvous("env://")))
@@ -52,37 +64,35 @@ def meet(backend: str):
     return ours
 
 
-def run(options: Options, progress) -> dict | None:
-    """Measure as one rank; the result on rank 0, None on the other ranks."""
-    import torch
+def everyone_and_node(per_node: int):
+    """A process group of all ranks for objects, and ``exchange(object) -> list`` over the ``per_node`` ranks of this
+    node, which are neighbours by rank. Collective."""
     import torch.distributed as dist
 
-    from megatron_ext.cpubench import gloo
+    from megatron_ext.runtime.objects import gather_objects
+
+    everyone = dist.new_group(backend="gloo")
+    firsts = range(0, dist.get_world_size(), per_node)
+    nodes = [dist.new_group([*range(first, first + per_node)], backend="gloo") for first in firsts]
+    assert isinstance(everyone, dist.ProcessGroup)
+    return everyone, partial(gather_objects, process_group=nodes[dist.get_rank() // per_node])
+
+
+def run(options: Options, progress) -> dict | None:
+    """Measure as one rank; the result on rank 0, None on the other ranks."""
+    import torch.distributed as dist
+
     from megatron_ext.measure import rank_program
     from megatron_ext.measure.board import StoreBoard
     from megatron_ext.measure.fabric import Fabric, shared_bytes
     from megatron_ext.runtime import shared_block
 
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    use_cuda = options.uses_cuda()
-    torch.set_num_threads(options.rank_threads)
-    gloo.run_collectives_in_order()
-    store = meet("cpu:gloo,cuda:nccl" if use_cuda else "gloo")
+    store = meet(options.uses_cuda(), options.rank_threads)
     rank, per_node = dist.get_rank(), options.ranks_per_node
     assert per_node is not None  # set by whoever read the launcher's environment
-    everyone = dist.new_group(backend="gloo")
-    nodes = [
-        dist.new_group(list(range(first, first + per_node)), backend="gloo")
-        for first in range(0, options.world_size, per_node)
-    ]
-
-    def exchange(value) -> list:
-        values: list = [None] * per_node
-        dist.all_gather_object(values, value, group=nodes[rank // per_node])
-        return values
-
+    everyone, exchange = everyone_and_node(per_node)
     block = shared_block.share(shared_bytes(options), rank % per_node, exchange, field="LOCAL_WORLD_SIZE")
-    board = StoreBoard(store, rank, everyone) if len(nodes) > 1 else None
+    board = StoreBoard(store, rank, everyone) if options.world_size > per_node else None
     fabric = Fabric(options, rank, block, board)
     result = rank_program.run(fabric, progress if rank == 0 else lambda done, total, what: None)
     fabric.board.barrier()

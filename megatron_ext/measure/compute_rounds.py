@@ -8,11 +8,11 @@ from statistics import median
 from time import monotonic, perf_counter
 
 import msgspec
-import torch.distributed as dist
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.layer_times import Runner, clock, measure_compute, micro_batch_us
+from megatron_ext.runtime.objects import gather_objects
 
 MIN_REPEATS, MAX_REPEATS = 2, 40
 """Micro-batches of a round, after one that warms up."""
@@ -83,8 +83,7 @@ class ComputeRounds:
         """``{"rows", "model", "drift", "rounds"}`` on rank 0, empty on the others: rows of all ranks and rounds, what
         they were measured of, and how far rounds differ."""
         fabric = self._fabric
-        everyone: list = [None] * fabric.world_size
-        dist.all_gather_object(everyone, self._rounds)
+        everyone = gather_objects(self._rounds)
         if fabric.rank != 0:
             return {}
         own = [micro_batch_us(rows, self._runners) for rows in self._rounds]

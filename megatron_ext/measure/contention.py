@@ -28,7 +28,6 @@ from statistics import median
 from time import monotonic
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.compute_operations import MatrixProduct
@@ -39,6 +38,7 @@ from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, Internode, PublishAcross
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
+from megatron_ext.runtime.objects import gather_objects
 
 LINKS = ("compute", "gpu", "cpu", "reduce", "publish", "p2p", "nvme", "host_step")
 """In the order in which they keep others busy: where time runs out, rather without what is busy once an iteration than
@@ -202,8 +202,7 @@ def _measured(
 
 def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, beside: dict) -> list[dict]:
     """The table's rows of the pairs that were measured, of what this rank measured alone and beside. Collective."""
-    rows, everyone = [], list[tuple[dict, dict]]([({}, {})] * fabric.world_size)
-    dist.all_gather_object(everyone, (alone, beside))
+    rows, everyone = [], gather_objects((alone, beside))
     for measured, busy in beside:
         us, slowdown = slowed((measured, busy), fabric.options, everyone)
         row = {"measured": measured, "busy": busy, "size_bytes": sizes[measured], "p50_us": us, "slowdown": slowdown}

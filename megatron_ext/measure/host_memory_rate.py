@@ -13,11 +13,11 @@ from statistics import mean, median
 from time import monotonic, perf_counter
 
 import numpy
-import torch.distributed as dist
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import HostCopy
 from megatron_ext.measure.options import MIB
+from megatron_ext.runtime.objects import gather_objects
 
 ROUNDS, LEAST_SECONDS, MOST_SECONDS = 5, 0.5, 2.0
 """Rounds in which it is measured, and how long all of them take."""
@@ -84,8 +84,7 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
         own.append(rate(fabric, copies, arrays, lasts / ROUNDS))
     for operation in copies:
         operation.close()
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather_objects(own)
     rounds, ranks = [mean(rates) for rates in zip(*everyone)], map(median, everyone)
     return {"bytes_per_s": median(rounds), "slow_bytes_per_s": min(*rounds, *ranks)}
 

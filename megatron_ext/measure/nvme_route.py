@@ -10,7 +10,6 @@ import mmap
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.fabric import Fabric, arena_bytes
@@ -19,6 +18,7 @@ from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
@@ -122,8 +122,7 @@ def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
     for block, depth in combinations:
         operation.drive.configure(block, depth)
         own.append(sample(fabric, operation, size, seconds / len(combinations), min_rounds=2).us)
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, own)
+    everyone = gather_objects(own)
     medians = [median(us for theirs in everyone for us in theirs[index]) for index in range(len(combinations))]
     block, depth = best_settings(combinations, medians)
     operation.drive.configure(block, depth)

@@ -15,6 +15,7 @@ from megatron_ext.measure.operation import DONE, Handle, Operation
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
 from megatron_ext.runtime.routes.shard_gather import make_data_group
 from megatron_ext.runtime.streams import Arrival
@@ -86,8 +87,7 @@ class SymmetricGather(Operation):
             own = cls(fabric)
         except (RuntimeError, AttributeError) as error:
             why = one_line(str(error), 300)
-        everyone: list = [None] * fabric.world_size
-        dist.all_gather_object(everyone, why)
+        everyone = gather_objects(why)
         return (None, max(everyone)) if any(everyone) else (own, "")
 
     def issue(self, size_bytes: int, round_index: int) -> Arrival:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
@@ -37,6 +36,7 @@ from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, OF_EXPERTS, STE
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
+from megatron_ext.runtime.objects import gather_objects
 
 PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
@@ -336,10 +336,8 @@ class Measurement:
 
     def _kept(self) -> tuple[kept_measurement.Visits, float]:
         """What an earlier call has measured of the grid, and how long it took; the same on all ranks."""
-        everyone: list = [None] * self.fabric.world_size
         own = kept_measurement.read(self.fabric.options) if self.fabric.rank == 0 else ({}, 0.0)
-        dist.all_gather_object(everyone, own)
-        visits, seconds = everyone[0]
+        visits, seconds = gather_objects(own)[0]
         return {visit: passes for visit, passes in visits.items() if visit in self.grid}, seconds
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
@@ -379,8 +377,7 @@ class Measurement:
 def set_up_of(fabric: Fabric) -> dict[str, float]:
     """Microseconds per GiB of a node's host memory, of the slowest rank: to make its pages, and on CUDA to page-lock
     it. Empty where nothing that was measured has any. Collective."""
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, fabric.set_up_seconds)
+    everyone = gather_objects(fabric.set_up_seconds)
     if None in everyone:
         return {}
     pages, pin = (max(seconds) * 1e6 / (fabric.set_up_bytes / 2**30) for seconds in zip(*everyone))
@@ -395,9 +392,8 @@ def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
         return {}
     free, total = torch.cuda.mem_get_info(fabric.torch_device)
     own = (total - free) // fabric.ranks_per_device - torch.cuda.memory_reserved(fabric.torch_device) - registered
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, own)
-    return {"beside_allocator_bytes": max(everyone)} if max(everyone) > 0 else {}
+    most = max(gather_objects(own))
+    return {"beside_allocator_bytes": most} if most > 0 else {}
 
 
 def what_takes_long(made_bytes: int, seconds: float) -> str:

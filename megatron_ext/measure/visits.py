@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from statistics import median
 
-import torch.distributed as dist
-
 from megatron_ext.measure.completion import sets_of_ranks, until_last
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.options import COPIES
+from megatron_ext.runtime.objects import gather_objects
 
 QUARTERS = 4
 
@@ -26,8 +25,7 @@ def shuffled(visits: list, number: int) -> list:
 def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
     """Add a pass: ``merged[name, size]`` is a list over passes of (us that count, see completion.py, in each round,
     issued of all ranks)."""
-    everyone: list = [None] * fabric.world_size
-    dist.all_gather_object(everyone, {key: (value.us, value.issued_us) for key, value in own.items()})
+    everyone = gather_objects({key: (value.us, value.issued_us) for key, value in own.items()})
     sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
     for key in own:
         rounds = until_last(sets[key[0]], [theirs[key][0] for theirs in everyone])

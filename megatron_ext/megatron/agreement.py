@@ -1,15 +1,7 @@
 """Ranks agree before they go on: all, or none with the same error. Collective."""
 
-import torch.distributed as dist
-
 from megatron_ext.formats.errors import InputError
-
-
-def gather_objects(value, process_group=None) -> list:
-    """``value`` of every rank of the process group, in rank order; of all ranks by default."""
-    values = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values
+from megatron_ext.runtime.objects import gather_objects
 
 
 def agree(error: str | None, fact: tuple[str, str], *, file) -> None:

@@ -26,7 +26,6 @@ from megatron_ext.megatron import (
     states_on_device,
     stock_trace,
 )
-from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
@@ -40,6 +39,7 @@ from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_ru
 from megatron_ext.runtime import block_pages, host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import Watch
 from megatron_ext.schedule import match, memory_bill, schedules

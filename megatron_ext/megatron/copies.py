@@ -8,7 +8,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.shards import offloaded_shards
@@ -16,6 +15,7 @@ from megatron_ext.runtime.host_pool import HostPool, Sharers
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.routes.makers import READERS, Sources

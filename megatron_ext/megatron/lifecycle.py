@@ -22,7 +22,7 @@ from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import run_summary
-from megatron_ext.megatron.agreement import agree, gather_objects
+from megatron_ext.megatron.agreement import agree
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
 from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
@@ -37,6 +37,7 @@ from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.early import EarlySteps
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 
 

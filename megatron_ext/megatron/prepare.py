@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.cpubench.allocator import keep_freed_blocks
-from megatron_ext.megatron.agreement import gather_objects
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.chunk_state import guard_state, save_copies
 from megatron_ext.megatron.collective_routes import CollectiveRoutes, collective_routes
@@ -28,6 +27,7 @@ from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.program import Program, compile_program
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks

@@ -161,14 +161,13 @@ class _Explained:
         return [route for route in ROUTES if route != other and (route == by_shard or self.own.offers(route))]
 
     def _actions(self):
-        rank = self.schedule.ranks[self.group.pp_rank]
-        return [a for entry in (rank.start, *rank.steps) for a in entry.unshard if a.group == self.index]
+        return [a for a in self.schedule.ranks[self.group.pp_rank].unshards if a.group == self.index]
 
     def _gathers(self) -> Iterator[str]:
         """When each gather is issued, needed and released."""
         rank = self.schedule.ranks[self.group.pp_rank]
-        steps, entries = [entry.step for entry in rank.steps], (rank.start, *rank.steps)
-        issued = [(i, a) for i, e in enumerate(entries, -1) for a in e.unshard if a.group == self.index]
+        steps = [entry.step for entry in rank.steps]
+        issued = [(i, a) for i, e in enumerate(rank.entries, -1) for a in e.unshard if a.group == self.index]
         freed = [(i, a) for i, e in enumerate(rank.steps) for a in e.reshard if a.group == self.index]
         for (index, action), end in list(zip_longest(issued, freed))[:SHOWN]:
             begins = "before the first step" if index < 0 else f"at step {steps[index]}{_at(action, 'before')}"

@@ -133,9 +133,7 @@ def _same(plan: Schedule, other: Schedule) -> bool:
 def tables_to_draw(workload: Workload, *schedules: Schedule) -> int:
     parallel = workload.parallel
     steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
-    unshards = sum(
-        len(entry.unshard) for schedule in schedules for rank in schedule.ranks for entry in (rank.start, *rank.steps)
-    )
+    unshards = sum(len(schedule.unshards) for schedule in schedules)
     return max(FEWEST, min(MOST, EFFORT // (len(schedules) * steps + 4 * unshards)))
 
 

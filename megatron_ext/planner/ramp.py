@@ -94,8 +94,7 @@ def _candidates(planned: Schedule, workload: Workload, timing: Timing) -> Iterat
 
 def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timing) -> Iterator[Choices]:
     """By the plan's routes, its host copies and those on the drive, with every horizon."""
-    entries = [entry for rank in planned.ranks for entry in (rank.start, *rank.steps)]
-    used = {action.route for entry in entries for action in entry.unshard}
+    used = {action.route for action in planned.unshards}
     routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
     hosted, staged = (
         frozenset(entry.group for entry in planned.publish if place in entry.to) for place in ("cpu", "nvme")

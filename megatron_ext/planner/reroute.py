@@ -50,9 +50,7 @@ def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
     """
     if schedule.zero_stage < 3:
         return schedule
-    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
-    unshards = [action for entry in entries for action in entry.unshard]
-    by_device = {action.group for action in unshards if kind_of(action.route).needs_device_shard}
+    by_device = {action.group for action in schedule.unshards if kind_of(action.route).needs_device_shard}
     limit, parallel = schedule.limits.pinned_host_bytes, schedule.parallel
     pinned, groups = pinned_host_bytes(schedule), list(schedule.groups)
     for index, group in enumerate(groups):

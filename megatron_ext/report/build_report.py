@@ -208,11 +208,5 @@ def _periods(trace: MeasuredTrace, indices: list[int]) -> Spread | None:
 
 
 def _groups_by_route(schedule: Schedule) -> dict[str, int]:
-    routes = {
-        (action.group, action.route)
-        for rank in schedule.ranks
-        for entry in (rank.start, *rank.steps)
-        for action in entry.unshard
-    }
-    counted = Counter(route for _, route in routes)
+    counted = Counter(route for _, route in {(action.group, action.route) for action in schedule.unshards})
     return {kind.name: counted[kind.name] for kind in ROUTE_KINDS.values() if counted[kind.name]}

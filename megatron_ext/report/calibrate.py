@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.cost_table import Compute, CostTable
 from megatron_ext.cost.environment import run_differences
-from megatron_ext.cost.scaled_table import with_factors
+from megatron_ext.cost.scaled_table import scaled_row, with_factors
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
@@ -137,15 +137,8 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
 
 def _row(row: Compute, factors: Times) -> Compute:
     """A chunk's row by its own factor; that of a kind of layer by the mean over chunks."""
-    changes = {}
-    for way in (FORWARD, BACKWARD):
-        own = [
-            factor
-            for (part, pp_rank, chunk), factor in factors.items()
-            if part == way and (row.layer_kind is not None or (pp_rank, chunk) == (row.pp_rank, row.model_chunk_id))
-        ]
-        for name in (f"{way}_us", f"{way}_p95_us"):
-            value = getattr(row, name)
-            if own and value is not None:
-                changes[name] = value * sum(own) / len(own)
-    return replace(row, **changes)
+    own: dict[str, list[float]] = {FORWARD: [], BACKWARD: []}
+    for (part, pp_rank, chunk), factor in factors.items():
+        if part in own and (row.layer_kind is not None or (pp_rank, chunk) == (row.pp_rank, row.model_chunk_id)):
+            own[part].append(factor)
+    return scaled_row(row, {way: sum(found) / len(found) for way, found in own.items() if found})

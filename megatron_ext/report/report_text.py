@@ -147,7 +147,8 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
     stock, ours = report.period_us
     if stock is not None and ours is not None:
         lines.append(times("  with the pause before it, ms", stock.median_us, ours.median_us))
-    lines.append(times("iteration time, ms, predicted", *report.predicted_iteration_time_us))
+    stock, ours = report.predicted_iteration_time_us
+    lines.append(times("iteration time, ms, predicted", stock, ours))
     errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
     lines.append(("  error of the prediction", errors[0], errors[1], ""))
     if report.states_bytes_per_s is not None:

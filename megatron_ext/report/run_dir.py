@@ -180,7 +180,7 @@ def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
         return None
     schedule = validate.load(path)
     match.match(schedule, workload, file=path)
-    routes = {a.route for rank in schedule.ranks for entry in (rank.start, *rank.steps) for a in entry.unshard}
+    routes = {action.route for action in schedule.unshards}
     if routes - {"gpu"}:
         raise InputError("expected all-gathers alone", file=path, field="route", value=sorted(routes - {"gpu"})[0])
     return schedule

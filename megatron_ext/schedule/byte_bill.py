@@ -77,7 +77,7 @@ class _RankBill:
 
     def _gathers(self) -> Iterator[Row]:
         groups, rank = self.schedule.groups, self.schedule.ranks[self.pp_rank]
-        for entry in (rank.start, *rank.steps):
+        for entry in rank.entries:
             for action in entry.stage_in:
                 yield "gather", "drive_read", -(-groups[action.group].bytes // SECTOR_BYTES) * SECTOR_BYTES
             for action in entry.unshard:

@@ -179,18 +179,17 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
     all else, as large as the largest group needs."""
     parallel, rank = schedule.parallel, schedule.ranks[pp_rank]
     most: dict[tuple[str, int, str], int] = {}
-    for entry in (rank.start, *rank.steps):
-        for action in entry.unshard:
-            group = schedule.groups[action.group]
-            if kind_of(action.route).shard_from_host:
-                size = kind_of(action.route).buffer_bytes(group.bytes)
-            elif group.algorithm_by(action.route) is not None:
-                size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
-            else:
-                continue
-            parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
-            key = (action.route, group.ranks, next(p.dtype for p in parameters if p.name == group.parameters[0]))
-            most[key] = max(most.get(key, 0), size)
+    for action in rank.unshards:
+        group = schedule.groups[action.group]
+        if kind_of(action.route).shard_from_host:
+            size = kind_of(action.route).buffer_bytes(group.bytes)
+        elif group.algorithm_by(action.route) is not None:
+            size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
+        else:
+            continue
+        parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
+        key = (action.route, group.ranks, next(p.dtype for p in parameters if p.name == group.parameters[0]))
+        most[key] = max(most.get(key, 0), size)
     return sum(most.values())
 
 

@@ -6,6 +6,8 @@ group 3 by ``gpu`` (``h`` in two legs, ``e`` by copy engines,
 just before layer 1; ``-3`` reshard group 3, ``-3@1`` just after layer 1.
 """
 
+from collections import Counter
+
 from megatron_ext.formats import rank_memory
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 from megatron_ext.schedule.validate import InvalidSchedule
@@ -45,12 +47,10 @@ def bytes_by_route(schedule: Schedule) -> str:
     ranks share these."""
     found: dict[str, int] = {}
     of_experts: dict[str, int] = {}
-    for rank in schedule.ranks:
-        for actions in (rank.start.unshard, *(entry.unshard for entry in rank.steps)):
-            for action in actions:
-                group = schedule.groups[action.group]
-                for sums in (found, of_experts)[: 1 + (group.ranks != schedule.parallel.dp)]:
-                    sums[action.route] = sums.get(action.route, 0) + group.bytes
+    for action in schedule.unshards:
+        group = schedule.groups[action.group]
+        for sums in (found, of_experts)[: 1 + (group.ranks != schedule.parallel.dp)]:
+            sums[action.route] = sums.get(action.route, 0) + group.bytes
     text = _by_route(found) or "none"
     if of_experts:
         ranks = schedule.parallel.expert_dp
@@ -108,12 +108,7 @@ def _column(rank: Rank, groups) -> list[str]:
 
 def summary(schedule: Schedule) -> str:
     """Sizes and routes in a few lines."""
-    counts: dict[str, int] = {}
-    for rank in schedule.ranks:
-        for entry in (rank.start, *rank.steps):
-            for action in entry.unshard:
-                way = _way(action, schedule.groups)
-                counts[way] = counts.get(way, 0) + 1
+    counts = Counter(_way(action, schedule.groups) for action in schedule.unshards)
     routes = ", ".join(f"{number} by {route}" for route, number in sorted(counts.items())) or "none"
     parallel = schedule.parallel
     lines = [

@@ -89,6 +89,16 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     start: Start = Start()
     steps: tuple[StepActions, ...]
 
+    @property
+    def entries(self) -> "tuple[Start | StepActions, ...]":
+        """The start and the steps, in order."""
+        return (self.start, *self.steps)
+
+    @property
+    def unshards(self) -> list[Unshard]:
+        """All of them, in the order of their issue."""
+        return [action for entry in self.entries for action in entry.unshard]
+
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Parameters that travel together: names as in the workload, in execution order.
@@ -252,6 +262,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step_slots: StepSlots | None = None
     rollback_bytes: int | None = None
     predicted: Predicted | None = None
+
+    @property
+    def unshards(self) -> list[Unshard]:
+        """Of all pipeline ranks."""
+        return [action for rank in self.ranks for action in rank.unshards]
 
 
 def files_of(path) -> list[Path]:

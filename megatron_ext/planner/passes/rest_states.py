@@ -174,5 +174,4 @@ def device_bytes(group: Group, workload: Workload) -> int:
 
 def _by_cpu_shard(schedule: Schedule) -> set[int]:
     """Groups whose shards have to rest in host memory."""
-    entries = [entry for rank in schedule.ranks for entry in (rank.start, *rank.steps)]
-    return {action.group for entry in entries for action in entry.unshard if kind_of(action.route).shard_from_host}
+    return {action.group for action in schedule.unshards if kind_of(action.route).shard_from_host}

@@ -24,7 +24,7 @@ from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 
 
 class Sources(NamedTuple):
@@ -109,13 +109,8 @@ def _symmetric(of: OfKind) -> BufferedGather | None:
 
 
 def _shard_gather(of: OfKind) -> BufferedGather | None:
-    if not any(
-        action.route == "cpu_shard" and action.group in of.indices
-        for schedule in of.schedules
-        for rank in schedule.ranks
-        for entry in (rank.start, *rank.steps)
-        for action in entry.unshard
-    ):
+    unshards = [action for schedule in of.schedules for action in schedule.unshards if action.group in of.indices]
+    if not any(kind_of(action.route).shard_from_host for action in unshards):
         return None
     own = make_data_group(of.schedule.parallel, of.backend, of.ranks)
     return ShardGather(own, device_of(next(iter(of.groups.values())).whole), of.recorder) if of.groups else None

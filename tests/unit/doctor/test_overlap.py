@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.doctor.overlap import Work, overlap_of
 from megatron_ext.doctor.place import Place
@@ -33,9 +34,7 @@ def work(monkeypatch):
         world_size=1, torch_device=torch.device("cpu"), barrier=lambda: None, agree=lambda value: value
     )
     monkeypatch.setattr("megatron_ext.doctor.overlap.perf_counter", lambda: sum(clock))
-    monkeypatch.setattr(
-        "megatron_ext.doctor.overlap.dist.all_gather_object", lambda out, value: out.__setitem__(0, value)
-    )
+    as_ranks_do(monkeypatch, lambda value: [value])
     operations = {"gpu": Clocked(clock, "gpu", 0.02), "compute": Clocked(clock, "compute", 0.01)}
     return Work(fabric, operations, 4096, seconds=0.1)
 

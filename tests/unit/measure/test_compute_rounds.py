@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.measure import compute_rounds
@@ -53,9 +54,7 @@ def test_ranks_share_their_processors_evenly(monkeypatch, by_processor_time, exp
         monkeypatch.setattr(compute_rounds, "clock", lambda runner: None)
     else:
         monkeypatch.setattr(compute_rounds, "clock", lambda runner: compute_rounds.perf_counter)
-    monkeypatch.setattr(
-        compute_rounds.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, own])
-    )
+    as_ranks_do(monkeypatch, lambda own: [own, own])
     options = SimpleNamespace(hidden_size=8, seq_length=4, micro_batch_size=1)
     fabric = SimpleNamespace(world_size=2, rank=0, ranks_per_processor=2.0, options=options)
     fabric.torch_device = torch.device("cpu")

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.measure import contention
 from megatron_ext.measure.options import Options
@@ -51,7 +52,7 @@ def test_rows_are_there_when_a_busy_link_is_done(monkeypatch):
     monkeypatch.setattr(contention, "kinds", lambda fabric: {name: link(name) for name in ("gpu", "cpu")})
     monkeypatch.setattr(contention, "Busy", Busy)
     monkeypatch.setattr(contention, "sample", sample)
-    monkeypatch.setattr(contention.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    as_ranks_do(monkeypatch, lambda own: [own])
     fabric = SimpleNamespace(options=Options(data_parallel_size=1), rank=0, world_size=1, agree=lambda value: value)
     fabric.torch_device, seen = torch.device("cpu"), []
     pairs = [("gpu", "cpu"), ("cpu", "gpu")]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.cost.cost_table import Compute, Launches
 from megatron_ext.measure import host_memory_rate
@@ -63,9 +64,7 @@ def test_what_threads_and_copies_move_counts_together(monkeypatch):
 def test_the_table_has_the_mean_rank_and_the_slowest_round(monkeypatch):
     rates = iter((10e9, 14e9, 12e9, 2e9, 13e9))
     monkeypatch.setattr(host_memory_rate, "rate", lambda *_: next(rates))
-    monkeypatch.setattr(
-        host_memory_rate.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [own, [6e9] * 5])
-    )
+    as_ranks_do(monkeypatch, lambda own: [own, [6e9] * 5])
     monkeypatch.setattr(host_memory_rate, "NODE_BYTES", MIB)
     monkeypatch.setattr(host_memory_rate, "LEAST_BYTES", MIB)
     found = host_memory_rate.measure(fabric_of(2), 10.0)
@@ -82,9 +81,7 @@ def test_no_round_begins_where_those_before_took_too_long(monkeypatch):
     monkeypatch.setattr(host_memory_rate, "LEAST_BYTES", MIB)
     monkeypatch.setattr(host_memory_rate, "NODE_BYTES", MIB)
     monkeypatch.setattr(host_memory_rate, "rate", lambda fabric, copies, arrays, seconds: given.append(arrays) or 5e9)
-    monkeypatch.setattr(
-        host_memory_rate.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(1), [own])
-    )
+    as_ranks_do(monkeypatch, lambda own: [own])
     assert host_memory_rate.measure(fabric_of(), 10.0)["bytes_per_s"] == 5e9
     assert len(given) == 2 and given[0] is given[1]
 

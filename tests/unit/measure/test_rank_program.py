@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.options import Options
@@ -42,7 +43,7 @@ def visits(monkeypatch):
     monkeypatch.setattr(rank_program, "sample", sample)
     monkeypatch.setattr(rank_program, "monotonic", lambda: 0.0)
     monkeypatch.setattr(rank_program, "OPERATIONS", {name: partial(operation_of, name) for name in ("cpu", "gpu")})
-    monkeypatch.setattr(rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    as_ranks_do(monkeypatch, lambda own: [own])
     monkeypatch.setattr(rank_program, "MAX_PASSES", rank_program.PASSES)
     options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
     return SimpleNamespace(seen=seen, raw=rank_program.run(fabric_of(options), lambda *_: None))
@@ -68,9 +69,7 @@ def test_what_host_memory_takes_before_the_first_step_is_that_of_the_slowest_ran
     fabric = SimpleNamespace(world_size=2, set_up_seconds=(2.0, 8.0), set_up_bytes=1 << 31)
     fabric.torch_device = SimpleNamespace(type="cuda")
     others = [(4.0, 6.0), (2.0, 8.0)]
-    monkeypatch.setattr(
-        rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), others)
-    )
+    as_ranks_do(monkeypatch, lambda own: others)
     assert rank_program.set_up_of(fabric) == {"pages_us_per_gib": 2e6, "pin_us_per_gib": 4e6}
     fabric.torch_device.type = "cpu"
     assert rank_program.set_up_of(fabric) == {"pages_us_per_gib": 2e6}
@@ -83,9 +82,7 @@ def test_a_device_holds_more_than_pytorchs_blocks(monkeypatch):
     fabric = SimpleNamespace(world_size=2, ranks_per_device=2, torch_device=SimpleNamespace(type="cuda"))
     monkeypatch.setattr(rank_program.torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
     monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
-    monkeypatch.setattr(
-        rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(slice(2), [own, 3 * 10**9])
-    )
+    as_ranks_do(monkeypatch, lambda own: [own, 3 * 10**9])
     assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 3 * 10**9}
     monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 10**9)
     assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 4 * 10**9}
@@ -199,13 +196,13 @@ def test_compute_is_measured_all_along_however_short_the_passes_are():
 def test_what_a_curve_is_made_of(monkeypatch, name, expected):
     """Ranks that share a link end one after the other."""
 
-    def gathered(everyone, own):
-        everyone[:] = [
+    def gathered(own):
+        return [
             {key: tuple([factor * value for value in part] for part in parts) for key, parts in own.items()}
             for factor in (1, 2, 3, 4)
         ]
 
-    monkeypatch.setattr(rank_program.dist, "all_gather_object", gathered)
+    as_ranks_do(monkeypatch, gathered)
     fabric, merged = SimpleNamespace(world_size=4, options=Options(data_parallel_size=4, ranks_per_node=2)), {}
     merge_visits(fabric, {(name, 512): SimpleNamespace(us=[1.0, 10.0], issued_us=[1.0])}, merged)
     assert merged[name, 512][0][0] == expected

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gathered import as_ranks_do
 from msgspec.structs import replace
 
 from megatron_ext.measure import kept_measurement, rank_program, scaled_sizes
@@ -66,7 +67,7 @@ def machine(monkeypatch):
         ("DeviceStep", "device_step"),
     ):
         monkeypatch.setattr(rank_program, kind, operation(name))
-    monkeypatch.setattr(rank_program.dist, "all_gather_object", lambda everyone, own: everyone.__setitem__(0, own))
+    as_ranks_do(monkeypatch, lambda own: [own])
     return state
 
 

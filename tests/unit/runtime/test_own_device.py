@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from gathered import as_ranks_do
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.launch import device_sharing
@@ -22,9 +23,9 @@ def ranks(monkeypatch):
         monkeypatch.delenv(name)
 
     def make(uuids, nccl=(2, 28, 9)):
-        def gather(found, own, group):
-            found[:] = uuids
+        def gather(own):
             assert own == uuids[1]
+            return uuids
 
         properties = SimpleNamespace(uuid=uuids[1])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -32,11 +33,10 @@ def ranks(monkeypatch):
         for name, function in {
             "new_group": lambda **options: None,
             "destroy_process_group": lambda group: None,
-            "get_world_size": lambda: len(uuids),
             "get_rank": lambda: 1,
-            "all_gather_object": gather,
         }.items():
             monkeypatch.setattr(dist, name, function)
+        as_ranks_do(monkeypatch, gather)
 
     return make
 
