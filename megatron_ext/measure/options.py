@@ -28,7 +28,11 @@ LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme",
 NEEDS = {
     "compute": ("modules", "the script's arguments behind --, or --modules"),
     "nvme": ("nvme_path", "--nvme-path DIRECTORY"),
-} | dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host"))
+    **dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host")),
+    **dict.fromkeys(
+        OF_EXPERTS, ("expert_data_parallel_size", "the script's arguments behind --, of a model with experts")
+    ),
+}
 """What is measured only with another option: its field, and how it is given."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400
@@ -191,11 +195,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         self._check_largest()
         if self.data_parallel_size % (self.expert_data_parallel_size or 1):
             why = "ranks that share the same experts are no part of these: one of each tensor-parallel group measures"
-            raise InputError(
-                f"{self.expert_data_parallel_size} {why}",
-                file=_flag("data_parallel_size"),
-                value=self.data_parallel_size,
-            )
+            raise option_error("data_parallel_size", f"{self.expert_data_parallel_size} {why}", self.data_parallel_size)
         if (self.max_rank_bytes or 0) < 0:
             raise option_error("max_rank_bytes", "must not be negative", self.max_rank_bytes)
         if self.node_size > 64:
