@@ -179,9 +179,7 @@ def measure(
         if first:
             json_files.check_writable(out)
         kept = kept_measurement.path_of(out)
-        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check()
-        if links:
-            wanted.check_chosen()
+        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check(chosen=bool(links))
         if first:
             click.echo(announcement(wanted), err=True)
         with bar(first, wanted.seconds) as progress:

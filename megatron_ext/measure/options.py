@@ -180,8 +180,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         except ValueError:
             raise InputError("expected whole numbers of bytes, separated by commas", file=flag, value=text) from None
 
-    def check(self) -> "Options":
-        """Raise InputError on a value that cannot be measured, naming the option."""
+    def check(self, *, chosen: bool = False) -> "Options":
+        """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: ``links`` were, so each of
+        them has to have what it is measured by."""
         for name in (
             "data_parallel_size",
             "pipeline_model_parallel_size",
@@ -215,11 +216,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise option_error("modules", "expected package.module:function or file.py:function", self.modules)
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
             raise option_error("nvme_path", "is no directory", self.nvme_path)
-        return self
-
-    def check_chosen(self) -> "Options":
-        """Raise InputError where one of the ``links`` that were chosen has nothing to be measured by."""
-        for link in self.links:
+        for link in self.links if chosen else ():
             field, how = NEEDS.get(link, ("links", ""))
             stood_for = link == "compute" and "contention" in self.links  # by products of matrices
             if not getattr(self, field) and not stood_for:

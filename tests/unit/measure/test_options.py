@@ -44,8 +44,8 @@ def test_threads_are_those_of_a_run(monkeypatch):
 )
 def test_a_link_that_is_chosen_without_what_it_is_measured_by_is_refused(link, how):
     with pytest.raises(InputError, match=f"^--links = '{link}': needs .*{how}"):
-        Options(links=("gpu", link)).check_chosen()
-    assert Options(links=("gpu", "compute", "contention")).check_chosen()  # products of matrices stand for compute
+        Options(links=("gpu", link)).check(chosen=True)
+    assert Options(links=("gpu", "compute", "contention")).check(chosen=True)  # products of matrices stand for compute
 
 
 def test_measure_refuses_compute_without_layers(tmp_path, capsys):
