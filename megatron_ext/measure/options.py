@@ -181,8 +181,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise InputError("expected whole numbers of bytes, separated by commas", file=flag, value=text) from None
 
     def check(self, *, chosen: bool = False) -> "Options":
-        """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: ``links`` were, so each of
-        them has to have what it is measured by."""
+        """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: the ``links`` were, so
+        that each of them has to have what it is measured by."""
         for name in (
             "data_parallel_size",
             "pipeline_model_parallel_size",
