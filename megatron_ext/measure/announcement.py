@@ -3,7 +3,7 @@
 import os
 
 from megatron_ext.measure.options import MOST_OVER, Options
-from megatron_ext.measure.rank_program import curves_asked, sizes_of
+from megatron_ext.measure.size_grid import curves_asked, sizes_of
 
 
 def announcement(options: Options) -> str:

@@ -32,7 +32,7 @@ from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, OF_EXPERTS, STEPS, Options
+from megatron_ext.measure.options import COPIES, MIB, MOST_OVER
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
@@ -41,12 +41,6 @@ from megatron_ext.runtime.objects import gather_objects
 PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
 """Shares of the time; the curves have the rest. Of an iteration, compute is most."""
-
-SMALL_BYTES = 4096
-"""Below this there is only the least size."""
-
-GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme", "experts_gpu"}
-"""The routes, all of their ways."""
 
 SHORT_US, SHORT_VISITS = 3000.0, 4
 """All rounds of a short copy in a row are over within milliseconds, and so meet one state of a shared machine. Read
@@ -57,36 +51,8 @@ it."""
 LARGE_BYTES = 1 << 30
 """From when on making memory is said."""
 
-CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
-
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
-
-
-def sizes_of(name: str, options: Options) -> list[int]:
-    """The grid of one curve. Sparse where the cost is known to be smooth. What a rank does with its own shard is
-    measured up to the shards of experts."""
-    low, high, shards = options.min_bytes, options.max_bytes, options.largest_shards
-    if name == "optimizer":
-        sizes = size_grid.factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
-    elif name == "host_add":
-        sizes = size_grid.factor_2(low, max(shards // options.data_parallel_size, low), factor=4)
-    elif name in STEPS:
-        sizes = size_grid.factor_2(low, shards, factor=4)
-    elif options.sizes:
-        sizes = list(options.sizes)
-    elif name == "p2p":
-        sizes = size_grid.factor_2(low, max(min(high, 16 * MIB), low))
-    else:
-        sizes = size_grid.factor_2(max(low, min(SMALL_BYTES, high)), high)
-        if low < sizes[0]:
-            sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
-        sizes = size_grid.beside_powers(sizes)
-    if name in GATHERS:
-        sizes = [*sizes, *options.also_sizes]
-    if name in ("publish", "internode") and shards > high:
-        sizes = [*sizes, shards]
-    return sorted({options.rounded(size) for size in sizes})
 
 
 def run(fabric: Fabric, report: Report, so_far: Callable[[dict], None] = lambda raw: None) -> dict | None:
@@ -132,7 +98,7 @@ class Measurement:
             kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, DeviceStep)}
             if not fabric.device.why_no_flags:  # nor does a run step so without them
                 kinds |= {kind.name: kind for kind in (RunStep, RunStepCastOnDevice)}
-        names = [name for name in curves_asked(options) if name in kinds]
+        names = [name for name in size_grid.curves_asked(options) if name in kinds]
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
         self.operations: dict[str, Operation] = {}
         for name in names:
@@ -148,7 +114,7 @@ class Measurement:
             self.operations |= {"nvme": read, "publish_nvme": nvme_route.NvmeWrite(read)}
             names += ["nvme", "publish_nvme"]
             self.drive = nvme_route.sweep(fabric, read, options.seconds * SWEEP_SHARE)
-        self.grid = [(name, size) for name in names for size in sizes_of(name, options)]
+        self.grid = [(name, size) for name in names for size in size_grid.sizes_of(name, options)]
         self.merged, seconds_before = self._kept()
         self.visits = [scaled_sizes.upwards([visit for visit in self.grid if visit not in self.merged])]
         self.visits += [shuffled(self.grid, number) for number in range(1, PASSES)]
@@ -408,28 +374,9 @@ def parts_due(used: float) -> int:
     return min(PASSES, 1 + int(used * (PASSES - 1)))
 
 
-def curves_asked(options: Options) -> list[str]:
-    """Curves of the links that are asked for and that the run has, without those of the drive."""
-    steps = STEPS if options.optimizer_on_host else ()
-    drive = ("nvme", "publish_nvme")
-    names = [name for name in CURVES if name in options.links and (name not in STEPS or name in steps)]
-    return [name for name in names if name not in drive and not _missing(name, options)]
-
-
 def _weight(size: int) -> float:
     """Share of the time that a size gets: a round of a large one takes longer."""
     return 1.0 + min(size / (4 * MIB), 8.0)
-
-
-def _missing(name: str, options: Options) -> bool:
-    """Whether the run has no such link."""
-    return {
-        "p2p": options.pipeline_model_parallel_size < 2,
-        "internode": options.nodes < 2,
-        "hierarchical": not options.has_hierarchy,
-        "cpu_shard": options.data_parallel_size < 2,
-        **dict.fromkeys(OF_EXPERTS, options.expert_data_parallel_size is None),
-    }.get(name, False)
 
 
 def _text(size: int) -> str:
@@ -446,4 +393,4 @@ def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
         curve = {size: us for (own, size), us in medians.items() if own == name}
         added += [(name, fabric.options.rounded(size)) for size in size_grid.refinement(curve)]
     # All ranks hold the same samples and the list is sorted: they agree without asking.
-    return sorted({*visits, *added}, key=lambda visit: (CURVES.index(visit[0]), visit[1]))
+    return sorted({*visits, *added}, key=lambda visit: (size_grid.CURVES.index(visit[0]), visit[1]))

@@ -1,4 +1,4 @@
-"""Sizes to measure: factor 2, and closer where neighbours disagree.
+"""Which curves are measured, and at which sizes: factor 2, and closer where neighbours disagree.
 
 [Note: No powers of two]
 Shards that lie a power of two apart fall into the same sets of a processor's caches: over gloo an all-gather of
@@ -9,6 +9,16 @@ theirs may be read between these; for those that are, a measurement is told thei
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+from megatron_ext.measure.options import COPIES, MIB, OF_EXPERTS, STEPS, Options
+
+SMALL_BYTES = 4096
+"""Below this there is only the least size."""
+
+GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme", "experts_gpu"}
+"""The routes, all of their ways."""
+
+CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
 DISAGREE = 0.15
 """A size whose median its neighbours predict by more than this off gets sizes between them."""
@@ -53,3 +63,48 @@ def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
             if middle not in medians and middle not in added:
                 added.append(middle)
     return sorted(added[:at_most])
+
+
+def sizes_of(name: str, options: Options) -> list[int]:
+    """The grid of one curve. Sparse where the cost is known to be smooth. What a rank does with its own shard is
+    measured up to the shards of experts."""
+    low, high, shards = options.min_bytes, options.max_bytes, options.largest_shards
+    if name == "optimizer":
+        sizes = factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
+    elif name == "host_add":
+        sizes = factor_2(low, max(shards // options.data_parallel_size, low), factor=4)
+    elif name in STEPS:
+        sizes = factor_2(low, shards, factor=4)
+    elif options.sizes:
+        sizes = list(options.sizes)
+    elif name == "p2p":
+        sizes = factor_2(low, max(min(high, 16 * MIB), low))
+    else:
+        sizes = factor_2(max(low, min(SMALL_BYTES, high)), high)
+        if low < sizes[0]:
+            sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
+        sizes = beside_powers(sizes)
+    if name in GATHERS:
+        sizes = [*sizes, *options.also_sizes]
+    if name in ("publish", "internode") and shards > high:
+        sizes = [*sizes, shards]
+    return sorted({options.rounded(size) for size in sizes})
+
+
+def curves_asked(options: Options) -> list[str]:
+    """Curves of the links that are asked for and that the run has, without those of the drive."""
+    steps = STEPS if options.optimizer_on_host else ()
+    drive = ("nvme", "publish_nvme")
+    names = [name for name in CURVES if name in options.links and (name not in STEPS or name in steps)]
+    return [name for name in names if name not in drive and not _missing(name, options)]
+
+
+def _missing(name: str, options: Options) -> bool:
+    """Whether the run has no such link."""
+    return {
+        "p2p": options.pipeline_model_parallel_size < 2,
+        "internode": options.nodes < 2,
+        "hierarchical": not options.has_hierarchy,
+        "cpu_shard": options.data_parallel_size < 2,
+        **dict.fromkeys(OF_EXPERTS, options.expert_data_parallel_size is None),
+    }.get(name, False)

@@ -10,8 +10,9 @@ from gathered import as_ranks_do
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.rank_program import PASSES, parts_due, sizes_of
+from megatron_ext.measure.rank_program import PASSES, parts_due
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples
+from megatron_ext.measure.size_grid import sizes_of
 from megatron_ext.measure.visits import merge_visits, shuffled
 from megatron_ext.runtime.device import HostDevice
 

@@ -2,7 +2,7 @@
 
 from megatron_ext.measure import size_grid
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.rank_program import sizes_of
+from megatron_ext.measure.size_grid import sizes_of
 
 
 def test_factor_2_grid_has_both_ends():
