@@ -119,7 +119,6 @@ def row_of(name: str, microbatches: int, runs: list[dict]) -> dict:
         "line": SYSTEMS[name].line,
         "microbatches": microbatches,
         "iteration_us": summarize([us for one in runs for us in one["iteration_us"][skip:]]).as_json(),
-        "round_medians_us": [summarize(one["iteration_us"][skip:]).median_us for one in runs],
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
         "loss": runs[-1]["loss"],
@@ -138,9 +137,8 @@ def opponent_of(row: dict, rows: list[dict]) -> dict | None:
     if not fits:
         return None
     best = min(fits, key=lambda other: other["iteration_us"]["median_us"])
-    by_round = [mine / theirs for mine, theirs in zip(best["round_medians_us"], row["round_medians_us"])]
     ratio = best["iteration_us"]["median_us"] / row["iteration_us"]["median_us"]
-    return {"system": best["system"], "ratio": ratio, "ratio_by_round": by_round}
+    return {"system": best["system"], "ratio": ratio}
 
 
 def show(result: dict) -> None:

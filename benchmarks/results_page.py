@@ -17,7 +17,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 BEGIN, END = "<!-- begin: written by benchmarks/results_page.py -->", "<!-- end -->"
 
-
 DISTURBED = ("network", "disk", "clock", "jobs")
 HOOKS = "Megatron's pre-hooks"
 

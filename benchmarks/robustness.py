@@ -3,8 +3,7 @@
     sudo .venv/bin/python benchmarks/robustness.py [--parts fuzzing kills network disk clock jobs] [--kills 200]
 
 Parts keep what they find in --folder as they go. One that was interrupted goes on (kills, fuzzing) or begins again; the
-result is of all that is there. Needs root,
-iproute2, iptables, e2fsprogs and a C compiler; atheris, where it is installed, fuzzes guided by coverage.
+result is of all that is there. Needs what benchmarks/README.md says; atheris, where it is, fuzzes guided by coverage.
 """
 
 import argparse

@@ -220,13 +220,9 @@ def _command_lines(t: str, w: str, s: str, out: str) -> tuple[bytes, ...]:
             "fit",
             "--hardware",
             "l40s",
-            "--fix",
-            "recompute",
-            "--",
+            *"--fix recompute --".split(),
             *model,
-            "--tensor-model-parallel-size",
-            "2",
-            "--bf16",
+            *"--tensor-model-parallel-size 2 --bf16".split(),
         ],
     )
     return tuple(json.dumps(line).encode() for line in lines)

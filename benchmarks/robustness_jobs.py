@@ -212,11 +212,8 @@ class Job:
         """Files that are no result: on the drive, temporary ones, half-written ones."""
         for path in sorted(self.folder.rglob("*")):
             inside = path.relative_to(self.folder).parts
-            if (
-                (inside[0] in ("tmp", "drive") and len(inside) > 1)
-                or path.suffix == ".tmp"
-                or (re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name))
-            ):
+            half_written = path.suffix == ".tmp" or re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name)
+            if half_written or (inside[0] in ("tmp", "drive") and len(inside) > 1):
                 yield path
 
 

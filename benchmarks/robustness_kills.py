@@ -1,5 +1,6 @@
 """Ranks and launchers that are ended, crash or stand still at drawn points, and what the next start makes of it."""
 
+import contextlib
 import os
 import random
 import re
@@ -10,20 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import robustness_jobs as jobs
 from emulated_nodes import Nodes
-from robustness_jobs import (
-    ITERATIONS,
-    SAVE_EVERY,
-    SETUPS,
-    Case,
-    Job,
-    differences,
-    drawn,
-    nodes_of,
-    result,
-    resumed,
-    start,
-)
+from robustness_jobs import ITERATIONS, SAVE_EVERY, SETUPS, Case, Job
 
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSEGV", "SIGSTOP")
 GBIT = 5.0
@@ -90,7 +80,7 @@ def send(job: Job, fault: dict) -> int | None:
 
 def one_fault(case: Case, fault: dict, folder: Path) -> dict | None:
     """What became of a run with a fault, and of the next start; None where the fault met no process."""
-    job = start(case, folder)
+    job = jobs.start(case, folder)
     victim = send(job, fault) if wait_for(job, case, fault) else None
     hangs = not job.wait()
     said, code = job.said(), job.code
@@ -105,10 +95,10 @@ def one_fault(case: Case, fault: dict, folder: Path) -> dict | None:
         found |= {"named": named is not None and int(named[2]) == victim}
     wrong = hangs or found["leftovers"] or found.get("named") is False
     if code == 0:
-        found["differences"] = differences(case.reference, result(job))
+        found["differences"] = jobs.differences(case.reference, jobs.result(job))
     elif fault["signal"] == "SIGSTOP":
         wrong = True  # who only stood still goes on
-    found["resumed"] = resumed(case, job)
+    found["resumed"] = jobs.resumed(case, job)
     if wrong or found["resumed"]["code"] or found["resumed"]["differences"]:
         found["said"] = said[-3000:]
     return found
@@ -119,37 +109,24 @@ def kills(count: int, seed: int, folder: Path, corpus: Path, save: Callable[[lis
     results, number = list(known), len(known)
     while len(results) < count:
         setup = list(SETUPS)[number // A_CASE % len(SETUPS)]
-        with nodes_or_none(nodes_of(setup)) as nodes:
+        with nodes_or_none(jobs.nodes_of(setup)) as nodes:
             shutil.rmtree(folder, ignore_errors=True)
-            case = drawn(setup, seed * 1000 + number, folder / "case", corpus, nodes)
+            case = jobs.drawn(setup, seed * 1000 + number, folder / "case", corpus, nodes)
             for _ in range(A_CASE):
                 if len(results) == count:
                     break
                 draw = random.Random(f"{seed} {number}")
-                found, place, number = (
-                    one_fault(case, draw_fault(draw, number), folder / "run"),
-                    folder / "run",
-                    number + 1,
-                )
-                shutil.rmtree(place)
+                found, number = one_fault(case, draw_fault(draw, number), folder / "run"), number + 1
+                shutil.rmtree(folder / "run")
                 if found is not None:
                     results.append(found | {"routes": case.routes, "seed": seed})
                     save(results)
     return results
 
 
-class nodes_or_none:
+def nodes_or_none(count: int):
     """Emulated nodes, or nothing where there is one."""
-
-    def __init__(self, count: int):
-        self.nodes = Nodes(count, GBIT) if count > 1 else None
-
-    def __enter__(self) -> Nodes | None:
-        return self.nodes.__enter__() if self.nodes else None
-
-    def __exit__(self, *ended) -> None:
-        if self.nodes:
-            self.nodes.__exit__(*ended)
+    return Nodes(count, GBIT) if count > 1 else contextlib.nullcontext()
 
 
 NONE_OF = (

@@ -118,9 +118,8 @@ def _network_of(case: Case, names: list[str], folder: Path, turn: int) -> list[O
 def disk(folder: Path, corpus: Path, save: Save, seed: int) -> list[Outcome]:
     """A drive or a checkpoints' disk that is full, or becomes read-only, while training."""
     results: list[Outcome] = []
-    for number, setup in enumerate(
-        ("zero 1, interleaved", "zero 3, interleaved", "zero 3, 1f1b, optimizer on the host")
-    ):
+    setups = ("zero 1, interleaved", "zero 3, interleaved", "zero 3, 1f1b, optimizer on the host")
+    for number, setup in enumerate(setups):
         case = drawn(setup, seed + 200 + number, folder / f"{number}", corpus, None)
         for disturb in (_checkpoints_full, _checkpoints_read_only, _drive_fills, _drive_too_small, _trace_read_only):
             results.append(disturb(case, folder / f"{number} {disturb.__name__}"))
