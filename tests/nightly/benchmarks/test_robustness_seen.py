@@ -16,7 +16,7 @@ def run(folder, corpus_prefix, *more: str) -> subprocess.CompletedProcess:
         "--folder",
         str(folder),
         "--out",
-        str(folder / "result.json"),
+        str(folder / "robustness.json"),
     ]
     command += ["--data-path", str(corpus_prefix), *more]
     return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
@@ -25,7 +25,7 @@ def run(folder, corpus_prefix, *more: str) -> subprocess.CompletedProcess:
 def test_killed_ranks_and_several_jobs(corpus_prefix, tmp_path):
     done = run(tmp_path, corpus_prefix, "--parts", "kills", "jobs", "--kills", "8", "--seed", "3")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    result = json_files.load(tmp_path / "result.json", dict)
+    result = json_files.load(tmp_path / "robustness.json", dict)
     assert result["kills"]["faults"] == 8 and result["kills"]["rank named"] == result["kills"]["rank to be named"] > 0
     assert {row["what"] for row in result["jobs"]} > {"two jobs that save to one directory"}
 
