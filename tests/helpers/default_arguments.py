@@ -2,6 +2,12 @@
 
 PIPELINE = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 MODERN = "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2"
+EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-layer-freq ([0]*1+[1]*3) --moe-ffn-hidden-size 96 "
+    "--disable-bias-linear --moe-shared-expert-intermediate-size 64 --swiglu --normalization RMSNorm "
+    "--untie-embeddings-and-output-weights"
+)
 CASES = {
     "0.14.0 default": ("0.14.0", PIPELINE, 1, 1),
     "0.16.1 default": ("0.16.1", PIPELINE, 3, 2),
@@ -30,6 +36,7 @@ CASES = {
     ),
     "context parallel": ("0.17.1", "--context-parallel-size 2", 3, 13),
     "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
+    "experts": ("0.16.1", EXPERTS, 3, 16),
     "apex": (
         "0.17.1",
         f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",

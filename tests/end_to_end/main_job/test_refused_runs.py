@@ -66,6 +66,19 @@ def test_schedule_for_another_number_of_microbatches(planned, corpus_prefix):
     )
 
 
+def test_schedule_of_dense_groups_for_a_model_with_experts(planned, corpus_prefix):
+    """Refused by the first rank that has such a parameter, with its group; other sizes of experts by their field."""
+    folder, _ = planned
+    experts = "--num-experts 4 --disable-bias-linear --moe-ffn-hidden-size 32".split()
+    line = refused(train(folder / "schedule.json", corpus_prefix, *experts), "schedule.json: groups", "the model has")
+    assert "linear_" in line or ".experts." in line
+    spread = refused(
+        train(folder / "schedule.json", corpus_prefix, *experts, "--expert-model-parallel-size", "2"),
+        "schedule.json: parallel.expert_model_parallel_size = 1: the run has 2",
+    )
+    assert spread != line
+
+
 def test_fewer_processes_than_the_layout_needs(planned, corpus_prefix):
     folder, _ = planned
     refused(train(folder / "schedule.json", corpus_prefix, nproc=2), "WORLD_SIZE = 2", "need 4 processes")

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,13 @@ from pathlib import Path
 import engine_stand_in
 import faults
 import pytest
-from default_arguments import CASES, PIPELINE
+from default_arguments import CASES, EXPERTS, PIPELINE
 from draw_schedule import GRADIENTS, never_whole, prepared, states_on_device, states_on_drive
 from places import HELPERS, ROOT
 from released import MIRROR
 
 from megatron_ext import checkout
+from megatron_ext.cost import cost_table
 from megatron_ext.megatron.describe_from_checkout import describe_command_line
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
@@ -70,8 +72,7 @@ class Trainer:
         self.tree, self.folder = tree, folder
         self.options = [*SIZES, *options]
         cut = 1 + ("--pipeline-model-parallel-size" in options or "--tensor-model-parallel-size" in options)
-        sharing = PROCESSES // cut
-        replicas = sharing // (1 + ("--context-parallel-size" in options))
+        replicas = PROCESSES // cut // (1 + ("--context-parallel-size" in options))
         own = ["--data-parallel-size", str(replicas), "--zero-stage", str(zero_stage)]
         workload = describe_command_line(tree, [*self.options, *own]).workload
         assert workload.counts_activations
@@ -80,7 +81,7 @@ class Trainer:
         kinds = (None,) if "--sequence-parallel" in options else GRADIENTS
         self.schedule = drawn(seed, workload, folder / "schedule.json", kinds)
         numels = {p.name: math.prod(p.shape) for chunk in workload.chunks for p in chunk.parameters}
-        self.held = [shard_numels([numels[name] for name in g.parameters], sharing) for g in self.schedule.groups]
+        self.held = [shard_numels([numels[name] for name in g.parameters], g.ranks) for g in self.schedule.groups]
         packages = engine_stand_in.write_packages(folder / "packages", engine=engine)
         path = os.pathsep.join([str(tree), str(ROOT), packages])
         own = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
@@ -191,6 +192,46 @@ def test_a_model_that_never_fits_whole_is_saved_and_loaded_by_groups(tree, tmp_p
     never_whole(random.Random(1), trainer.workload, tmp_path / "schedule.json")
     _, said = saved_and_loaded(trainer, tmp_path / "saved")
     assert "evaluation and checkpoints bring them group by group" in said
+
+
+@pytest.mark.parametrize("how", [[], ["--dist-ckpt-optim-fully-reshardable"]], ids=["own spread", "fully reshardable"])
+def test_experts_are_saved_and_loaded(tree, tmp_path, how):
+    """Two ranks share the shards of the same experts. Other expert-parallel sizes are refused by name where the
+    checkpoint cannot be spread anew, and a schedule of other sizes always."""
+    trainer = Trainer(tree("0.16.1"), tmp_path, EXPERTS.split(), 3, 16, engine=True)
+    assert {group.ranks for group in trainer.schedule.groups} == {2, 4}
+    load, _ = saved_and_loaded(trainer, tmp_path / "saved", *how)
+    spread = [word if word != "2" else "4" for word in EXPERTS.split()]
+    spread[spread.index("--moe-router-topk") + 1] = "2"
+    result = trainer.train(*load, *spread)
+    said = "schedule.json: parallel.expert_model_parallel_size = 2: the run has 4"
+    assert result.returncode == 2 and said in result.stderr and "iteration        5" not in result.stdout, result.stderr
+    other = Trainer(trainer.tree, tmp_path, spread, 3, 16, engine=True)
+    result = other.train(*load, scheduled=True, check="third.json")
+    if how:
+        assert result.returncode == 0 and "this was the reference" in result.stdout + result.stderr
+    else:
+        said = (
+            "--expert-model-parallel-size = 4: .* was saved with 2 and cannot spread experts .groups.[0-9]+. and others"
+        )
+        assert result.returncode == 2 and re.search(said, result.stderr), result.stderr[-2000:]
+
+
+def test_experts_go_from_their_arguments_to_a_checked_training(tree, tmp_path):
+    """``prepare`` describes, measures and plans; one expert-parallel rank sends its tokens to the other."""
+    trainer = Trainer(tree("0.16.1"), tmp_path, EXPERTS.split(), 3, 16, engine=True)
+    words = [sys.executable, "-m", "megatron_ext", "prepare", "--checkout", str(trainer.tree), "--out", str(tmp_path)]
+    sizes = ["--data-parallel-size", "4", "--zero-stage", "3", "--seconds", "15"]
+    done = subprocess.run(
+        [*words, *sizes, *trainer.options], env=trainer.environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "of that experts, sharded among 2 ranks: " in done.stdout, done.stdout + done.stderr
+    table = cost_table.load(tmp_path / "cost_table.json")
+    assert {"transformer", "moe"} < {row.layer_kind for row in table.compute} and table.experts.ranks == 2
+    for words in ("this was the reference", "equal to the reference"):
+        result = trainer.train()
+        said = result.stdout + result.stderr
+        assert result.returncode == 0 and words in said, said[-4000:]
 
 
 def test_a_missing_gather_is_seen(tree, tmp_path):
