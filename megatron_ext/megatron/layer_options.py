@@ -54,7 +54,7 @@ def options_of_layers(args) -> tuple[str, ...]:
         if args.recompute_method == "block":  # counts layers of a chunk; here a rank's are one chunk
             chunks = args.virtual_pipeline_model_parallel_size or 1
             valued["recompute-num-layers"] = min(args.recompute_num_layers * chunks, valued["num-layers"])
-    if args.num_experts:
+    if getattr(args, "num_experts", None):
         pattern = expert_options.shortened(expert_options.pattern(args), valued["num-layers"])
         valued["num-layers"], flags["sequence-parallel"] = len(pattern), args.sequence_parallel
         for name, how in expert_options.OPTIONS.items():
