@@ -296,12 +296,10 @@ def install_engine() -> None:
     _package(f"{engine}.module")
     _package(f"{engine}.module.base", get_dummy_wgrad=get_dummy_wgrad)
     _package(f"{engine}.distributed", checkpoint=checkpoint)
-    for kind in ("Linear", "LayerNormLinear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention"):
+    for kind in ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention"):
         base = getattr(sys.modules[engine], kind)
         added = {"multiply": _Training.multiply} if issubclass(base, engine_modules.Linear) else {}
         states = {name: getattr(_Training, name) for name in ("get_extra_state", "set_extra_state")}
-        if kind == "GroupedLinear":  # Megatron asks it which states are each expert's
-            states |= {"fp8_meta": {"fp8_checkpoint": False}, "fp8": False, "fp8_calibration": False}
         bases = (_Attention, base) if kind == "DotProductAttention" else (base,)
         setattr(sys.modules[engine], kind, type(kind, bases, added | states))
 
