@@ -26,7 +26,7 @@ from statistics import median, quantiles
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

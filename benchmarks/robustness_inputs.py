@@ -247,7 +247,7 @@ def with_torch(folder: Path) -> dict[str, Kind]:
     import torch
     import torch.distributed as dist
 
-    from megatron_ext.cpubench import cpu_compat
+    from megatron_ext.megatron import cpu_compat
 
     cpu_compat.install()
     import checkpoint

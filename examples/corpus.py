@@ -179,7 +179,7 @@ def main() -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from megatron_ext.cpubench import cpu_compat
+    from megatron_ext.megatron import cpu_compat
 
     if len(sys.argv) != 2:
         print("usage: python examples/corpus.py PREFIX", file=sys.stderr)

@@ -4,7 +4,7 @@ The example reads its samples on the thread that trains. With ``--data-path PREF
 the measured time of a step includes this.
 """
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()  # before megatron is imported; does nothing where there is a CUDA device
 

@@ -24,9 +24,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from megatron_ext.cpubench import cpu_compat
 from megatron_ext.formats import json_files
-from megatron_ext.megatron import gpt_arguments, hooks, one_line_end
+from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
 from megatron_ext.runtime import own_device
 from megatron_ext.runtime.device import has_cuda
 

@@ -115,7 +115,7 @@ class Checkout:
 
     def stock(self) -> str:
         """Train the unpatched tree."""
-        return self.train("stock", ["-m", "megatron_ext.cpubench.cpu_compat", self.tree / "pretrain_gpt.py"])
+        return self.train("stock", ["-m", "megatron_ext.megatron.cpu_compat", self.tree / "pretrain_gpt.py"])
 
     def patch(self) -> str:
         """Apply, and apply again."""
@@ -266,7 +266,7 @@ def extract(mirror: str, tag: str, tree: Path) -> Path:
 
 def compare_checkpoints(one: Path, two: Path) -> int:
     """Print the number of tensors that are the same in two checkpoint directories; 1 if any differs."""
-    from megatron_ext.cpubench import cpu_compat
+    from megatron_ext.megatron import cpu_compat
 
     cpu_compat.install()
     import torch

@@ -69,8 +69,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
 
 
 def _of_known_options(megatron_options) -> Workload:
-    from megatron_ext.cpubench import cpu_compat
-    from megatron_ext.megatron import engine_modules, ignored_options, script_arguments
+    from megatron_ext.megatron import cpu_compat, engine_modules, ignored_options, script_arguments
 
     try:
         if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":

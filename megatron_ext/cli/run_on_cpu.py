@@ -51,7 +51,7 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
     command = [str(path), *script_arguments]
     if nproc > 1 and _import_once(command):
         return launcher.launch(command, nproc, fork=True)
-    return launcher.launch([sys.executable, "-m", "megatron_ext.cpubench.cpu_compat", *command], nproc)
+    return launcher.launch([sys.executable, "-m", "megatron_ext.megatron.cpu_compat", *command], nproc)
 
 
 def _import_once(command: list[str]) -> bool:
@@ -61,7 +61,8 @@ def _import_once(command: list[str]) -> bool:
     forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
     # The Megatron that compatibility is for; a process that has just been replaced finds it on its path.
     sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
-    from megatron_ext.cpubench import cpu_compat, parser_options
+    from megatron_ext.cpubench import parser_options
+    from megatron_ext.megatron import cpu_compat
 
     if cpu_compat.install():
         parser_options.without_a_gpu()

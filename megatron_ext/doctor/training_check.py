@@ -83,7 +83,7 @@ def _training() -> ModuleType:
 @functools.cache
 def megatron() -> Finding:
     """Which Megatron this process imports, and whether our lines are in it."""
-    from megatron_ext.cpubench import cpu_compat
+    from megatron_ext.megatron import cpu_compat
 
     name = MEGATRON
     cpu_compat.install()

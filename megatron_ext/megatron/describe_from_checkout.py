@@ -334,8 +334,7 @@ def main() -> int:
     """``TREE SCRIPT DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
     tree, script, written, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
     options = sys.argv[6:]
-    from megatron_ext.cpubench import cpu_compat
-    from megatron_ext.megatron import engine_modules, state_space_modules
+    from megatron_ext.megatron import cpu_compat, engine_modules, state_space_modules
 
     state_space_modules.install()
 

@@ -58,7 +58,7 @@ def check(args) -> None:
 
 def pattern(args) -> list[int]:
     """1 for each layer with experts, 0 for others, of Megatron's options or ours."""
-    freq = getattr(args, "moe_layer_freq", 1)  # from 0.10 on
+    freq = getattr(args, "moe_layer_freq", 1)
     if args.num_experts and not isinstance(freq, int):
         return list(freq)
     return [int(bool(args.num_experts) and number % freq == 0) for number in range(args.num_layers)]

@@ -137,8 +137,8 @@ def on_pretrain() -> None:
 
 def _start(early: bool) -> None:
     global started
-    from megatron_ext.cpubench import cpu_compat, parser_options
-    from megatron_ext.megatron import device_environment, one_line_end
+    from megatron_ext.cpubench import parser_options
+    from megatron_ext.megatron import cpu_compat, device_environment, one_line_end
 
     started = True
     one_line_end.install()

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

@@ -22,7 +22,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.19 | the factor by which gradients are clipped is on the device | - | host_gradients.py |
 
 Without a name in the third column the code serves all releases. Options that some releases do not have are read with
-their neutral value. What the CPU test bench needs of each release is said in cpubench/megatron_on_cpu.py.
+their neutral value. What the CPU test bench needs of each release is said in megatron_on_cpu.py.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ from megatron_ext.runtime.streams import ComputeStream, CudaStream, Stream
 
 def has_cuda() -> bool:
     """Whether there is a real CUDA device, also where ``torch.cuda.is_available`` has been made to speak of the CPU,
-    see :mod:`megatron_ext.cpubench.cpu_compat`."""
+    see :mod:`megatron_ext.megatron.cpu_compat`."""
     available = torch.cuda.is_available
     return not getattr(available, "of_the_processor", False) and available()
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tests" / "helpers"), str(ROOT / "examples")]
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()  # does nothing where there is a CUDA device
 

@@ -8,7 +8,7 @@ are gathered.
 import json
 import sys
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

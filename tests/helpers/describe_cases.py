@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

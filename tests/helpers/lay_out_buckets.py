@@ -3,7 +3,7 @@ Megatron's buffers say of their sizes, and why other groups are refused, as JSON
 
 import json
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

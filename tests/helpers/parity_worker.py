@@ -25,7 +25,7 @@ from places import ROOT
 if orderings.VARIABLE in os.environ:
     orderings.install()
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

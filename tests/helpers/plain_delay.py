@@ -11,7 +11,7 @@ import random
 import sys
 from pathlib import Path
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

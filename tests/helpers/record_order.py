@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()  # before megatron is imported, as the example does
 

@@ -4,7 +4,8 @@
 (``engine_stand_in``) has to be on the path. Imported, it imports what ranks would each import for themselves.
 """
 
-from megatron_ext.cpubench import cpu_compat, parser_options
+from megatron_ext.cpubench import parser_options
+from megatron_ext.megatron import cpu_compat
 
 parser_options.KERNELS.clear()
 cpu_compat.install()

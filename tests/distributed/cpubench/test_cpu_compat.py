@@ -31,7 +31,7 @@ PROGRAM = """
 import sys, torch
 built_for = torch.device("cuda")  # what a build for CUDA says without a driver, too
 torch._C._accelerator_getAccelerator = lambda: built_for
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 from megatron_ext.runtime.device import has_cuda
 assert not torch.cuda.is_available() and not has_cuda()
 assert cpu_compat.install() and cpu_compat.install()
@@ -98,7 +98,7 @@ def test_everything_megatron_asks_of_a_device_is_answered(tmp_path):
 
 def test_too_late(tmp_path):
     late = "import sys, types\nsys.modules['megatron'] = types.ModuleType('megatron')\n"
-    result = run(late + "from megatron_ext.cpubench import cpu_compat\ncpu_compat.install()\n", tmp_path)
+    result = run(late + "from megatron_ext.megatron import cpu_compat\ncpu_compat.install()\n", tmp_path)
     assert "must be installed before megatron is imported" in result.stderr
 
 
@@ -110,6 +110,6 @@ def test_an_unpatched_script_is_run_under_it(tmp_path):
     )
     run("", tmp_path)
     (tmp_path / "script.py").write_text(program)
-    command = [sys.executable, "-m", "megatron_ext.cpubench.cpu_compat", str(tmp_path / "script.py"), "--x"]
+    command = [sys.executable, "-m", "megatron_ext.megatron.cpu_compat", str(tmp_path / "script.py"), "--x"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == "cpu\n", result.stderr[-2000:]

@@ -254,7 +254,7 @@ def test_options_of_the_example_that_change_no_parameter_are_read_over():
 
 SELECTIVE_AND_FULL = """
 import sys
-from megatron_ext.cpubench import cpu_compat
+from megatron_ext.megatron import cpu_compat
 cpu_compat.install()
 from megatron_ext.megatron.describe_model import describe_options
 from megatron_ext.megatron.ignored_options import parse

@@ -161,7 +161,7 @@ def test_a_release_that_does_not_exist(tmp_path, monkeypatch):
 def test_an_optimizer_without_fp8_steps_without_the_engine(packages):
     """0.12 refuses every step where Transformer Engine is absent, and has imported by name what does."""
     code = (
-        "from megatron_ext.cpubench import cpu_compat; cpu_compat.install(); "
+        "from megatron_ext.megatron import cpu_compat; cpu_compat.install(); "
         "from megatron.core.optimizer.distrib_optimizer import quantize_param_shard as quantize; "
         "quantize([], [], [], None)"
     )

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.cpubench import cpu_compat
 from megatron_ext.formats import directory_lock
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import cpu_compat
 
 cpu_compat.install()
 

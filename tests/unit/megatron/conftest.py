@@ -2,7 +2,7 @@
 
 from places import pinned_core
 
-from megatron_ext.cpubench import megatron_on_cpu
+from megatron_ext.megatron import megatron_on_cpu
 
 if not pinned_core().startswith("0.16."):
     megatron_on_cpu.import_kernels_without_triton()

@@ -22,8 +22,9 @@ import warnings
 
 import torch
 
-from megatron_ext.cpubench import cuda_stand_in, gloo, megatron_on_cpu, parser_options
+from megatron_ext.cpubench import cuda_stand_in, gloo, parser_options
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import megatron_on_cpu
 
 _installed = False
 
@@ -80,13 +81,13 @@ def _leave_process_groups() -> None:
 
 
 def main() -> None:
-    """Run a script under CPU compatibility: ``-m megatron_ext.cpubench.cpu_compat SCRIPT ...``."""
+    """Run a script under CPU compatibility: ``-m megatron_ext.megatron.cpu_compat SCRIPT ...``."""
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m megatron_ext.cpubench.cpu_compat SCRIPT [OPTION]...")
+        sys.exit("usage: python -m megatron_ext.megatron.cpu_compat SCRIPT [OPTION]...")
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     # Not this module, which is __main__, but the one that everybody else imports.
-    from megatron_ext.cpubench import cpu_compat
+    from megatron_ext.megatron import cpu_compat
 
     if cpu_compat.install():
         parser_options.without_a_gpu()

@@ -1,7 +1,4 @@
-"""What of Megatron is replaced where there is no GPU, because torch cannot answer for it.
-
-The only file beside the room ``megatron`` that imports ``megatron.*``.
-"""
+"""What of Megatron is replaced where there is no GPU, because torch cannot answer for it."""
 
 # Functions of Megatron are replaced here on purpose.
 # pyright: reportAttributeAccessIssue=false
