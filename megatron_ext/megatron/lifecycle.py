@@ -14,7 +14,6 @@ waiting for it in a collective.
 """
 
 from collections.abc import Callable
-from functools import cached_property
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -200,16 +199,12 @@ class Run(BuildingRun):
         self.executor.begin_iteration()
         return self.executor
 
-    @cached_property
-    def _brings_gradients(self) -> bool:
-        """Whether gradients rest in host memory, from where an optimizer on the device gets them for its step."""
-        return self.schedule is not None and any(group.gradients == "host" for group in self.schedule.groups)
-
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
         self._unfinished = False
-        if self.executor is not None and self._brings_gradients and not steps_on_the_host(optimizer):
-            optimizer.zero_grad()  # those on the device, which Megatron keeps until the next iteration begins
+        on_host = self.schedule is not None and any(group.gradients == "host" for group in self.schedule.groups)
+        if self.executor is not None and on_host and not steps_on_the_host(optimizer):
+            optimizer.zero_grad()  # got from there for this step; Megatron keeps them until the next iteration begins
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
             if len(self._optimizers_pending) < len(self._chained):
