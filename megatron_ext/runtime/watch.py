@@ -106,7 +106,7 @@ class Watch:
                 self._end_stalled()
 
     def _end(self, error: BaseException, thread: str) -> None:
-        lines = [] if isinstance(error, DriveError) else traceback.format_exception(error)
+        lines = [] if isinstance(error, DriveError) or lost_peer(error) else traceback.format_exception(error)
         print(
             f"{''.join(lines)}megatron-ext: rank {self.rank}: the thread {thread} failed, so the run ends: "
             f"{type(error).__name__}: {error}",

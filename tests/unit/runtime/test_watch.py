@@ -30,3 +30,4 @@ def test_a_lost_peer_ends_a_process_that_is_not_ending_itself(monkeypatch, capfd
     assert looked.wait(0.2 if ending else 10) is not ending
     watching.close()
     assert codes == ([] if ending else [PEER_LOST_CODE] * len(codes)) and bool(codes) is not ending
+    assert "Traceback" not in capfd.readouterr().err
