@@ -273,11 +273,10 @@ class BuildingRun:
             workload_of_run(args), chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
         )
         _check_copies(self.schedule, self.nvme_path, file=self.path)
-        refusals.refuse_async_save(self.schedule, args)
         if any(group.gradients for group in self.schedule.groups):
             on_host = any(group.gradients == "host" for group in self.schedule.groups)
             refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
-        refusals.refuse_never_whole(args, self.schedule)
+        refusals.refuse_checkpoints(args, self.schedule)
         match.match(self.schedule, workload, file=self.path)
         self._check_numbers(args, workload)
         refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -123,6 +123,9 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
         "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        # What --deterministic-mode wants.
+        "NCCL_ALGO": "Ring",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }
     environment.pop("LOCAL_WORLD_SIZE", None)
     module = "megatron_ext.megatron.describe_from_checkout"
@@ -261,20 +264,16 @@ def _stop_at_model(chunks: list) -> None:
 
 
 def _leave_no_trace() -> None:
-    """No dataset helper is compiled into the checkout, and no writer is opened for this run."""
-    with contextlib.suppress(ImportError):
-        from megatron.core.datasets import utils
-
-        utils.compile_helpers = lambda: None
-    with contextlib.suppress(ImportError):
-        from megatron.training import global_vars
-
-        # Buffers of --tp-comm-overlap need Transformer Engine and a device.
-        initialize: Any = importlib.import_module("megatron.training.initialize")
-        initialize._initialize_tp_communicators = lambda: None
-        for name in ("_set_tensorboard_writer", "_set_wandb_writer", "_set_one_logger"):
-            if hasattr(global_vars, name):
-                setattr(global_vars, name, lambda args: None)
+    """Nothing is compiled into the checkout or tried on a device, and no writer or process is started for this run."""
+    for module, names in (
+        ("core.datasets.utils", "compile_helpers"),
+        # Buffers of --tp-comm-overlap need a device; fused functions would be tried out at full size.
+        ("training.initialize", "_initialize_tp_communicators _warmup_jit_function init_persistent_async_worker"),
+        ("training.global_vars", "_set_tensorboard_writer _set_wandb_writer _set_one_logger"),
+    ):
+        with contextlib.suppress(ImportError):
+            for name in names.split():
+                setattr(importlib.import_module(f"megatron.{module}"), name, lambda *_, **__: None)
 
 
 def _megatron_args():
@@ -316,7 +315,7 @@ def _described(chunks: list) -> Described:
 
 def _reason(error: BaseException) -> str:
     """Why Megatron gave up, in one line."""
-    if isinstance(error, ModuleNotFoundError):
+    if isinstance(error, ModuleNotFoundError) and error.name:  # else Megatron raised it, and says what it needs
         return (
             f"there is no Python package {error.name}, which this checkout imports; describe where it trains, "
             "or install what training scripts import with megatron-ext: pip install -e 'megatron-ext[checkout]'"

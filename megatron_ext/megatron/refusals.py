@@ -1,5 +1,6 @@
 """Before a scheduled run of a patched Megatron begins: is every hook there, is nothing in the way?"""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_ext.cost import environment
@@ -130,19 +131,30 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
     return lines
 
 
-def refuse_never_whole(args, schedule: Schedule) -> None:
-    """What needs all parameters of a rank whole, where they never are.
+def refuse_checkpoints(args, schedule: Schedule) -> None:
+    """Checkpoints that cannot be written: all parameters of a rank are needed whole and never are; a process that is
+    forked sees neither the drive as it was nor page-locked memory; or a package is missing, without which Megatron's
+    writer waits for ever.
 
     Raises:
         InputError: naming the option.
     """
-    short = memory_bill.never_whole(schedule)
-    if not short or getattr(args, "save", None) is None:
+    if getattr(args, "save", None) is None:
         return
-    for option, value in (("ckpt_format", "torch"), ("non_persistent_ckpt_type", "local")):
-        if getattr(args, option, None) == value:
-            why = f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist"
-            raise option_error(option, f"{why} does not", value)
+    short, slots = memory_bill.never_whole(schedule), schedule.step_slots
+    whole = f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist does not"
+    unseen = "the writing process does not see the page-locked parameters that the device casts; leave it out"
+    late = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
+    missing = "Megatron writes it by the Python package psutil, which is not there: pip install psutil"
+    for option, value, wrong, why in (
+        ("ckpt_format", "torch", short, whole),
+        ("non_persistent_ckpt_type", "local", short, whole),
+        ("async_save", True, schedule.state_slots, late),
+        ("async_save", True, slots is not None and slots.cast == "device", unseen),
+        ("ckpt_format", "torch_dist", find_spec("psutil") is None, missing),
+    ):
+        if wrong and getattr(args, option, None) == value:
+            raise option_error(option, why, value)
 
 
 NEUTRAL_FOR_GRADIENTS = {
@@ -222,18 +234,6 @@ def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> 
         )
 
 
-def refuse_async_save(schedule: Schedule, args) -> None:
-    """A process that is forked writes the checkpoint: it sees neither the drive as it was, nor page-locked memory.
-    Raises InputError."""
-    why, slots = None, schedule.step_slots
-    if slots is not None and slots.cast == "device":
-        why = "the writing process does not see the page-locked parameters that the device casts; leave it out"
-    if schedule.state_slots is not None:
-        why = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
-    if why is not None and getattr(args, "async_save", False):
-        raise option_error("async_save", why, True)
-
-
 def refuse_combinations(args) -> None:
     """The part of :func:`refuse_unsupported` that can be said of options as they were given.
 
@@ -241,20 +241,17 @@ def refuse_combinations(args) -> None:
         InputError: naming the first such option and its value.
     """
 
-    def refuse(name: str):
-        raise option_error(name, f"{NOT_COMBINED} {REASONS[name]}", getattr(args, name, None))
-
-    for name, neutral in NEUTRAL.items():
-        # None, or an empty list, is how Megatron spells "not given".
-        if getattr(args, name, neutral) not in (neutral, None, []):
-            refuse(name)
+    # None, or an empty list, is how Megatron spells "not given".
+    found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
     if getattr(args, "optimizer", None) in LAYER_WISE_OPTIMIZERS:
-        refuse("optimizer")
+        found.append("optimizer")
     # The option itself counts the tensor-parallel ranks as well.
     if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
-        refuse("tensor_parallel_num_weight_shards")
+        found.append("tensor_parallel_num_weight_shards")
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
-        refuse("cuda_graph_scope")
+        found.append("cuda_graph_scope")
+    if found:
+        raise option_error(found[0], f"{NOT_COMBINED} {REASONS[found[0]]}", getattr(args, found[0], None))
 
 
 def environment_mismatch(schedule: Schedule, path) -> str | None:

@@ -129,6 +129,12 @@ def get_dummy_wgrad(shape: list, dtype: torch.dtype, zero: bool = False) -> torc
 class _Training:
     """What training adds to a module of ``engine_modules``."""
 
+    fp8 = fp8_calibration = False
+    fp8_meta = {"fp8_checkpoint": False}  # Megatron asks grouped layers for it, whose states are split by expert
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """There is no fp8 here."""
+
     def multiply(self, x):
         return FusedLinear.apply(x, self.weight) if self.fuse_wgrad_accumulation else F.linear(x, self.weight)
 
@@ -296,10 +302,10 @@ def install_engine() -> None:
     _package(f"{engine}.module")
     _package(f"{engine}.module.base", get_dummy_wgrad=get_dummy_wgrad)
     _package(f"{engine}.distributed", checkpoint=checkpoint)
-    for kind in ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention"):
+    for kind in ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention", "GroupedLinear"):
         base = getattr(sys.modules[engine], kind)
         added = {"multiply": _Training.multiply} if issubclass(base, engine_modules.Linear) else {}
-        states = {name: getattr(_Training, name) for name in ("get_extra_state", "set_extra_state")}
+        states = {name: one for name, one in vars(_Training).items() if "fp8" in name or "extra_state" in name}
         bases = (_Attention, base) if kind == "DotProductAttention" else (base,)
         setattr(sys.modules[engine], kind, type(kind, bases, added | states))
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,38 @@ def test_distributed_checkpoints_go_on_as_they_would_have(tree, tmp_path, how):
         result = trainer.train(*load, scheduled=False)
         said = result.stdout + result.stderr
         assert result.returncode == 0 and "iteration        6/       6" in said, said[-4000:]
+
+
+def losses(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"iteration +[456]/ .*? lm loss: (\S+)", said)]
+
+
+@pytest.mark.parametrize("how", [[], ["--dist-ckpt-optim-fully-reshardable"]], ids=["as it is", "fully reshardable"])
+def test_experts_go_on_as_they_would_have(tree, tmp_path, how):
+    """Two ranks share the shards of the same experts. On more expert-parallel ranks, the checkpoint that can be spread
+    anew trains by a schedule as by Megatron's own gather, from the same model; the other one is refused by name.
+    """
+    trainer = Trainer(tree("0.17.1"), tmp_path, EXPERTS.split(), 3, 16, engine=True)
+    assert {group.ranks for group in trainer.schedule.groups} == {2, 4}
+    load, said = saved_and_loaded(trainer, tmp_path / "saved", *how)
+    assert "iteration        4/       6" in said and "iteration        3/       6" not in said
+
+    (tmp_path / "four").mkdir()
+    options = EXPERTS.replace("--expert-model-parallel-size 2", "--expert-model-parallel-size 4")
+    other = Trainer(tree("0.17.1"), tmp_path / "four", options.split(), 3, 16, engine=True)
+    if how:
+        for words in ("this was the reference", "equal to the reference"):
+            result = other.train(*load)
+            anew = result.stdout + result.stderr
+            assert result.returncode == 0 and words in anew, anew[-4000:]
+        assert len(losses(said)) == 3 and losses(anew) == pytest.approx(losses(said), rel=1e-3)
+    else:
+        result = other.train(*load)
+        anew = result.stdout + result.stderr
+        first = next(i for i, group in enumerate(other.schedule.groups) if group.ranks == 1)
+        assert result.returncode == 2, anew[-4000:]
+        assert f"--expert-model-parallel-size = 4: {tmp_path}/saved was saved with 2" in anew
+        assert f"(groups[{first}] and others)" in anew and "iteration        4/" not in anew
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import device_environment
+from megatron_ext.megatron import device_environment, refusals
 from megatron_ext.megatron.refusals import (
     NEUTRAL,
     REASONS,
     environment_mismatch,
-    refuse_async_save,
-    refuse_never_whole,
+    refuse_checkpoints,
     refuse_unsupported,
     replaced_options,
     require_hooks,
@@ -261,20 +260,35 @@ def test_that_parameters_never_fit_whole_is_said(spare, whole):
     saving = SimpleNamespace(save="folder", ckpt_format="torch")
     refused = pytest.raises(InputError, match="--ckpt-format = 'torch': .* 1 bytes more .* torch_dist")
     with contextlib.nullcontext() if whole else refused:
-        refuse_never_whole(saving, limited)
-    refuse_never_whole(SimpleNamespace(save="folder", ckpt_format="torch_dist"), limited)
-    refuse_never_whole(SimpleNamespace(save=None, ckpt_format="torch"), limited)
+        refuse_checkpoints(saving, limited)
+    refuse_checkpoints(SimpleNamespace(save="folder", ckpt_format="torch_dcp"), limited)
+    refuse_checkpoints(SimpleNamespace(save=None, ckpt_format="torch"), limited)
+
+
+def saving(**options) -> SimpleNamespace:
+    return SimpleNamespace(save="folder", **options)
 
 
 def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_states():
-    schedule = lambda slots, cast: SimpleNamespace(state_slots=slots, step_slots=cast and SimpleNamespace(cast=cast))
-    for own in (schedule(None, None), schedule(None, "host")):
-        refuse_async_save(own, SimpleNamespace(async_save=True))
+    plain = planned()
+    slots = lambda states, cast: replace(plain, state_slots=states, step_slots=cast and SimpleNamespace(cast=cast))
+    for own in (slots(None, None), slots(None, "host")):
+        refuse_checkpoints(saving(async_save=True), own)
     for own, why in (
-        (schedule(1, None), "would write states that the next step has changed"),
-        (schedule(None, "device"), "does not see the page-locked parameters"),
+        (slots(1, None), "would write states that the next step has changed"),
+        (slots(None, "device"), "does not see the page-locked parameters"),
     ):
-        refuse_async_save(own, SimpleNamespace(async_save=False))
-        refuse_async_save(own, SimpleNamespace())
+        refuse_checkpoints(saving(async_save=False), own)
+        refuse_checkpoints(saving(), own)
         with pytest.raises(InputError, match=f"--async-save = True: .*{why}"):
-            refuse_async_save(own, SimpleNamespace(async_save=True))
+            refuse_checkpoints(saving(async_save=True), own)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_package_without_which_the_writer_of_checkpoints_waits_for_ever(monkeypatch, there):
+    monkeypatch.setattr(refusals, "find_spec", {"psutil": there or None}.__getitem__)
+    schedule = planned()
+    with contextlib.nullcontext() if there else pytest.raises(InputError, match="'torch_dist': .*pip install psutil"):
+        refuse_checkpoints(saving(ckpt_format="torch_dist"), schedule)
+    refuse_checkpoints(saving(ckpt_format="torch"), schedule)
+    refuse_checkpoints(SimpleNamespace(save=None, ckpt_format="torch_dist"), schedule)
