@@ -1,7 +1,5 @@
 """One table out of several: links from the cluster, compute from one GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

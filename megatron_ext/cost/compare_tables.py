@@ -1,7 +1,5 @@
 """What changed from one cost table to another, and by how much."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from megatron_ext.cost.combine_tables import PARTS, has

@@ -1,7 +1,5 @@
 """A cost table and its predictions, for people and as one object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec

@@ -1,7 +1,5 @@
 """JSON files of published curves: one collective, several systems or several algorithms."""
 
-from __future__ import annotations
-
 import math
 
 import msgspec

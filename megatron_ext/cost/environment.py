@@ -5,8 +5,6 @@ device, counts), ``software`` (versions) and ``world_sizes`` (parallel sizes, ra
 :func:`megatron_ext.runtime.machine.environment` describes the machine it runs on.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from math import prod

@@ -1,7 +1,5 @@
 """What a cost table says something takes: the one place that planner, simulator and report ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from math import prod
 

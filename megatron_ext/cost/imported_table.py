@@ -1,7 +1,5 @@
 """What all importers of other tools' logs share: lines, their errors, and the cost table that they become."""
 
-from __future__ import annotations
-
 import re
 
 import msgspec

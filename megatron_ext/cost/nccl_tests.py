@@ -9,8 +9,6 @@ part that a rank has, and is busbw (commit ec1b5e2).
 Source: https://github.com/NVIDIA/nccl-tests, src/common.cu, src/all_gather.cu.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from typing import NamedTuple

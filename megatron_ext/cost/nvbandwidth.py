@@ -6,8 +6,6 @@ other sizes are extrapolated at the same rate, and only where that is asked for.
 Source: https://github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from statistics import median

@@ -12,8 +12,6 @@
 Factors are log-normal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import exp, log, sqrt

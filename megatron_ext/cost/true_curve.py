@@ -8,8 +8,6 @@ that waver little keep their measured times. Points that waver much move towards
 fast by chance, for which a plan was chosen, is not believed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from math import log, log1p, sqrt

@@ -1,7 +1,5 @@
 """From what the ranks measured to a cost table, which says what it holds for and where it wavers."""
 
-from __future__ import annotations
-
 from datetime import datetime, timezone
 from statistics import median
 from typing import get_args

@@ -10,8 +10,6 @@ processor against those that are to arrive, and leave up to a millisecond apart;
 They sleep. All sleep where it takes long: whoever waits must not take processor time from those who measure.
 """
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 

@@ -6,8 +6,6 @@ Every process calls :func:`run`; rank 0 has the result. Whatever ends one of the
 ends the others. Not yet run on more than one machine, nor on a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from functools import partial

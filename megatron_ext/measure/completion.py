@@ -8,8 +8,6 @@ them. Timed by the median rank, transfers in a row would together be faster than
 counts alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ext.measure.options import Options

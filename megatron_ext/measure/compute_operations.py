@@ -1,7 +1,5 @@
 """Operations of one rank alone: the optimizer's step, an addition on the host, products of matrices."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch

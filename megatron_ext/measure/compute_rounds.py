@@ -1,7 +1,5 @@
 """Compute of the layers that are handed over, on all ranks at once, in rounds spread over a measurement."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from statistics import median

@@ -16,8 +16,6 @@ H200 the step's gradients had not arrived after 8 s, while copies of the busy th
 In training both ended in every run. The planner takes what is not measured as an interval.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """The file that a rank measures the drive with: the run's own, filled with bytes that do not compress."""
 
-from __future__ import annotations
-
 import mmap
 import os
 

@@ -4,8 +4,6 @@ meet, and memory shared with the node's other ranks.
 The CUDA half (nccl groups, pinned host memory, copy streams) has not yet been run on a GPU.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from time import perf_counter

@@ -4,8 +4,6 @@ Source: futex(2). Of the standard library only ``multiprocessing`` has anything 
 belong to processes that it started itself.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

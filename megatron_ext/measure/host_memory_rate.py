@@ -5,8 +5,6 @@ directions beside them. What all of them move counts: three bytes of an addition
 read, added to and written, and one of a copy.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from statistics import mean, median

@@ -1,8 +1,6 @@
 """The step of one group where the optimizer steps on the host (``--optimizer-cpu-offload``), as Megatron makes it. The
 run's own step of it is in run_step.py."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_ext.measure.fabric import Fabric

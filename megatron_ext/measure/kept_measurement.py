@@ -1,7 +1,5 @@
 """What a measurement has of its curves, kept beside the table that it will write: a kill loses seconds of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import Literal

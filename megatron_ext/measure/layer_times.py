@@ -34,8 +34,6 @@ ranks that share one processor. It holds for an otherwise idle machine. A layer 
 by the clock, which has all of this in it.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

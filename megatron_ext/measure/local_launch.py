@@ -10,8 +10,6 @@ what rank 0 has sent of it becomes the table, and the table says what was missed
 standard error by themselves (:func:`megatron_ext.measure.rank_program.run`), which is shown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -4,8 +4,6 @@ Block size and queue depth are swept once; the best are used for the whole curve
 its ``settings`` as ``block_bytes`` and ``queue_depth``, the names that are read at run time.
 """
 
-from __future__ import annotations
-
 import mmap
 from statistics import median
 

@@ -5,8 +5,6 @@ An operation is ``issue(size_bytes, round_index) -> handle``; the bytes are ther
 gives a second instance with process groups of its own, to run beside a measured one.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Progress on standard error: a line that changes on a terminal, elsewhere a new line every few seconds."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading

@@ -15,8 +15,6 @@ Handed modules are made before anything is measured: what a framework adds to ev
 threads of the process groups that it makes, are there in training too.
 """
 
-from __future__ import annotations
-
 import faulthandler
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ bytes alone, and more by :data:`OFF_PER_DOUBLING`. The notes name such sizes and
 :data:`LEAST_BYTES` says nothing of more: such a curve ends where it was measured.
 """
 
-from __future__ import annotations
-
 from math import log2
 from statistics import median
 

@@ -6,8 +6,6 @@ Shards that lie a power of two apart fall into the same sets of a processor's ca
 theirs may be read between these; for those that are, a measurement is told their sizes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from megatron_ext.measure.options import COPIES, MIB, OF_EXPERTS, STEPS, Options

@@ -1,7 +1,5 @@
 """Visits of a curve at a size: their order, what all ranks measured in them, and the rows that they become."""
 
-from __future__ import annotations
-
 import random
 from statistics import median
 

@@ -8,8 +8,6 @@ the given table may lie outside the interval. The ends are the 5th and the 95th 
 simulator's own error as it was found in measured runs.
 """
 
-from __future__ import annotations
-
 from math import hypot
 from typing import NamedTuple
 

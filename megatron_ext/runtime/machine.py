@@ -1,7 +1,5 @@
 """What machine this is: hardware and software that measured costs depend on."""
 
-from __future__ import annotations
-
 import os
 import platform
 

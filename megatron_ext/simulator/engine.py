@@ -27,8 +27,6 @@
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from operator import mul

@@ -1,7 +1,5 @@
 """The engine as its parts see it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

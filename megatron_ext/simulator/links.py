@@ -1,7 +1,5 @@
 """The links of one simulated rank: queues in issue order, and what starts when something ends."""
 
-from __future__ import annotations
-
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP, NVME, PUBLISH, REDUCE
 from megatron_ext.simulator.engine_protocols import EngineView

@@ -7,8 +7,6 @@ in the order of the pipeline and with its messages, then the calls of one rank (
 which Megatron's Python visits tensor by tensor. A table that says nothing of launches has no such path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ext.schedule.user_defined_schedule import Schedule
