@@ -1,10 +1,28 @@
 """``megatron-ext cost``: read, check, combine, compare and estimate cost tables."""
 
+import json
+import os
+
 import click
+import msgspec
 
 from megatron_ext.cli import hidden_devices
 from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.table_check import ALLOW, naming_files
+from megatron_ext.cost import (
+    combine_tables,
+    compare_tables,
+    cost_table,
+    cost_table_text,
+    environment,
+    estimated_table,
+    hardware_sheet,
+    sheet_template,
+)
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload import workload
+from megatron_ext.workload.gpt_shapes import MicroBatch
 
 
 @click.group("cost")
@@ -21,8 +39,6 @@ def cost_group() -> None:
 @json_option
 def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate: bool, as_json: bool) -> None:
     """Predict one gather: {us, low_us, high_us}."""
-    from megatron_ext.cost import cost_table, cost_table_text
-
     figures = cost_table_text.predicted(
         cost_table.load(table_path), route, size_bytes, busy=busy, extrapolate=extrapolate, file=table_path
     )
@@ -34,8 +50,6 @@ def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate
 @json_option
 def cost_show(table_path: str, as_json: bool) -> None:
     """Check a table: every curve, how rough it is, what it holds for."""
-    from megatron_ext.cost import cost_table, cost_table_text
-
     table = cost_table.load(table_path)
     emit(as_json, cost_table_text.summary(table), cost_table_text.text(table))
 
@@ -47,13 +61,8 @@ def cost_show(table_path: str, as_json: bool) -> None:
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--allow-differences", is_flag=True, help="Only report what differs.")
 @json_option
-def cost_check(
-    table_path: str, workload_path, this_machine: bool, device: str, allow_differences: bool, as_json: bool
-) -> None:
+def cost_check(table_path: str, workload_path, this_machine, device: str, allow_differences, as_json: bool) -> None:
     """Refuse a table that was measured on other hardware, software, world sizes or of another model."""
-    from megatron_ext.cost import cost_table, environment
-    from megatron_ext.workload import workload
-
     table, here, model_differs = cost_table.load(table_path), {}, []
     if workload_path:
         work = workload.load(workload_path)
@@ -64,7 +73,7 @@ def cost_check(
     if not here:
         raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
     found = environment.differences(table.metadata, here) + model_differs
-    environment.refuse(found, allow=allow_differences, file=table_path, how="allow it by --allow-differences")
+    environment.refuse(found, allow=allow_differences, file=table_path, how=ALLOW)
     emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
 
 
@@ -77,8 +86,6 @@ def cost_combine(tables, out: str, as_json: bool) -> None:
 
     PART is links, compute or a field: links=cluster.json compute=one_gpu.json
     """
-    from megatron_ext.cost import combine_tables, cost_table
-
     named = [entry.rpartition("=")[::2] for entry in tables]
     table = combine_tables.combine(
         {path: cost_table.load(path) for _, path in named}, {part: path for part, path in named if part}
@@ -96,8 +103,6 @@ def cost_combine(tables, out: str, as_json: bool) -> None:
 @json_option
 def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
     """Say what changed from one table to another, and by how much."""
-    from megatron_ext.cost import compare_tables, cost_table
-
     changes = compare_tables.compare(cost_table.load(first_path), cost_table.load(second_path))
     emit(as_json, changes, compare_tables.text(changes))
 
@@ -110,12 +115,7 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
 @json_option
 def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrapolate: bool, as_json: bool) -> None:
     """Take a run's own figures back into its cost table, so that the next plan knows better."""
-    import os
-
     from megatron_ext import report as reports
-    from megatron_ext.cli.table_check import naming_files
-    from megatron_ext.cost import cost_table
-    from megatron_ext.formats import json_files
     from megatron_ext.report.calibrate import calibrate
 
     run = reports.load_measured(run_dir)
@@ -152,10 +152,6 @@ def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granula
     Every layer's operations and bytes are counted; attention is taken to be fused. Measured parts replace
     estimated ones by: cost combine measured.json estimated.json
     """
-    from megatron_ext.cost import cost_table, cost_table_text, estimated_table, hardware_sheet
-    from megatron_ext.workload import workload
-    from megatron_ext.workload.gpt_shapes import MicroBatch
-
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
     table = estimated_table.estimate(sheet, work, MicroBatch(**batch, recompute=recompute_granularity), name=hardware)
     cost_table.save(out, table)
@@ -172,26 +168,19 @@ def cost_hardware(name: str | None, template: bool, as_json: bool) -> None:
 
     A sheet of your own: cost hardware NAME --template > FILE, and fill it in.
     """
-    import json
-
-    import msgspec
-
-    from megatron_ext.cost import hardware_sheet as sheets
-    from megatron_ext.cost import sheet_template
-
     if template:
         if name is None:
             raise InputError("needs the NAME of the sheet that is nearest; see: cost hardware", field="--template")
         click.echo(json.dumps(sheet_template.template(name), indent=1))
         return
     if name is None:
-        titles = {known: sheets.load(known).title for known in sheets.names()}
+        titles = {known: hardware_sheet.load(known).title for known in hardware_sheet.names()}
         emit(as_json, titles, "\n".join(f"{known:16} {title}" for known, title in titles.items()))
         return
-    sheet = sheets.load(name)
+    sheet = hardware_sheet.load(name)
     lines = [
         f"{field:36} {figure.value:<9.4g} {low:.4g} to {high:.4g}  {figure.origin}: {figure.source}"
-        for field, figure in sheets.figures(sheet)
+        for field, figure in hardware_sheet.figures(sheet)
         for low, high in (figure.ends,)
     ]
     emit(as_json, msgspec.to_builtins(sheet), "\n".join([sheet.title, *lines]))

@@ -9,6 +9,7 @@ from megatron_ext.cli.checkout_model import (
     LAYER_RUNNERS,
     checkout_option,
     for_workload,
+    given_on_the_command_line,
     of_experts,
     refuse_early,
     refuse_script,
@@ -21,24 +22,19 @@ from megatron_ext.formats.errors import InputError
 
 READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
 """Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
+OF_IMPORTS = ("system", "placement", "collective", "algorithm")
+"""All of them."""
 
 
 def refuse_unread(imported: str | None) -> None:
     """An option that would be passed over is a mistake; InputError names it."""
-    context, read = (
-        click.get_current_context(),
-        {"out", "imported", "as_json", *(READ_BY.get(imported, ()) if imported else ())},
-    )
-    of_imports = {name for names in READ_BY.values() for name in names}
-    for parameter in context.command.params:
-        given = context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
-        if given and (
-            parameter.name not in read if imported in READ_BY else parameter.name in of_imports and imported is None
-        ):
-            how = f"is not read with --import {imported}" if imported else "is read with --import alone"
-            raise InputError(
-                how, field=parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.name.upper()
-            )
+    names = {p.name: p.opts[0] for p in click.get_current_context().command.params}
+    unread = OF_IMPORTS if imported is None else ()
+    if imported in READ_BY:
+        unread = {*names} - {"out", "imported", "as_json", *READ_BY[imported]}
+    for name in given_on_the_command_line(*(name for name in names if name in unread)):
+        how = f"is not read with --import {imported}" if imported else "is read with --import alone"
+        raise InputError(how, field=names[name] if names[name].startswith("-") else name.upper())
 
 
 def _of_script(options, checkout: str | None, entry: str | None):
@@ -134,21 +130,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
 @entry_option
 @click.argument("module_args", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def measure(
-    out: str,
-    imported,
-    system,
-    placement,
-    collective,
-    algorithm,
-    links,
-    sizes,
-    also_sizes,
-    checkout,
-    entry,
-    as_json: bool,
-    **options,
-) -> None:
+def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
     MODULE_ARGS (after --) are the arguments of a training script: sizes are read from them, and the layers are the
@@ -159,12 +141,11 @@ def measure(
     from megatron_ext.measure import kept_measurement
 
     refuse_unread(imported[0] if imported else None)
+    of_import = {name: options.pop(name) for name in OF_IMPORTS}
     if imported:
         from megatron_ext.cost import importers
 
-        table = importers.read(
-            *imported, system=system, placement=placement, collective=collective, algorithm=algorithm
-        )
+        table = importers.read(*imported, **of_import)
     else:
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.announcement import announcement
@@ -188,8 +169,5 @@ def measure(
             return
     cost.save(out, table)
     kept_measurement.remove(out)
-    emit(
-        as_json,
-        {"cost_table": out, "notes": list(table.metadata.notes)},
-        "\n".join([f"wrote {out}", *table.metadata.notes]),
-    )
+    notes = list(table.metadata.notes)
+    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([f"wrote {out}", *notes]))

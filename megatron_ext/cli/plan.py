@@ -5,7 +5,7 @@ import click
 from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import ScriptCommand, entry_option
-from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
+from megatron_ext.cli.table_check import ALLOW, TableUse, naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
 
@@ -91,18 +91,7 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def plan(
-    cost_table: str,
-    workload_path: str | None,
-    checkout: str | None,
-    entry: str | None,
-    script_arguments,
-    out: str,
-    policy: str,
-    explained: tuple[str, ...],
-    extrapolate: bool,
-    allow_differences: bool,
-    this_machine: bool,
-    as_json: bool,
+    cost_table: str, workload_path, checkout, entry, script_arguments, out, policy, explained, use: TableUse, as_json
 ) -> None:
     """Decide by which route, when, and for how long; print what that is worth.
 
@@ -122,20 +111,18 @@ def plan(
 
     def refuse_table(sizes) -> None:
         found = environment.size_differences(table.metadata, sizes)
-        environment.refuse(found, allow=allow_differences, file=cost_table, how="allow it by --allow-differences")
+        environment.refuse(found, allow=use.allow_differences, file=cost_table, how=ALLOW)
 
     work = _workload(workload_path, checkout, entry, script_arguments, refuse_table)
     schedules.make_directory(out) if work.ramp else json_files.check_writable(out)
     with naming_files(cost_table, workload_path or str(checkout)):
-        differences = table_differences(
-            table, work, this_machine=this_machine, allow=allow_differences, file=cost_table
-        )
+        differences = table_differences(table, work, use, file=cost_table)
         digest = json_files.sha256(cost_table)
-        found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
+        found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=use.extrapolate)
         planned, reasons = found.schedule, {group: planner.explain(found, group) for group in explained}
-        judged, ramp, delay = _judged(work, table, planned, extrapolate, cost_table)
+        judged, ramp, delay = _judged(work, table, planned, use.extrapolate, cost_table)
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
-    notes = _notes(planned, work, table, extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
+    notes = _notes(planned, work, table, use.extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
     said, last = _ending(judged, out)
     more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]

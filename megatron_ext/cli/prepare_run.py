@@ -13,10 +13,14 @@ from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_s
 from megatron_ext.cli.fit import answer, fit_options, fixed_names
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import BareScriptCommand, entry_option
+from megatron_ext.cli.table_check import naming_files
+from megatron_ext.cost import cost_table, environment
 from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import script_arguments
+from megatron_ext.schedule import match, schedules, user_defined_schedule
+from megatron_ext.workload import workload
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
 
@@ -78,7 +82,6 @@ class Preparation:
     def describe(self) -> None:
         """Describe the model; the file is written where it says something else."""
         from megatron_ext.megatron.describe_from_checkout import describe_command_line
-        from megatron_ext.workload import workload
 
         self._say("describing the model")
         self.model = describe_command_line(self.checkout, self.arguments, self.entry)
@@ -96,7 +99,6 @@ class Preparation:
             file.unlink()
 
     def _same_workload(self) -> bool:
-        from megatron_ext.workload import workload
 
         try:
             return self.workload_path.exists() and workload.load(self.workload_path) == self.model.workload
@@ -105,7 +107,6 @@ class Preparation:
 
     def measure(self) -> bool:
         """Measure unless the table that is there holds for this model and machine; whether this process goes on."""
-        from megatron_ext.cost import cost_table
 
         options = for_workload(with_sizes(self.options, self.script), self.model)
         reason = self._table_differs(options)
@@ -127,7 +128,6 @@ class Preparation:
 
     def _table_differs(self, options: Options) -> str | None:
         """Why the table cannot be kept (empty where there is none); None where it can."""
-        from megatron_ext.cost import cost_table, environment
         from megatron_ext.runtime.machine import environment as this_environment
 
         if not self.table_path.exists():
@@ -150,9 +150,6 @@ class Preparation:
     def plan(self):
         """Plan unless the schedule that is there was made of these files; returns the verdict."""
         from megatron_ext import planner
-        from megatron_ext.cli.table_check import naming_files
-        from megatron_ext.cost import cost_table
-        from megatron_ext.schedule import schedules, user_defined_schedule
 
         table, work = cost_table.load(self.table_path), self.model.workload
         digest = json_files.sha256(self.table_path)
@@ -171,7 +168,6 @@ class Preparation:
 
     def _kept_schedule(self, table_sha256: str):
         """The schedule that is there, where it was planned by this policy for this model from this table."""
-        from megatron_ext.schedule import match, schedules
 
         work = self.model.workload
         if not self.schedule_path.exists():
@@ -231,16 +227,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def prepare(
-    checkout: str,
-    entry: str | None,
-    out: str,
-    policy: str,
-    seconds: float,
-    nvme_path,
-    fitting: bool,
-    script_arguments,
-    as_json,
-    **asked,
+    checkout: str, entry, out: str, policy: str, seconds: float, nvme_path, fitting, script_arguments, as_json, **asked
 ) -> None:
     """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
 
@@ -267,17 +254,8 @@ def prepare(
         lines = [judged.text, "", fit_text.as_text(found, schedule)]
     if not steps.patched:
         lines += ["and patch the checkout:", f"    megatron-ext patch apply {checkout}"]
-    emit(
-        as_json,
-        {
-            "workload": str(steps.workload_path),
-            "cost_table": str(steps.table_path),
-            "schedule": str(steps.schedule_path),
-            "kept": steps.kept,
-            "patched": steps.patched,
-            "verdict": judged.text,
-            "fit": found and fit_text.as_json(found),
-            **judged.figures,
-        },
-        "\n".join(lines),
-    )
+    paths = {"workload": steps.workload_path, "cost_table": steps.table_path, "schedule": steps.schedule_path}
+    figures: dict[str, object] = {name: str(path) for name, path in paths.items()}
+    figures |= {"kept": steps.kept, "patched": steps.patched, "verdict": judged.text}
+    figures["fit"] = found and fit_text.as_json(found)
+    emit(as_json, figures | judged.figures, "\n".join(lines))

@@ -3,7 +3,7 @@
 import click
 
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
+from megatron_ext.cli.table_check import TableUse, naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
 
@@ -22,15 +22,7 @@ from megatron_ext.formats.errors import InputError
 @click.option("--trace", help="Write a Chrome trace here.")
 @json_option
 def simulate(
-    cost_table: str,
-    workload_path: str,
-    schedule_path: str | None,
-    order: str | None,
-    trace: str | None,
-    extrapolate: bool,
-    allow_differences: bool,
-    this_machine: bool,
-    as_json: bool,
+    cost_table: str, workload_path: str, schedule_path: str | None, order, trace, use: TableUse, as_json: bool
 ) -> None:
     """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
@@ -52,12 +44,12 @@ def simulate(
     if given is not None:
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
-        table_differences(table, work, this_machine=this_machine, allow=allow_differences, file=cost_table)
+        table_differences(table, work, use, file=cost_table)
 
         def simulated_on(table, trace: bool = False) -> OtherOrder:
             if order:
-                return evaluate_order(work, table, order, trace=trace, extrapolate=extrapolate)
-            result = evaluate(work, table, given, trace=trace, extrapolate=extrapolate)
+                return evaluate_order(work, table, order, trace=trace, extrapolate=use.extrapolate)
+            result = evaluate(work, table, given, trace=trace, extrapolate=use.extrapolate)
             return OtherOrder(result, in_flight(work.parallel))
 
         simulated = simulated_on(table, bool(trace))

@@ -1,15 +1,28 @@
 """What `plan` and `simulate` share: their inputs, and whether the cost table holds for the run."""
 
 import contextlib
+import functools
+from typing import NamedTuple
 
 import click
 
 from megatron_ext.cli import hidden_devices
 from megatron_ext.formats.errors import InputError
 
+ALLOW = "allow it by --allow-differences"
+
+
+class TableUse(NamedTuple):
+    """What a user allows of a cost table; see the options of :func:`planning_inputs`."""
+
+    extrapolate: bool
+    this_machine: bool
+    allow_differences: bool
+
 
 def planning_inputs(*, workload_required: bool = True):
-    """A decorator: the options of a command that reads a cost table and a workload."""
+    """A decorator: the options of a command that reads a cost table and a workload; it is called with ``use``, a
+    :class:`TableUse`, in place of the last three."""
     options = (
         click.option("--cost-table", required=True, help="Cost table of the machines."),
         click.option("--workload", "workload_path", required=workload_required, help="What is trained."),
@@ -27,14 +40,17 @@ def planning_inputs(*, workload_required: bool = True):
     )
 
     def decorate(command):
-        for option in reversed(options):
-            command = option(command)
-        return command
+        @functools.wraps(command)
+        def with_use(**given):
+            use = TableUse(*(given.pop(name) for name in TableUse._fields))
+            return command(use=use, **given)
+
+        return functools.reduce(lambda made, option: option(made), reversed(options), with_use)
 
     return decorate
 
 
-def table_differences(table, work, *, this_machine: bool, allow: bool, file) -> list[str]:
+def table_differences(table, work, use: TableUse, *, file) -> list[str]:
     """What differs between the table's environment and the run; said on standard error if allowed.
 
     Raises:
@@ -43,9 +59,9 @@ def table_differences(table, work, *, this_machine: bool, allow: bool, file) -> 
     from megatron_ext.cost import environment
 
     found = environment.run_differences(table.metadata, work)
-    if this_machine:
+    if use.this_machine:
         found += environment.differences(table.metadata, hidden_devices.this_machine())
-    for line in environment.refuse(found, allow=allow, file=file, how="allow it by --allow-differences"):
+    for line in environment.refuse(found, allow=use.allow_differences, file=file, how=ALLOW):
         click.echo(f"{file}: measured in another environment: {line}", err=True)
     return found
 

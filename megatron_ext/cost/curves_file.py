@@ -1,7 +1,5 @@
 """JSON files of published curves: one collective, several systems or several algorithms."""
 
-import math
-
 import msgspec
 
 from megatron_ext.cost.cost_table import CostTable, Curve, Point, Source
@@ -44,24 +42,24 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
         InputError: naming the field: an unknown collective, several systems and none named,
             no points, a size twice, a time that is not positive.
     """
-    content = json_files.load(path, _File)
+    content, check = json_files.load(path, _File), Checker(path)
     if content.collective not in COLLECTIVES:
-        raise InputError(f"known: {', '.join(COLLECTIVES)}", file=path, field="collective", value=content.collective)
+        check.refuse(f"known: {', '.join(COLLECTIVES)}", "collective", content.collective)
     systems = [curve.system for curve in content.curves if curve.system is not None]
     if system is not None:
         chosen = [index for index, curve in enumerate(content.curves) if curve.system == system]
         if not chosen:
             raise InputError(f"the file has: {'; '.join(systems) or 'no names'}", file="--system", value=system)
     elif len(systems) > 1:
-        raise InputError(f"several systems; choose by --system: {'; '.join(systems)}", file=path, field="curves")
+        check.refuse(f"several systems; choose by --system: {'; '.join(systems)}", "curves")
     else:
         chosen = list(range(len(content.curves)))
     if not chosen:
-        raise InputError("is empty", file=path, field="curves")
+        check.refuse("is empty", "curves")
     points, algorithms, notes = (), {}, []
     for index in chosen:
         curve, field = content.curves[index], f"curves[{index}]"
-        read_points = _points(path, curve, field, placement)
+        read_points = _points(curve, field, placement, check)
         falls = [
             after.size_bytes for before, after in zip(read_points, read_points[1:]) if after.p50_us < before.p50_us
         ]
@@ -72,52 +70,43 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
             )
         if curve.algorithm is not None:
             if curve.algorithm in algorithms:
-                raise InputError("is there twice", file=path, field=f"{field}.algorithm", value=curve.algorithm)
+                check.refuse("is there twice", f"{field}.algorithm", curve.algorithm)
             algorithms[curve.algorithm] = read_points
         elif len(chosen) > 1:
-            raise InputError("one of several curves needs a name", file=path, field=f"{field}.algorithm")
+            check.refuse("one of several curves needs a name", f"{field}.algorithm")
         else:
             points = read_points
-    Checker(path).at_least(1, content.world_size, "world_size")
-    Checker(path).at_least(1, content.curves[chosen[0]].world_size, f"curves[{chosen[0]}].world_size")
-    world_size = content.curves[chosen[0]].world_size or content.world_size
+    first = content.curves[chosen[0]]
+    check.at_least(1, content.world_size, "world_size")
+    check.at_least(1, first.world_size, f"curves[{chosen[0]}].world_size")
+    world_size = first.world_size or content.world_size
     placed = any(row.us is None for index in chosen for row in content.curves[index].points)
     source = content.source + (f"; {placement.replace('_', ' ')}" if placed else "")
     return table_of(
         path,
         content.collective,
         Curve(points=points, algorithms=algorithms, source=source),
-        source=Source(program="curves", description=f"{content.source} ({content.curves[chosen[0]].system})"),
-        hardware={"device": content.curves[chosen[0]].system} if content.curves[chosen[0]].system else None,
+        source=Source(program="curves", description=f"{content.source} ({first.system})"),
+        hardware={"device": first.system} if first.system else None,
         world_sizes={"data_parallel_size": world_size} if world_size else None,
         notes=tuple(notes),
     )
 
 
-def _points(path, curve: _Curve, field: str, placement: str) -> tuple[Point, ...]:
+def _points(curve: _Curve, field: str, placement: str, check: Checker) -> tuple[Point, ...]:
     if not curve.points:
-        raise InputError("is empty", file=path, field=f"{field}.points")
+        check.refuse("is empty", f"{field}.points")
     points = []
     for index, row in enumerate(curve.points):
         us = row.us if row.us is not None else getattr(row, f"{placement}_us")
         where = f"{field}.points[{index}]"
         if us is None:
-            raise InputError(f"has neither us nor {placement}_us", file=path, field=where)
-        if not math.isfinite(us) or us <= 0:
-            raise InputError("must be a positive, finite number", file=path, field=f"{where}.us", value=us)
+            check.refuse(f"has neither us nor {placement}_us", where)
+        check.positive(us, f"{where}.us")
         if points and row.size_bytes <= points[-1].size_bytes:
-            raise InputError(
-                f"does not grow from {points[-1].size_bytes}",
-                file=path,
-                field=f"{where}.size_bytes",
-                value=row.size_bytes,
-            )
+            check.refuse(f"does not grow from {points[-1].size_bytes}", f"{where}.size_bytes", row.size_bytes)
         if points and us < points[-1].p50_us * (1 - MAX_FALL):
-            raise InputError(
-                f"is below {points[-1].p50_us} us for {points[-1].size_bytes} bytes: not monotone",
-                file=path,
-                field=f"{where}.us",
-                value=us,
-            )
+            said = f"is below {points[-1].p50_us} us for {points[-1].size_bytes} bytes: not monotone"
+            check.refuse(said, f"{where}.us", us)
         points.append(Point(size_bytes=row.size_bytes, p50_us=us))
     return tuple(points)

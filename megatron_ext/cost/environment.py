@@ -57,14 +57,7 @@ def run_differences(metadata: Metadata, workload: Workload) -> list[str]:
     stages. What the table does not say (imported logs, published figures, tables by hand) is not
     compared, nor is a synthetic table.
     """
-    if metadata.synthetic:
-        return []
-    sizes, lines = metadata.world_sizes, []
-    if isinstance(sizes, Mapping):
-        for name, here in world_sizes(workload.parallel).items():
-            if sizes.get(name) not in (None, here):
-                lines.append(f"world_sizes.{name}: table {sizes[name]}, here {here}")
-    return lines + model_differences(metadata, workload)
+    return size_differences(metadata, world_sizes(workload.parallel)) + model_differences(metadata, workload)
 
 
 def size_differences(metadata: Metadata, sizes: Mapping[str, object]) -> list[str]:

@@ -198,20 +198,10 @@ class Costs:
         return sum(forward for forward, _ in known), sum(backward for _, backward in known)
 
     def _rows(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str]) -> list[Compute]:
-        place = f"pp_rank {pp_rank}, model_chunk_id {model_chunk_id}"
-        if not layer_kinds:
-            raise InputError(
-                f"no row for {place}, and the workload names no layer_kinds there; megatron-ext measure or cost "
-                "estimate gives one",
-                file=self.file,
-                field="compute",
-            )
         missing = sorted(set(layer_kinds) - set(self._by_kind))
-        if missing:
-            raise InputError(
-                f"no row for {place}, and none for layer_kind {', '.join(missing)}; megatron-ext measure or cost "
-                "estimate gives them",
-                file=self.file,
-                field="compute",
-            )
+        if missing or not layer_kinds:
+            why = f"none for layer_kind {', '.join(missing)}" if missing else "the workload names no layer_kinds there"
+            said = f"no row for pp_rank {pp_rank}, model_chunk_id {model_chunk_id}, and {why}"
+            said += f"; megatron-ext measure or cost estimate gives {'them' if missing else 'one'}"
+            raise InputError(said, file=self.file, field="compute")
         return [self._by_kind[kind] for kind in layer_kinds]

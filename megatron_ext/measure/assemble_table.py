@@ -7,7 +7,7 @@ from typing import get_args
 import msgspec
 
 from megatron_ext.cost import cost_table
-from megatron_ext.formats.facts import RANKS_PER_DEVICE, Facts, shared_device
+from megatron_ext.formats.facts import RANKS_PER_DEVICE, shared_device
 from megatron_ext.measure import scaled_sizes
 from megatron_ext.measure.compute_rounds import ROUNDS
 from megatron_ext.measure.options import MIB, MOST_OVER, OF_EXPERTS, Options
@@ -54,7 +54,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             software=here["software"],
             world_sizes=world_sizes,
             model=raw.get("compute", {}).get("model"),
-            source=cost_table.Source(program="megatron-ext measure", options=_facts(options)),
+            source=cost_table.Source(program="megatron-ext measure", options=options.facts()),
             notes=(*notes(raw), *_nodes(options), *_parts_note(options)),
         ),
         routes=cost_table.Routes(
@@ -103,15 +103,6 @@ def _parts_note(options: Options) -> list[str]:
         f"compute: layers were timed on whole sequences and divided by {options.sequence_parts} context-parallel "
         "ranks; the exchange of keys and values is not in them"
     ]
-
-
-def _facts(options: Options) -> Facts:
-    """The options of the measurement; of several values, one text."""
-    return {
-        name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for name, value in msgspec.to_builtins(options).items()
-        if name != "keep_path"
-    }
 
 
 def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:

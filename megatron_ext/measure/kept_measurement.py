@@ -44,12 +44,7 @@ def remove(out: str) -> None:
 
 def _asked(options: Options) -> Facts:
     """What was asked for, however long it may take."""
-    given = msgspec.to_builtins(options)
-    return {
-        name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
-        for name, value in given.items()
-        if name not in ("seconds", "keep_path")
-    }
+    return {name: value for name, value in options.facts().items() if name != "seconds"}
 
 
 def write(options: Options, visits: Visits, seconds: float) -> None:

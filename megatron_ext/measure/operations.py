@@ -17,6 +17,7 @@ from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.runtime.routes.shard_gather import make_data_group
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
@@ -48,8 +49,18 @@ class Gather(Operation):
         return manager
 
 
-class HierarchicalGather(Operation):
-    """The same in two legs, between nodes and inside them; see hierarchical_gather.py."""
+class RouteGather(Operation):
+    """The same through a buffer, by ``gather``, a route of the run's."""
+
+    gather: BufferedGather
+
+    def issue(self, size_bytes: int, round_index: int) -> Arrival:
+        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
+        return self.gather.gather(whole, self.fabric.shard(whole), 0)
+
+
+class HierarchicalGather(RouteGather):
+    """In two legs, between nodes and inside them; see hierarchical_gather.py."""
 
     name = "hierarchical"
 
@@ -59,13 +70,9 @@ class HierarchicalGather(Operation):
         assert groups is not None  # the link is offered where nodes and replicas make two legs
         self.threads = self.gather = hierarchical_gather.HierarchicalGather(groups, fabric.device)
 
-    def issue(self, size_bytes: int, round_index: int) -> Arrival:
-        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
-        return self.gather.gather(whole, self.fabric.shard(whole), 0)
 
-
-class SymmetricGather(Operation):
-    """The same by copy engines, through registered memory; see :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
+class SymmetricGather(RouteGather):
+    """By copy engines, through registered memory; see :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
 
     name = "symmetric"
 
@@ -89,10 +96,6 @@ class SymmetricGather(Operation):
             why = one_line(str(error), 300)
         everyone = gather_objects(why)
         return (None, max(everyone)) if any(everyone) else (own, "")
-
-    def issue(self, size_bytes: int, round_index: int) -> Arrival:
-        whole = self.fabric.window(self.fabric.arena, size_bytes, round_index)
-        return self.gather.gather(whole, self.fabric.shard(whole), 0)
 
 
 class HostCopy(Operation):

@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_ext.formats.checks import MOST_BYTES
 from megatron_ext.formats.errors import InputError, option_error
+from megatron_ext.formats.facts import Facts
 from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
 
@@ -122,6 +123,14 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return host_threads.of_rank(self.node_size)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
+
+    def facts(self) -> Facts:
+        """For files: of several values one text, without the place of a file."""
+        return {
+            name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            for name, value in msgspec.to_builtins(self).items()
+            if name != "keep_path"
+        }
 
     def elements(self, size_bytes: int) -> int:
         """Elements of ``size_bytes`` of whole parameters; gradients, main parameters and moments have as many."""

@@ -259,10 +259,6 @@ def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
     return best
 
 
-def _finish_as_stock(_: Problem, given: Candidate) -> Candidate:
-    return rest_as_must(given)
-
-
 def _finish_alike(problem: Problem, given: Candidate) -> Candidate:
     """As ``hybrid`` where the host steps, so that a plan's gain over it is by how parameters come."""
     return finished(given) if problem.workload.optimizer.on_host else rest_as_must(given)
@@ -278,7 +274,7 @@ class Policy(NamedTuple):
 
     fixes: str
     find: Callable[[Problem, str], Found]
-    finish: Callable[[Problem, Candidate], Candidate] = _finish_as_stock
+    finish: Callable[[Problem, Candidate], Candidate] = lambda _, given: rest_as_must(given)
     offloads: bool = False
 
 

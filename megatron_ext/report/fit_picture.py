@@ -16,21 +16,13 @@ def save(found: Found, path) -> None:
     axes.plot(held, ms, "o-", color="tab:blue", drawstyle="steps-pre", label="fastest within so many bytes, planned")
     axes.vlines(held, *ends, color="tab:blue", alpha=0.4, linewidth=3)
     others = [choice for choice in fit.tried if choice not in fit.frontier]
-    axes.plot(
-        [choice.device_bytes / GIB for choice in others],
-        [choice.us / 1e3 for choice in others],
-        ".",
-        color="lightgrey",
-        label="other settings, planned",
-    )
     stock = [each for _, each in found.stock]
-    axes.plot(
-        [each.device_bytes / GIB for each in stock],
-        [each.us / 1e3 for each in stock],
-        "x",
-        color="tab:orange",
-        label="stock Megatron with and without recompute, optimizer here and there",
-    )
+    said = "stock Megatron with and without recompute, optimizer here and there"
+    for points, mark, color, label in (
+        (others, ".", "lightgrey", "other settings, planned"),
+        (stock, "x", "tab:orange", said),
+    ):
+        axes.plot([p.device_bytes / GIB for p in points], [p.us / 1e3 for p in points], mark, color=color, label=label)
     changed = [fit.frontier[0]]
     changed += [one for before, one in zip(fit.frontier, fit.frontier[1:]) if one.setting != before.setting]
     for number, choice in enumerate(changed):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_ext.formats import trace as traces
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.moved_bytes import MovedBytes
 from megatron_ext.formats.trace import Event
 from megatron_ext.report.links_busy import union
@@ -54,25 +54,19 @@ class MeasuredTrace:
 
     def __init__(self, path, parallel: Parallel, iterations: int | None = None):
         events, about = traces.load(path)
+        check = Checker(path)
         if iterations is None:
             iterations = max((event.iteration for event in events if event.lane == "optimizer"), default=0)
         self.path, self.parallel, self.iterations = path, parallel, iterations
         if about.get("kind") != "measured":
-            raise InputError(
-                "expected the trace of a training run", file=path, field="otherData.kind", value=about.get("kind")
-            )
-        self.moved_bytes = _moved_bytes(path, about, parallel.world_size, iterations)
+            check.refuse("expected the trace of a training run", "otherData.kind", about.get("kind"))
+        self.moved_bytes = _moved_bytes(about, parallel.world_size, iterations, check)
         by_rank: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             by_rank[event.rank].append(event)
         if sorted(by_rank) != list(range(parallel.world_size)):
-            raise InputError(
-                f"expected the ranks 0 to {parallel.world_size - 1}",
-                file=path,
-                field="traceEvents",
-                value=sorted(by_rank),
-            )
-        self._ranks = {rank: _RankTrace(path, mine, iterations) for rank, mine in by_rank.items()}
+            check.refuse(f"expected the ranks 0 to {parallel.world_size - 1}", "traceEvents", sorted(by_rank))
+        self._ranks = {rank: _RankTrace(mine, iterations, check) for rank, mine in by_rank.items()}
         steps = steps_of_ranks(parallel)
         for rank, trace in self._ranks.items():
             trace.name_steps(rank, steps[_pp_rank_of(parallel, rank)])
@@ -115,20 +109,16 @@ class MeasuredTrace:
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
 
-def _moved_bytes(path, about: dict, ranks: int, iterations: int) -> list[list[MovedBytes]]:
+def _moved_bytes(about: dict, ranks: int, iterations: int, check: Checker) -> list[list[MovedBytes]]:
     try:
         found = msgspec.convert(about.get("moved_bytes", []), list[list[MovedBytes]])
     except msgspec.ValidationError as error:
-        raise InputError(str(error), file=path, field="otherData.moved_bytes") from None
+        check.refuse(str(error), "otherData.moved_bytes")
     if not any(found):  # not scheduled, or not counted
         return []
     if [len(own) for own in found] != [iterations] * ranks:
-        raise InputError(
-            f"expected {iterations} iterations of {ranks} ranks",
-            file=path,
-            field="otherData.moved_bytes",
-            value=sorted({len(own) for own in found}),
-        )
+        held = sorted({len(own) for own in found})
+        check.refuse(f"expected {iterations} iterations of {ranks} ranks", "otherData.moved_bytes", held)
     return found
 
 
@@ -136,8 +126,8 @@ class _RankTrace:
     """Events of one global rank. ``thread[i]``: of the training thread in iteration ``i``;
     ``outside[i]``: whether it computed between its optimizer step and the next iteration."""
 
-    def __init__(self, path, events: list[Event], iterations: int):
-        self.path, self.iterations = path, iterations
+    def __init__(self, events: list[Event], iterations: int, check: Checker):
+        self.iterations, self.check = iterations, check
         events.sort(key=lambda e: e.start_us)
         self.rank = events[0].rank
         self.first_us = events[0].start_us
@@ -150,11 +140,7 @@ class _RankTrace:
                 self.optimizer[event.iteration] = event
         if set(self.optimizer) != set(range(1, iterations + 1)):
             held = f"{min(self.optimizer)} to {max(self.optimizer)}" if self.optimizer else "no iteration"
-            raise InputError(
-                f"rank {self.rank} holds {held}, its metrics 1 to {iterations}",
-                file=path,
-                field="traceEvents.iteration",
-            )
+            check.refuse(f"rank {self.rank} holds {held}, its metrics 1 to {iterations}", "traceEvents.iteration")
         self.thread: dict[int, list[Event]] = defaultdict(list)
         self.issued: dict[int, float] = {}
         self.outside: dict[int, bool] = defaultdict(bool)
@@ -170,7 +156,7 @@ class _RankTrace:
                 self.issued.setdefault(event.iteration, event.start_us)
 
     def _refuse(self, message: str, iteration: int):
-        raise InputError(f"{message} in iteration {iteration} of rank {self.rank}", file=self.path, field="traceEvents")
+        self.check.refuse(f"{message} in iteration {iteration} of rank {self.rank}", "traceEvents")
 
     def name_steps(self, rank: int, steps) -> None:
         """Name the compute events, which ran in Megatron's order, by their steps."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
 from megatron_ext.formats import metrics as metrics_file
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.metrics import Metrics
 from megatron_ext.report.measured_trace import MeasuredTrace
@@ -139,12 +140,8 @@ def _load_planned(path: Path) -> tuple[cost.CostTable, Workload, Schedule]:
     match.match(schedule, workload, file=at["schedule"])
     planned_by = schedule.metadata.cost_table_sha256
     if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
-        raise InputError(
-            "planned by another cost table than the one beside it",
-            file=at["schedule"],
-            field="metadata.cost_table_sha256",
-            value=planned_by[:12],
-        )
+        said = "planned by another cost table than the one beside it"
+        Checker(at["schedule"]).refuse(said, "metadata.cost_table_sha256", planned_by[:12])
     return table, workload, schedule
 
 
@@ -166,9 +163,8 @@ def load(directory) -> RunDir:
     world = workload.parallel.world_size
     for key, metrics in (("scheduled_metrics", scheduled), ("stock_metrics", stock), ("reference_metrics", reference)):
         if metrics is not None and len(metrics.parameter_sha256) != world:
-            raise InputError(
-                f"has {len(metrics.parameter_sha256)} entries for {world} ranks", file=at[key], field="parameter_sha256"
-            )
+            held = len(metrics.parameter_sha256)
+            Checker(at[key]).refuse(f"has {held} entries for {world} ranks", "parameter_sha256")
     traces = [
         MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
     ]
@@ -189,7 +185,6 @@ def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
 def _same_length(path: Path, scheduled: Metrics) -> Metrics:
     metrics = metrics_file.load(path)
     if metrics.iterations != scheduled.iterations:
-        raise InputError(
-            f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}", file=path, field="loss"
-        )
+        said = f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}"
+        Checker(path).refuse(said, "loss")
     return metrics

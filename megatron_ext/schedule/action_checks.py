@@ -13,6 +13,7 @@ import math
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.schedule.footprint import in_order
 from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, StageIn, StepActions, Unshard
 from megatron_ext.workload.route import kind_of
 
@@ -114,21 +115,17 @@ class RankCheck:
 
     def _by_layer(self, entry: StepActions) -> None:
         """Check a step whose actions stand at layers, in the order in which the layers run."""
-        sign = -1 if "B" in entry.step else 1
-        unshards = sorted(enumerate(entry.unshard), key=lambda item: (item[1].at >= 0, sign * item[1].at))
-        if [n for n, _ in unshards] != list(range(len(unshards))):
+        actions = in_order(entry)
+        if [action for action in actions if isinstance(action, Unshard)] != [*entry.unshard]:
             self.refuse("unshards must be listed in the order in which their layers run", "unshard")
-        reshards = sorted(
-            ((n, a) for n, a in enumerate(entry.reshard) if a.at >= 0), key=lambda item: sign * item[1].at
-        )
-        for n, action in reshards:
-            while unshards and (unshards[0][1].at < 0 or sign * unshards[0][1].at <= sign * action.at):
-                m, earlier = unshards.pop(0)
-                self._unshard(earlier, f"unshard[{m}]")
-            self._reshard(action, f"reshard[{n}]")
-            self.within.add(action.group)
-        for m, action in unshards:
-            self._unshard(action, f"unshard[{m}]")
+        unshards, fields = 0, {id(action): f"reshard[{n}]" for n, action in enumerate(entry.reshard)}
+        for action in actions:
+            if isinstance(action, Unshard):
+                self._unshard(action, f"unshard[{unshards}]")
+                unshards += 1
+            elif action.at >= 0:
+                self._reshard(action, fields[id(action)])
+                self.within.add(action.group)
 
     def _own_group(self, group: int, field: str) -> None:
         if not 0 <= group < len(self.groups):

@@ -42,17 +42,12 @@ def device_peaks(schedule: Schedule) -> list[int]:
 
 def in_order(entry):
     """Unshards and reshards of one step in the order in which they happen."""
-    if not entry.unshard and not entry.reshard:
-        return ()
     if all(a.at < 0 for a in entry.unshard) and all(a.at < 0 for a in entry.reshard):
         return (*entry.unshard, *entry.reshard)
     sign = -1 if "B" in entry.step else 1
-    begin = [a for a in entry.unshard if a.at < 0]
-    end = [a for a in entry.reshard if a.at < 0]
-    inside = [(sign * a.at, 0, a) for a in entry.unshard if a.at >= 0]
-    inside += [(sign * a.at, 1, a) for a in entry.reshard if a.at >= 0]
-    inside.sort(key=lambda item: item[:2])
-    return (*begin, *(a for _, _, a in inside), *end)
+    freed = [a for a in entry.reshard if a.at >= 0]
+    inside = sorted((*entry.unshard, *freed), key=lambda a: (a.at >= 0, sign * a.at))  # of one layer, unshards first
+    return (*inside, *(a for a in entry.reshard if a.at < 0))
 
 
 def slot_bytes(schedule: Schedule, pp_rank: int) -> int:

@@ -124,13 +124,8 @@ def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, fi
         need = bill.memory.device_total_bytes
         if need > limit:
             kinds = ", ".join(f"{kind} {size}" for kind, size in bill.memory.device_bytes.items())
-            raise InputError(
-                f"pipeline rank {pp_rank} holds up to {need} bytes at step {bill.memory.at_step} ({kinds}), "
-                f"{need - limit} bytes short",
-                file=file,
-                field="limits.device_bytes",
-                value=limit,
-            )
+            said = f"pipeline rank {pp_rank} holds up to {need} bytes at step {bill.memory.at_step} ({kinds})"
+            Checker(file).refuse(f"{said}, {need - limit} bytes short", "limits.device_bytes", limit)
 
 
 def _layers_of(workload: Workload) -> int:

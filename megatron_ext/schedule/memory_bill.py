@@ -28,7 +28,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
@@ -212,13 +212,8 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
         moving = sum(planned.device_bytes.get(kind, 0) for kind in kinds)
         need = sum(device.values()) - device["gradients"] + moving
         if need > limit:
-            raise InputError(
-                f"pipeline rank {pp_rank} holds up to {need} bytes with this run's optimizer, "
-                f"{need - limit} bytes short",
-                file=file,
-                field="limits.device_bytes",
-                value=limit,
-            )
+            said = f"pipeline rank {pp_rank} holds up to {need} bytes with this run's optimizer"
+            Checker(file).refuse(f"{said}, {need - limit} bytes short", "limits.device_bytes", limit)
 
 
 def short_of_whole(schedule: Schedule, pp_rank: int) -> int:

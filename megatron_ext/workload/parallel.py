@@ -174,10 +174,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "tensor_model_parallel_size",
             "num_microbatches",
             "expert_model_parallel_size",
+            *("microbatch_group_size_per_vp_stage", "gpus_per_node", "expert_tensor_parallel_size"),
         ):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                refuse(name, f"must be between 1 and {LARGEST}")
-        for name in ("microbatch_group_size_per_vp_stage", "gpus_per_node", "expert_tensor_parallel_size"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")

@@ -7,13 +7,13 @@ a layer is what runs between two points at which a group can arrive or leave.
 
 import hashlib
 from collections.abc import Iterable
+from math import prod
 from typing import Literal
 
 import msgspec
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
-from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.formats.versions import check_version
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, bucket_numel
@@ -257,11 +257,9 @@ def check(workload: Workload, *, file=None) -> Workload:
         parallel.check_place(chunk.pp_rank, chunk.model_chunk_id, file=file, field=where)
         stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
         if stage in stages:
-            raise InputError(
-                f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} is there twice", file=file, field=where
-            )
-        _check_parameters(chunk, where, file)
-        _check_activations(chunk, where, file)
+            checker.refuse(f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} is there twice", where)
+        _check_parameters(chunk, where, checker)
+        _check_activations(chunk, where, checker)
         stages[stage] = _with_dense_layers(chunk)
     # A stage that is not listed has no parameters.
     everything = tuple(
@@ -285,80 +283,50 @@ def _check_experts(workload: Workload, checker: Checker) -> None:
         checker.refuse(f"{said} {ep}", "experts.num_experts", experts.num_experts)
 
 
-def _check_parameters(chunk: Chunk, where: str, file) -> None:
-    names = set()
-    previous_layer = 0
+def _check_parameters(chunk: Chunk, where: str, check: Checker) -> None:
+    names, previous_layer = set(), 0
+    largest = len(chunk.layer_kinds) or 1 + max((p.layer for p in chunk.parameters), default=0)
     for index, parameter in enumerate(chunk.parameters):
         field = f"{where}.parameters[{index}]"
         if parameter.name in names:
-            raise InputError("is there twice", file=file, field=f"{field}.name", value=parameter.name)
+            check.refuse("is there twice", f"{field}.name", parameter.name)
         names.add(parameter.name)
-        if parameter.dtype not in ITEM_BYTES:
-            raise InputError(
-                f"unknown dtype; known: {', '.join(ITEM_BYTES)}",
-                file=file,
-                field=f"{field}.dtype",
-                value=parameter.dtype,
-            )
-        if parameter.bytes <= 0 or parameter.bytes % ITEM_BYTES[parameter.dtype]:
-            raise InputError(
-                f"must be a positive multiple of the size of {parameter.dtype}",
-                file=file,
-                field=f"{field}.bytes",
-                value=parameter.bytes,
-            )
-        Checker(file).size(parameter.bytes, f"{field}.bytes")
-        numel = 1
-        for size in parameter.shape:
-            if size < 1:
-                raise InputError("sizes must be positive", file=file, field=f"{field}.shape", value=parameter.shape)
-            numel *= size
-        if numel * ITEM_BYTES[parameter.dtype] != parameter.bytes:
-            raise InputError(
-                f"is not shape {list(parameter.shape)} times {parameter.dtype}",
-                file=file,
-                field=f"{field}.bytes",
-                value=parameter.bytes,
-            )
-        if parameter.layer < max(previous_layer, 0):
-            raise InputError(
-                "parameters must be in execution order: layers never decrease",
-                file=file,
-                field=f"{field}.layer",
-                value=parameter.layer,
-            )
-        if chunk.layer_kinds and parameter.layer >= len(chunk.layer_kinds):
-            raise InputError(
-                f"chunk has {len(chunk.layer_kinds)} layer_kinds",
-                file=file,
-                field=f"{field}.layer",
-                value=parameter.layer,
-            )
+        _check_size(parameter, field, check)
+        if parameter.layer < previous_layer:
+            said = "parameters must be in execution order: layers never decrease"
+            check.refuse(said, f"{field}.layer", parameter.layer)
+        if chunk.layer_kinds and parameter.layer >= largest:
+            check.refuse(f"chunk has {largest} layer_kinds", f"{field}.layer", parameter.layer)
         previous_layer = parameter.layer
-        if parameter.borrowed_by:
-            largest = len(chunk.layer_kinds) or 1 + max(p.layer for p in chunk.parameters)
-            ascending = all(a < b for a, b in zip(parameter.uses, parameter.borrowed_by))
-            if not ascending or parameter.borrowed_by[-1] >= largest:
-                raise InputError(
-                    f"expected ascending layers of the chunk behind layer {parameter.layer}",
-                    file=file,
-                    field=f"{field}.borrowed_by",
-                    value=list(parameter.borrowed_by),
-                )
+        ascending = all(a < b for a, b in zip(parameter.uses, parameter.borrowed_by))
+        if parameter.borrowed_by and (not ascending or parameter.borrowed_by[-1] >= largest):
+            said = f"expected ascending layers of the chunk behind layer {parameter.layer}"
+            check.refuse(said, f"{field}.borrowed_by", list(parameter.borrowed_by))
 
 
-def _check_activations(chunk: Chunk, where: str, file) -> None:
+def _check_size(parameter: Parameter, field: str, check: Checker) -> None:
+    """Shape, dtype and bytes of a parameter belong together."""
+    item = ITEM_BYTES.get(parameter.dtype)
+    if item is None:
+        check.refuse(f"unknown dtype; known: {', '.join(ITEM_BYTES)}", f"{field}.dtype", parameter.dtype)
+    if parameter.bytes <= 0 or parameter.bytes % item:
+        said = f"must be a positive multiple of the size of {parameter.dtype}"
+        check.refuse(said, f"{field}.bytes", parameter.bytes)
+    check.size(parameter.bytes, f"{field}.bytes")
+    if any(size < 1 for size in parameter.shape):
+        check.refuse("sizes must be positive", f"{field}.shape", parameter.shape)
+    if prod(parameter.shape) * item != parameter.bytes:
+        said = f"is not shape {list(parameter.shape)} times {parameter.dtype}"
+        check.refuse(said, f"{field}.bytes", parameter.bytes)
+
+
+def _check_activations(chunk: Chunk, where: str, check: Checker) -> None:
     counted = chunk.activation_bytes
     if counted and (len(counted) != chunk.num_layers or min(counted) < 0):
-        raise InputError(
-            f"expected {chunk.num_layers} figures that are not negative, one a layer",
-            file=file,
-            field=f"{where}.activation_bytes",
-            value=list(counted),
-        )
-    checker = Checker(file)
-    checker.size(max(counted, default=0), f"{where}.activation_bytes")
-    checker.size(chunk.recompute_bytes, f"{where}.recompute_bytes")
+        said = f"expected {chunk.num_layers} figures that are not negative, one a layer"
+        check.refuse(said, f"{where}.activation_bytes", list(counted))
+    check.size(max(counted, default=0), f"{where}.activation_bytes")
+    check.size(chunk.recompute_bytes, f"{where}.recompute_bytes")
 
 
 def _with_dense_layers(chunk: Chunk) -> Chunk:
