@@ -139,7 +139,7 @@ class Ranks:
                     *lines, rests[rank] = (rests[rank] + found).split(b"\n")
                     for message in map(json.loads, lines):
                         if "input_error" in message:
-                            raise _Worded(message["input_error"])
+                            raise InputError(message["input_error"])  # in a rank's words
                         if message.get("result") is not None:
                             return message["result"]
                         so_far = message.get("so_far", so_far)
@@ -181,10 +181,3 @@ class Ranks:
                 process.wait(LEAVE_SECONDS)
         for file in (*self.pipes, *self.errors):
             file.close()
-
-
-class _Worded(InputError):
-    """An InputError that a rank has already put into words."""
-
-    def __init__(self, text: str):
-        super().__init__(text)

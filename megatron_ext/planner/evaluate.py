@@ -21,7 +21,6 @@ def evaluate(
     *,
     trace: bool = False,
     extrapolate: bool = False,
-    timing: Timing | None = None,
     bound_us: float | None = None,
 ) -> Result:
     """Simulate one iteration of ``workload`` by ``schedule``, or by stock Megatron's rule.
@@ -30,7 +29,7 @@ def evaluate(
         schedule: must be valid (:func:`megatron_ext.schedule.validate.validate`).
         trace: keep every interval in ``Result.events``.
         extrapolate: read curves outside their measured range.
-        timing, bound_us: what was made from the same workload and table before, to save time.
+        bound_us: what was made from the same workload and table before, to save time.
 
     Raises:
         InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
@@ -39,11 +38,10 @@ def evaluate(
     if schedule is None:
         workload = with_headroom(workload)
         check_fits(workload)
-        timing = timing or Timing(workload, table, extrapolate=extrapolate)
         schedule = stock_schedule(workload)
     else:
-        timing = timing or Timing(workload, table, extrapolate=extrapolate)
         match(schedule, workload)
+    timing = Timing(workload, table, extrapolate=extrapolate)
     if bound_us is None:
         bound_us = lower_bound(with_most_headroom(workload), timing)
     result = run(workload, timing, schedule, trace=trace, bound_us=bound_us)

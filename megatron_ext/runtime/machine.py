@@ -10,7 +10,7 @@ from megatron_ext.formats.facts import Facts
 from megatron_ext.runtime.device import has_cuda
 
 
-def environment(device: str = "auto", ranks_per_node: int | None = None) -> dict[str, Facts]:
+def environment(device: str = "auto") -> dict[str, Facts]:
     """``hardware`` and ``software`` of this machine, as a table's metadata stores them.
 
     Args:
