@@ -5,10 +5,10 @@ from importlib.util import find_spec
 import torch
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operation import DONE, Operation
+from megatron_ext.measure.operation import DONE, Operation, Step
 
 
-class Optimizer(Operation):
+class Optimizer(Step):
     """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters, as
     Megatron's ``DistributedOptimizer`` does it, and zeroes in the whole gradient buffer for the next iteration.
 
@@ -17,19 +17,15 @@ class Optimizer(Operation):
     """
 
     name = "optimizer"
-    computes = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.fused = fabric.torch_device.type == "cuda" and any(
             find_spec(name) for name in ("transformer_engine", "amp_C")
         )
-        self._size: int | None = None
         self._gradients: list[torch.Tensor] = []
 
-    def issue(self, size_bytes: int, round_index: int):
-        if size_bytes != self._size:
-            self._build(size_bytes)
+    def step(self) -> None:
         norm = torch.nn.utils.get_total_norm(self._gradients)
         scale = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
         for gradient in self._gradients:
@@ -38,9 +34,8 @@ class Optimizer(Operation):
         for parameter, main in zip(self._parameters, self._main):
             parameter.copy_(main.detach())
         self._buffer.zero_()
-        return DONE
 
-    def _build(self, size_bytes: int) -> None:
+    def build(self, size_bytes: int) -> None:
         whole = self.fabric.options.elements(size_bytes)
         numel = whole // self.fabric.options.data_parallel_size
         # As many tensors as a model has weights of one layer's size; one call each.
@@ -50,7 +45,6 @@ class Optimizer(Operation):
         ]
         for main in self._main:
             main.requires_grad_().grad = torch.full_like(main, 1e-3)
-        self._size = size_bytes
         self._gradients = [main.grad for main in self._main if main.grad is not None]
         dtype = torch.float32 if 4 * whole == size_bytes else torch.bfloat16
         self._parameters = [torch.ones_like(main, dtype=dtype, requires_grad=False) for main in self._main]

@@ -3,8 +3,7 @@ run's own step of it is in run_step.py."""
 
 import torch
 
-from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operation import DONE, Operation
+from megatron_ext.measure.operation import Step
 
 PARAMETER_BYTES = 2
 """Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
@@ -13,27 +12,20 @@ STATE_BYTES = 16
 """Of an element in host memory: parameter, gradient and two moments, float32."""
 
 
-class HostStep(Operation):
+class HostStep(Step):
     """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
     fused AdamW there, tensor by tensor, and the new parameters back to the device, in Megatron's way, which casts them
     into memory that is not page-locked."""
 
     name = "host_step"
-    computes = settles = True
+    settles = True
 
-    def __init__(self, fabric: Fabric, busy: bool = False):
-        super().__init__(fabric, busy)
-        self._size: int | None = None
-
-    def issue(self, size_bytes: int, round_index: int):
-        if size_bytes != self._size:
-            self.build(size_bytes)
+    def step(self) -> None:
         for own, gradient in zip(self._own_gradients, self.gradients):
             own.copy_(gradient, non_blocking=True)
         self.fabric.device.settle()
         self._optimizer.step()
         self.bring_back()
-        return DONE
 
     def bring_back(self) -> None:
         """New parameters to the device."""
@@ -48,7 +40,6 @@ class HostStep(Operation):
         return [min(piece, numel - start) for start in range(0, numel, piece)]
 
     def build(self, size_bytes: int) -> None:
-        """Make the tensors of the shard."""
         fabric, sizes = self.fabric, self.sizes(size_bytes)
         states = [self.memory(2 * size) for size in sizes]
         self._main = [both[:size].fill_(1.0) for both, size in zip(states, sizes)]
@@ -58,7 +49,6 @@ class HostStep(Operation):
         self.gradients = [torch.full((size,), 1e-3, device=fabric.torch_device) for size in sizes]
         self._parameters = [torch.ones(size, dtype=torch.bfloat16, device=fabric.torch_device) for size in sizes]
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
-        self._size = size_bytes
 
     def made_bytes(self, size_bytes: int) -> int:
         return STATE_BYTES * sum(self.sizes(size_bytes))
@@ -78,12 +68,9 @@ class DeviceStep(HostStep):
     def made_bytes(self, size_bytes: int) -> int:
         return 0
 
-    def issue(self, size_bytes: int, round_index: int):
-        if size_bytes != self._size:
-            self.build(size_bytes)
+    def step(self) -> None:
         self._optimizer.step()
         self.bring_back()
-        return DONE
 
     def memory(self, numel: int) -> torch.Tensor:
         return torch.zeros(numel, device=self.fabric.torch_device)
@@ -96,14 +83,14 @@ class HostOptimizer(HostStep):
 
     name = "optimizer"
 
-    def issue(self, size_bytes: int, round_index: int):
-        if size_bytes != self._size:
-            self.build(size_bytes)
-            whole = int(size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
-            self._buffer = torch.ones(whole, device=self.fabric.torch_device)
+    def build(self, size_bytes: int) -> None:
+        super().build(size_bytes)
+        whole = int(size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
+        self._buffer = torch.ones(whole, device=self.fabric.torch_device)
+
+    def step(self) -> None:
         scale = torch.clamp(1.0 / (torch.nn.utils.get_total_norm(self.gradients) + 1e-6), max=1.0)
         for gradient in self.gradients:
             gradient.mul_(scale)
-        super().issue(size_bytes, round_index)
+        super().step()
         self._buffer.zero_()
-        return DONE

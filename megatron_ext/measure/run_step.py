@@ -5,7 +5,6 @@ import torch
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostStep
-from megatron_ext.measure.operation import DONE
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms
@@ -26,14 +25,11 @@ class RunStep(HostStep):
         self.units: list[HostUnit] = []
         self._link: Link | None = None
 
-    def issue(self, size_bytes: int, round_index: int):
-        if size_bytes != self._size:
-            self.build(size_bytes)
+    def step(self) -> None:
         self._after_norm.expect(self.units)
         for unit in self.units:
             unit.optimizer.step()
         self.fabric.device.settle()
-        return DONE
 
     def build(self, size_bytes: int) -> None:
         """Make the tensors of the shard, and units of as many as a slot holds."""
@@ -52,7 +48,7 @@ class RunStep(HostStep):
             optimizer = FlatAdamW([piece.parameter for piece in pieces], lr=1e-4, fused=True)
             lay_out(optimizer, device.host_tensor if self.cast_on_device else large_tensor)
             self.units.append(HostUnit(first, optimizer, pieces, rooms, LINE_BYTES))
-        self._after_norm, self._size = AfterNorm(self._link), size_bytes
+        self._after_norm = AfterNorm(self._link)
 
     def close(self) -> None:
         for unit in self.units:
