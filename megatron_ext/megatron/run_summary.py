@@ -171,8 +171,8 @@ def early_lines(taken: int, taken_back: int) -> list[str]:
         return []
     return [
         f"steps beside the backward: {taken_back} of {taken} were taken back and made again at the end, because "
-        "gradients were clipped or a step was skipped; the prediction is for an iteration in which all stand. A "
-        "schedule without rollback_bytes makes no such steps"
+        "gradients were clipped or a step was skipped. After that the next iterations made none, 1 to 16 of them. The "
+        "prediction is for an iteration in which all stand; a schedule without rollback_bytes makes no such steps"
     ]
 
 

@@ -14,6 +14,10 @@ differs from every normal number but 0, so one normal element that is the same t
 whose gradient has changed gets its states back from their copy and is stepped again. If the optimizer skips its step,
 all units get their states back, and the shards their parameters. Training is therefore that of the step which waits, to
 the last bit.
+
+At its beginning a training is often clipped in every iteration, and each step would be made twice. After an iteration
+in which most early steps were taken back, the next one makes none. If they fail again in the one behind that, the next
+2, 4 and so on up to :data:`LONGEST_PAUSE` iterations make none. An iteration in which they stand ends this.
 Source: SuperOffload (arXiv 2509.21271), speculation-then-validation.
 """
 
@@ -33,6 +37,9 @@ from megatron_ext.runtime.worker import Transfer, Worker
 
 LOOKED_AT = 4096
 """Elements of a gradient among which the one that validation compares is sought first."""
+
+LONGEST_PAUSE = 16
+"""Iterations without early steps behind one in which they were taken back, at most."""
 
 
 class EarlyUnit:
@@ -103,6 +110,8 @@ class EarlySteps(Part):
         self._reduced = {unit: link.device.event() for unit in units}
         self._copying = threading.Lock()  # held while gradients in host memory are copied
         self._open, self._used = False, 0
+        self._pause = self._left_out = 0  # iterations without early steps since the last failure, and still to come
+        self._before = (0, 0)  # steps taken, and taken back, when the iteration began
         self._jobs: list[tuple[EarlyUnit, Transfer]] = []
         self._stepped: list[EarlyUnit] = []
 
@@ -111,9 +120,20 @@ class EarlySteps(Part):
     def begin(self) -> None:
         self.skipped()  # an iteration that no step of the optimizer has followed
         self._used = 0
-        if self.ready:
+        self._learn()
+        if self.ready and not self._left_out:
             self._settings()
             self._open = True
+
+    def _learn(self) -> None:
+        """What became of the last iteration's steps says whether this one makes any, see the note above."""
+        taken, back = self.taken - self._before[0], self.taken_back - self._before[1]
+        self._before = self.taken, self.taken_back
+        if taken:
+            self._pause = 0 if 2 * back <= taken else min(2 * self._pause or 1, LONGEST_PAUSE)
+            self._left_out = self._pause
+        elif self._left_out:
+            self._left_out -= 1
 
     def reduced(self, group: int, behind: Transfer | None = None, handle=None) -> None:
         """The last reduce of ``group`` in this iteration is on its way.

@@ -118,6 +118,28 @@ def test_the_smallest_clipping_of_one_gradient_takes_its_step_back_alone(trainin
     assert (ours.early.taken, ours.early.taken_back) == (2, 1)
 
 
+def test_iterations_that_are_clipped_again_and_again_are_left_out_more_and_more(training):
+    ours, taken = training(), []
+    for clipped in [True] * 40 + [False] * 20:
+        before = ours.early.taken
+        ours.backward()
+        taken.append(ours.early.taken > before)
+        for gradient in ours.gradients if clipped else ():
+            gradient.mul_(0.75)
+        ours.early.finish(ours.units, changed=False)
+    assert [index for index, early in enumerate(taken) if early] == [0, 2, 5, 10, 19, 36, *range(53, 60)]
+
+
+def test_one_gradient_of_zeros_does_not_hide_that_the_others_are_clipped(training):
+    ours = training()
+    ours.gradients[0].zero_()
+    for factor, taken in ((0.5, 2), (1, 4), (0.5, 6)):
+        ours.backward()
+        ours.gradients[1].mul_(factor)
+        ours.early.finish(ours.units, changed=False)
+        assert ours.early.taken == taken  # half of them stand
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e-40], ids=["nan", "inf", "subnormal"])
 def test_what_no_element_can_tell_does_not_stand(training, value):
     """Of infinities, and of numbers that clipping rounds, the product may be the number itself; of 0 it always is."""
@@ -179,6 +201,7 @@ def test_a_step_that_is_skipped_leaves_nothing(training):
     assert not same(ours.everything(), before)
     ours.early.skipped()
     assert same(ours.everything(), before)
+    ours.backward()  # makes no early steps, because the last ones failed
     ours.backward()  # and another iteration that no step follows
     ours.early.begin()
     assert same(ours.everything(), before) and ours.early.taken_back == 4
