@@ -116,10 +116,10 @@ def forward_work(
     Raises:
         InputError: the layer has experts, and nothing says what they compute on.
     """
-    total = Work()
+    total, normed = Work(), any("q_layernorm" in p.name for p in used)
     for parameter in used:
         if EXPERTS not in parameter.name:
-            total = total.plus(_work_of(parameter, kind, batch, tp))
+            total = total.plus(_work_of(parameter, kind, batch, tp, normed))
     hidden = max((p.shape[-1] for p in used if len(p.shape) == 1 and "norm" in p.name), default=0)
     if routed := [p for p in used if EXPERTS in p.name]:
         total = total.plus(_work_of_experts(routed, hidden or min(routed[0].shape), batch, share))
@@ -147,7 +147,7 @@ def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, shar
     )
 
 
-def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int) -> Work:
+def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int, normed: bool) -> Work:
     item, tokens, name = ITEM_BYTES[parameter.dtype], batch.tokens, parameter.name
     between = (
         item * tokens / (tp if batch.sequence_parallel else 1)
@@ -159,8 +159,8 @@ def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int)
     if "embedding" in name and kind != "output":  # a look-up
         return Work(moved_bytes=2.0 * between * columns)
     work = Work(products=((2.0 * tokens * prod(parameter.shape), item * (rows * columns + tokens * (rows + columns))),))
-    if name.endswith("linear_qkv.weight"):  # split, and rotated
-        return work._replace(moved_bytes=2.0 * item * tokens * rows)
+    if name.endswith("linear_qkv.weight"):  # split, and rotated; queries and keys may be normed
+        return work._replace(moved_bytes=(4.0 if normed else 2.0) * item * tokens * rows)
     if name.endswith("linear_fc1.weight"):
         return work._replace(moved_bytes=1.0 * item * tokens * rows)
     if name.endswith("linear_fc2.weight"):  # written by the activation function; then bias, dropout, residual

@@ -150,6 +150,8 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     if len(found) < pp:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise InputError(f"{script.name} ended with {result.returncode}: {said[-1][:200]}", file=tree)
+    for line in dict.fromkeys(line for line in result.stderr.splitlines() if line.startswith("megatron-ext: ")):
+        print(line, file=sys.stderr)  # every rank says the same
     return found
 
 
@@ -222,8 +224,11 @@ def _stop_at_model(chunks: list) -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import MegatronModule
 
+    from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
     from megatron_ext.megatron.refusals import refuse_unsupported
     from megatron_ext.megatron.saved_activations import balance_experts
+
+    norm_parts_of_sequences()
 
     training = sys.modules.get("megatron.training.training")
     begin, get_model = MegatronModule.__init__, vars(training).get("get_model") if training is not None else None
@@ -239,9 +244,7 @@ def _stop_at_model(chunks: list) -> None:
 
     @functools.wraps(begin)
     def begin_without_values(self, config, *args, **kwargs):
-        # Nobody reads the values; and torch's norm, which may be all there is here, has the parameters
-        # of one that can work on a part of the sequence.
-        config.perform_initialization = config.sequence_parallel = False
+        config.perform_initialization = False  # nobody reads the values
         balance_experts(config)
         begin(self, config, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
+from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.saved_activations import balance_experts, with_activations
 from megatron_ext.megatron.workload_of_run import experts_of
@@ -88,8 +89,8 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
         with only_fake_groups():
             gpt_model.initialize_parallel(args)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
-        without = dict(perform_initialization=False, sequence_parallel=False)  # of values, and of torch's norms
-        config = gpt_model.transformer_config(args, use_cpu_initialization=True, **without)
+        norm_parts_of_sequences()
+        config = gpt_model.transformer_config(args, use_cpu_initialization=True, perform_initialization=False)
         balance_experts(config)
         dtype = config.params_dtype
         with torch.device("meta"):

@@ -17,7 +17,7 @@ SAME_NAMES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "normalization"),
     *("add_bias_linear", "add_qkv_bias", "tensor_model_parallel_size", "pipeline_model_parallel_size", "bf16", "fp16"),
     *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_method", "recompute_num_layers"),
-    "sequence_parallel",
+    *("sequence_parallel", "qk_layernorm"),
 )
 """Options that Megatron's TransformerConfig calls as its command line does."""
 GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -82,8 +82,10 @@ def layer_spec(args, config: TransformerConfig, **stage) -> Any:
     if args.transformer_impl == "transformer_engine":
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        return get_gpt_layer_with_transformer_engine_spec()
-    chosen = {} if args.normalization == "LayerNorm" else {"normalization": args.normalization}
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    chosen: dict[str, Any] = {} if args.normalization == "LayerNorm" else {"normalization": args.normalization}
+    if args.qk_layernorm:
+        chosen["qk_layernorm"] = True
     return get_gpt_layer_local_spec(**chosen)
 
 

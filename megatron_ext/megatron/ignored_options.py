@@ -83,7 +83,7 @@ REFUSED = """
     fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
     hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank mtp-num-layers
     multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
-    qk-layernorm relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
+    relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
     use-legacy-models yaml-cfg
 """.split()
 """Options that change parameters, who holds them, or the order of steps."""

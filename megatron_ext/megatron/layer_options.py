@@ -39,6 +39,7 @@ def options_of_layers(args) -> tuple[str, ...]:
     flags = {
         "disable-bias-linear": not args.add_bias_linear,
         "add-qkv-bias": getattr(args, "add_qkv_bias", False),
+        "qk-layernorm": getattr(args, "qk_layernorm", False),
         "swiglu": args.swiglu,
         "untie-embeddings-and-output-weights": args.untie_embeddings_and_output_weights,
         "bf16": args.bf16,

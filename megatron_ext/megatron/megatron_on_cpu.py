@@ -46,7 +46,7 @@ def replace() -> None:
         fused_kernels.load = lambda args: None
     _skip_fp8_of_absent_engine()
     _route_without_engine()
-    _norm_parts_of_sequences()
+    norm_parts_of_sequences()
     _start_managers_without_the_script()
     # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
@@ -164,7 +164,7 @@ def _route_without_engine() -> None:
             vars(moe_utils).setdefault("te_general_gemm", None)
 
 
-def _norm_parts_of_sequences() -> None:
+def norm_parts_of_sequences() -> None:
     """Megatron refuses torch's norms under ``--sequence-parallel``. They compute on a part of a sequence as on all of
     it, and their gradients are then added up as those of other norms are."""
     if not _exists("megatron.core.transformer.torch_norm"):  # up to 0.11

@@ -15,10 +15,11 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import attention, mlp
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.megatron.boundaries import bare, layers_of
-from megatron_ext.megatron.engine_modules import Linear, SavesInputs
+from megatron_ext.megatron.engine_modules import DotProductAttention, Linear, SavesInputs
 from megatron_ext.runtime.saved_tensors import SavedTensors
 from megatron_ext.workload.workload import Chunk
 
@@ -155,11 +156,18 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
 @contextlib.contextmanager
 def _fused_kernels(chunk: torch.nn.Module):
     """Beside Transformer Engine's layers Megatron computes SwiGLU and rotary embeddings by kernels, unless it is told
-    not to. They save their input alone, or nothing that is large, and have no form without data."""
+    not to. They save their input alone, or nothing that is large, and have no form without data. Of attention's dropout
+    Transformer Engine's kernels save the state of a random generator; a processor would save scores. Only its unfused
+    attention saves them. Of dropout elsewhere a GPU saves a byte an element, a processor what it multiplies by."""
     config = getattr(bare(chunk), "config", None)
     if config is None or not any(isinstance(module, Linear) for module in chunk.modules()):
         yield
         return
+    backend = getattr(getattr(config, "attention_backend", None), "name", "")
+    scores = sdpa_kernel(SDPBackend.MATH) if backend == "unfused" else contextlib.nullcontext()
+    for module in chunk.modules() if backend != "unfused" else ():
+        if isinstance(module, DotProductAttention):
+            module.dropout = 0.0
     gated = config.gated_linear_unit and config.activation_func is F.silu
 
     def swiglu(x, *bias):
@@ -168,11 +176,17 @@ def _fused_kernels(chunk: torch.nn.Module):
 
     kernel = lambda x, bias, *how: SavesInputs.apply(swiglu, x, *([] if bias is None else [bias]))
     with (
+        scores,
+        mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(mlp, "bias_swiglu_impl", kernel),
         mock.patch.object(config, "bias_activation_fusion", gated),
         mock.patch.object(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone()),
     ):
         yield
+
+
+def _dropout(x, p=0.5, training=True, inplace=False):
+    return torch.native_dropout(x, p, training)[0] if p and training else x
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
     columns = 2 * width + 2 * groups + (3 if shape.gated else 2) * shape.ffn
+    columns += width + 2 * groups if shape.qk_norm else 0  # what is normed lies in the output of one matrix
     scores = item * batch.tokens * batch.seq_length * batch.score_heads
     whole = 4 * between + item * batch.tokens * columns // tp + scores
     if batch.recompute == "full":

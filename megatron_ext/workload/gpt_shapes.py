@@ -47,7 +47,8 @@ class MicroBatch(NamedTuple):
 
 class GptShape(NamedTuple):
     """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings; ``stage_layers`` are
-    the layers of every stage where there are as many stages, which otherwise have equally many."""
+    the layers of every stage where there are as many stages, which otherwise have equally many; ``qk_norm``: queries
+    and keys are normed, a head at a time."""
 
     layers: int
     hidden: int
@@ -64,6 +65,7 @@ class GptShape(NamedTuple):
     tied: bool = True
     dtype: str = "bfloat16"
     stage_layers: tuple[int, ...] = ()
+    qk_norm: bool = False
 
     def layer(self, tp: int) -> dict[str, tuple[int, ...]]:
         """Parameters of one layer, by name, in the order in which modules register them."""
@@ -76,6 +78,8 @@ class GptShape(NamedTuple):
             "self_attention.linear_proj.bias": (self.hidden,),
             "self_attention.linear_qkv.weight": (qkv, self.hidden),
             "self_attention.linear_qkv.bias": (qkv,),
+            **(self.norm("self_attention.q_layernorm", self.head_dim) if self.qk_norm else {}),
+            **(self.norm("self_attention.k_layernorm", self.head_dim) if self.qk_norm else {}),
             **self.norm("pre_mlp_layernorm"),
             "mlp.linear_fc1.weight": (first, self.hidden),
             "mlp.linear_fc1.bias": (first,),
@@ -89,8 +93,8 @@ class GptShape(NamedTuple):
             if not (".linear" in name and name.endswith("bias")) or biased.get(name, self.linear_bias)
         }
 
-    def norm(self, name: str) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.{part}": (self.hidden,) for part in ("weight", "bias")[: 1 if self.rms_norm else 2]}
+    def norm(self, name: str, columns: int = 0) -> dict[str, tuple[int, ...]]:
+        return {f"{name}.{part}": (columns or self.hidden,) for part in ("weight", "bias")[: 1 if self.rms_norm else 2]}
 
     @property
     def numel(self) -> int:

@@ -31,7 +31,7 @@ _RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-
 MODELS = {
     "fp32": _UNTIED,
     "tied-recompute": f"{_SIZE} {_RECOMPUTE} uniform",
-    "bf16-tied": f"{_SIZE} --bf16 --swiglu --normalization RMSNorm --position-embedding-type rope",
+    "bf16-tied": f"{_SIZE} --bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --qk-layernorm",
     "bf16-selective": f"{_UNTIED} --bf16 --recompute-granularity selective",
     "bf16-offload": f"{_UNTIED} --bf16 --optimizer-cpu-offload",
     # The first two or three steps overflow on purpose: they are skipped, and the next ones are not.
@@ -57,8 +57,9 @@ SHAPES = {
     "tied": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
     "grouped-queries": "--bf16 --swiglu --normalization RMSNorm --use-rotary-position-embeddings --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights",
-    "qkv-bias": "--fp16 --disable-bias-linear --add-qkv-bias --kv-channels 16 --max-position-embeddings 64 "
-    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    "qkv-bias": "--fp16 --disable-bias-linear --add-qkv-bias --qk-layernorm --kv-channels 16 "
+    "--max-position-embeddings 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2",
     "gate-with-bias": "--swiglu --ffn-hidden-size 96 --make-vocab-size-divisible-by 64 --micro-batch-size 3 "
     "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
 }
