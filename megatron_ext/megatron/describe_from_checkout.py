@@ -213,7 +213,11 @@ def _parse_for_no_gpu() -> None:
     def refuse(self, message):
         raise InputError(message)
 
-    parser_options.add_to_parsers(parser_options.KERNELS, refuse_combinations)
+    def check(args):
+        args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
+        refuse_combinations(args)
+
+    parser_options.add_to_parsers(parser_options.KERNELS, check)
     argparse.ArgumentParser.error = refuse
 
 

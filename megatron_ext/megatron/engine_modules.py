@@ -22,16 +22,8 @@ VERSION = "2.6.0"
 """What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
 to bring kernels of the router of experts too."""
 
-PACKAGES = (
-    "",
-    ".common",
-    ".common.recipe",
-    ".pytorch",
-    ".pytorch.distributed",
-    ".pytorch.fp8",
-    ".pytorch.ops",
-    ".pytorch.tensor",
-)
+PARTS = ("distributed", "fp8", "ops", "permutation", "tensor")
+PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
 class _Module(torch.nn.Module):
@@ -119,6 +111,7 @@ class Linear(_Module):
     """``weight`` and ``bias``, cut by ``parallel_mode`` over tensor-parallel ranks."""
 
     normalizes = False
+    save_original_input = False  # Megatron sets it where a layer in fp8 is not to save its input in fp8
     weight: torch.Tensor
 
     def __init__(
@@ -266,6 +259,13 @@ class GroupedLinear(_Module):
         return (out, biases) if self.return_bias else out
 
 
+class Padding(_Module):
+    """Layers of experts in fp8 pad the tokens of each expert; how many there are, no description knows."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__()
+
+
 class DelayedScaling:
     """A recipe of fp8; nobody computes in it here."""
 
@@ -294,7 +294,8 @@ class FP8GlobalStateManager:
 
 
 def _operation(name: str) -> type:
-    """Megatron names single operations in annotations and tables; no layer that it builds by default is of them."""
+    """What Megatron only names while it builds: single operations, in annotations and tables, and kernels that sort
+    tokens by expert (--moe-permute-fusion)."""
     if name.startswith("__"):
         raise AttributeError(name)
     return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
@@ -314,6 +315,8 @@ def install() -> None:
     fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
     fill(".pytorch.ops", __getattr__=_operation)
+    fill(".pytorch.permutation", __getattr__=_operation)
+    fill(".pytorch", Fp8Padding=Padding, Fp8Unpadding=Padding)
     for kind in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear):
         fill(".pytorch", **{kind.__name__: kind})
 

@@ -5,6 +5,7 @@
 
 import cases
 import default_arguments
+import functional_tests
 import public_scripts
 from places import ROOT
 
@@ -92,6 +93,14 @@ def _scripts() -> list[str]:
     return _table(["project", "script", "`--entry`", "state", "to add"], rows)
 
 
+def _functional_tests() -> list[str]:
+    rows = []
+    for one in functional_tests.COUNTED:
+        refused = ", ".join(f"`{why}` {len(names)}" for why, names in sorted(one.refused.items()))
+        rows.append([one.release, str(one.tests), f"{one.described} ({one.described / one.tests:.0%})", refused])
+    return _table(["release", "tests", "described", "refused"], rows)
+
+
 def page() -> str:
     """The page's text."""
     ready = sum(not script.refused for script in public_scripts.SCRIPTS)
@@ -120,6 +129,10 @@ def page() -> str:
         "out, and where a fork has its own script the checkout's\n`pretrain_gpt.py` builds the model. A schedule needs "
         "`--use-distributed-optimizer` and `--overlap-param-gather`; *to add* names\nscripts without them.\n",
         *_scripts(),
+        "## Megatron's functional tests\n",
+        "Those that set `--use-distributed-optimizer` and `--overlap-param-gather`, at their own sizes, without data,\n"
+        "tokenizer and paths (`tests/nightly/megatron/test_functional_tests.py`).\n",
+        *_functional_tests(),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

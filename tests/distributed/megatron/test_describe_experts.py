@@ -36,7 +36,7 @@ OPTIONS = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidde
     --micro-batch-size 1 --vocab-size 128 --untie-embeddings-and-output-weights --disable-bias-linear --bf16
     --pipeline-model-parallel-size 2 --num-experts 8 --lr --use-distributed-optimizer --overlap-param-gather
     --transformer-impl transformer_engine --gpus-per-node 8 --moe-layer-freq ([0,1]*2) --moe-grouped-gemm
-    --moe-token-dispatcher-type alltoall""".split()
+    --moe-token-dispatcher-type alltoall --moe-permute-fusion""".split()
 
 
 @pytest.fixture(scope="module")

@@ -66,8 +66,12 @@ def test_what_megatron_imports_in_one_go_is_there():
     core_v0.18.0 and later import the last name."""
     with mock.patch.dict(sys.modules):
         engine_modules.install()
+        from transformer_engine.pytorch import Fp8Padding, Fp8Unpadding
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+        from transformer_engine.pytorch.permutation import moe_permute_with_probs, moe_unpermute
 
+        assert callable(moe_permute_with_probs) and callable(moe_unpermute)
+        assert not [*Fp8Padding(4, align_size=16).parameters(), *Fp8Unpadding(4).parameters()]
         assert not FP8GlobalStateManager.is_fp8_enabled()
         with fp8_autocast(enabled=False), fp8_model_init(enabled=False):
             pass

@@ -25,6 +25,9 @@ TRIED = [script for script in SCRIPTS if MIRROR or script.entry not in OF_THE_CH
 TRIED = [script for script in TRIED if script.refused not in ("T5Model", "BertModel", "LLaVAModel")]
 FIRST = [script for script in TRIED if "llama3_1" in script.path or "rampup" in script.options]
 
+TRAINING = "--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker".split()
+"""What only training needs: environment variables, a package and a process of its own."""
+
 
 @pytest.fixture(scope="session")
 def clone(made_once, request) -> Path:
@@ -44,7 +47,9 @@ def name_of(script: Script) -> str:
 @pytest.mark.parametrize("script", some([*FIRST[::3], *(s for s in TRIED if s not in FIRST[::3])], 1), ids=name_of)
 def test_a_public_script_is_described_and_planned(clone, script):
     entry = script.entry if script.entry in OF_THE_CHECKOUT else None
-    options = [*command_line(script), "--data-parallel-size", "4" if script.experts else "2"]
+    options = [*command_line(script), *TRAINING, "--data-parallel-size", "4" if script.experts else "2"]
+    if "--cross-entropy-loss-fusion" not in options:
+        options.append("--deterministic-mode")
     if script.refused:
         with pytest.raises(InputError, match=script.refused):
             describe_command_line(clone, options, entry)
