@@ -2,13 +2,13 @@
 
     sudo .venv/bin/python benchmarks/fit_trained.py [--iters 40] [--slice 8] [--folder runs/fit_trained]
 
-Costs of a GPT are measured with one setting and correct a data sheet of this machine; `fit` chooses within a limit of
-device bytes. The fastest that it found for each micro-batch size and kind of recompute, its choice among them, train by
-their schedules, some at a time and the choice beside them, in turns of a few seconds (interleaved_ab.py). Each runs in
-a control group whose memory is what `fit` counted: the limit of the device, what it keeps free beside the bill for
-libraries and within layers, and the setting's bytes in host memory; and in place of a CUDA context what a process takes
-that trains next to nothing. Control groups (version 1) need root. Files that lie in the folder are used again. Writes
-benchmarks/results/fit_trained.json.
+Costs of a GPT are measured with two micro-batch sizes and correct a data sheet of this machine; `fit` chooses within a
+limit of device bytes. Its choice and the fastest that it found with other micro-batch sizes, kinds of recompute and
+zero stages train by their schedules, some at a time and the choice beside them, in turns of a few seconds
+(interleaved_ab.py). Each runs in a control group whose memory is what `fit` counted: the limit of the device, what it
+keeps free beside the bill of a device whose size is known (libraries, within layers, gaps), and the setting's bytes in
+host memory; and in place of a CUDA context what a process takes that trains next to nothing. Control groups (version 1)
+need root. Files that lie in the folder are used again. Writes benchmarks/results/fit_trained.json.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from interleaved_ab import Run, interleave, over_slices, ratio_of, ratios_to
 from machine import about_this_machine
 from measuring import ROOT, measure_command, training_command
 
-from megatron_ext.cost.device_reserve import LIBRARY_BYTES
+from megatron_ext.cost.device_reserve import CONTEXT_BYTES
 from megatron_ext.cost.hardware_sheet import Figure
 from megatron_ext.formats import json_files
 from megatron_ext.planner.fit.estimate_setting import Choice
@@ -41,6 +41,8 @@ MODEL = f"--num-layers 4 --hidden-size {HIDDEN} --num-attention-heads 8 --seq-le
 MODEL += " --micro-batch-size 2 --global-batch-size 4 --untie-embeddings-and-output-weights"
 MODEL += " --optimizer-cpu-offload --data-parallel-size 1 --transformer-impl local"
 SMALL = ["--num-layers", "1", "--hidden-size", "64"]
+MEASURED = (1, 4)
+"""Micro-batch sizes, the least and the most that divide the batch."""
 CHANGED = ("--micro-batch-size", "--recompute", "--optimizer-cpu-offload")
 """Options of the example that a choice changes."""
 DEVICE_BYTES = 350_000_000
@@ -48,7 +50,7 @@ DEVICE_BYTES = 350_000_000
 GROUPS = Path("/sys/fs/cgroup/memory")
 GIVES_BACK = {"MALLOC_MMAP_MAX_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc's own; the launcher's keep what is freed (megatron_ext/cpubench/allocator.py), which no bill counts."""
-TOGETHER, WITHIN = 4, 0.10
+NEIGHBOURS, TOGETHER, WITHIN = 8, 4, 0.10
 OUT = ROOT / "benchmarks" / "results" / "fit_trained.json"
 
 
@@ -81,9 +83,10 @@ def sheet(path: str) -> None:
     json_files.save(path, {**about, "gpus_per_node": 1, "device": device, "host": host, "host_link": link})
 
 
-def measure(path: str, given: Setting) -> None:
-    sizes = {"hidden": HIDDEN, "seq": SEQ, "micro_batch_size": given.batch.micro_batch_size, "seconds": 60}
-    command = measure_command(Path(path), given.workload(Limits()), MODEL.split(), **sizes)
+def measure(path: str, given: Setting, micro_batch_size: int) -> None:
+    sizes = {"hidden": HIDDEN, "seq": SEQ, "micro_batch_size": micro_batch_size, "seconds": 40}
+    words = [*MODEL.split(), "--micro-batch-size", str(micro_batch_size)]
+    command = measure_command(Path(path), given.workload(Limits()), words, **sizes)
     command.insert(command.index("--modules"), "--optimizer-on-host")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / '.megatron'}", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, "-m", *command], check=True, cwd=ROOT, env=environment)
@@ -111,19 +114,25 @@ class Limited(Run):
 
 
 def choose(folder: Path) -> list[dict]:
-    """The fastest setting for each micro-batch size and recompute, a row each, with its schedule in the folder."""
+    """The fastest setting for each micro-batch size, recompute and zero stage, and of these the fastest; a row each,
+    with its schedule in the folder."""
     words = (*MODEL.split(), "--limit-device-bytes", str(DEVICE_BYTES))
-    hardware, table = (str(folder / f"{name}.json") for name in ("sheet", "cost_table"))
+    hardware, tables = str(folder / "sheet.json"), [str(folder / f"micro_batch_{size}.json") for size in MEASURED]
     if not os.path.exists(hardware):
         sheet(hardware)
-    if not os.path.exists(table):
-        measure(table, ready(Request(words=words, hardware=hardware)).space.given)
+    given = ready(Request(words=words, hardware=hardware)).space.given
+    for table, size in zip(tables, MEASURED):
+        if not os.path.exists(table):
+            measure(table, given, size)
     plan_less()
     best: dict[tuple, Choice] = {}
-    for choice in ready(Request(words=words, hardware=hardware, cost_table=table)).search().tried:
-        best.setdefault((choice.setting.batch.micro_batch_size, choice.setting.batch.recompute), choice)
+    problem = ready(Request(words=words, hardware=hardware, cost_tables=tuple(tables)))
+    whole = problem._replace(limits=Limits())  # of a device whose size is known fit keeps a part free
+    for choice in problem.search().tried:
+        batch = choice.setting.batch
+        best.setdefault((batch.micro_batch_size, batch.recompute, choice.setting.zero_stage), choice)
     rows = []
-    for number, choice in enumerate(best.values()):
+    for number, choice in enumerate(list(best.values())[: 1 + NEIGHBOURS]):
         assert len(choice.schedules) == 1, "few micro-batches: the quick plan is one of all of them"
         schedule_file.save(folder / f"choice{number}.json", validate(choice.schedules[0]))
         options = choice.setting.options().items()
@@ -133,7 +142,9 @@ def choose(folder: Path) -> list[dict]:
             "setting": choice.setting.text(False),
             "words": [*MODEL.replace(CHANGED[-1], "").split(), *changed],
         }
-        rows.append(row | {name: getattr(choice, name) for name in ("us", "device_bytes", "host_bytes")})
+        row |= {name: getattr(choice, name) for name in ("us", "device_bytes", "host_bytes")}
+        room_bytes = whole.room(choice.setting, choice.rounds.parts[0][0])
+        rows.append(row | {"reserve_bytes": whole.most_bytes - room_bytes - CONTEXT_BYTES})
     return rows
 
 
@@ -145,7 +156,7 @@ def train(rows: list[dict], base_bytes: int, folder: Path, iterations: int, slic
     """
     runs = []
     for row in rows:
-        row["limit_bytes"] = base_bytes + DEVICE_BYTES + LIBRARY_BYTES + row["host_bytes"]
+        row["limit_bytes"] = base_bytes + DEVICE_BYTES + row["reserve_bytes"] + row["host_bytes"]
         more = ["--user-defined-schedule", str(folder / f"{row['name']}.json")]
         runs.append(Limited(row["name"], row["words"], folder, iterations, row["limit_bytes"], *more))
     try:

@@ -32,7 +32,12 @@ def fit_options(command):
 
 @click.command(cls=BareScriptCommand)
 @fit_options
-@click.option("--cost-table", help="Measured with the given settings: alone, or to correct the data sheet.")
+@click.option(
+    "--cost-table",
+    "cost_tables",
+    multiple=True,
+    help="Measured with the given settings: alone, or to correct the data sheet. Again for other micro-batch sizes.",
+)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--gpus", "world_size", type=click.IntRange(1), help="GPUs in all, where they fill no whole nodes.")
 @click.option("--picture", type=click.Path(), help="Write time over device bytes as a picture (PNG).")
@@ -70,7 +75,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     emit(as_json, fit_text.as_json(found), fit_text.as_text(found))
 
 
-FIXED = {"fixed": "all", "search_layout": False, "allow_delayed_update": False, "cost_table": None, "out": None}
+FIXED = {"fixed": "all", "search_layout": False, "allow_delayed_update": False, "cost_tables": (), "out": None}
 advise = BareScriptCommand(
     "advise",
     callback=functools.partial(fit.callback or fit, **FIXED),

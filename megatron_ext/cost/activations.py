@@ -24,8 +24,4 @@ def with_activations(workload: Workload, table: CostTable) -> Workload:
             chunk, activation_bytes=tuple(row.activation_bytes for row in layers), recompute_bytes=recomputed
         )
 
-    return (
-        msgspec.structs.replace(workload, chunks=tuple(measured(chunk) for chunk in workload.chunks))
-        if rows
-        else workload
-    )
+    return msgspec.structs.replace(workload, chunks=tuple(map(measured, workload.chunks))) if rows else workload

@@ -1,5 +1,6 @@
 """From a schedule that fits the run to an executor: groups, routes, parts and the compiled program."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,7 +42,7 @@ def prepare(own: OwnRank) -> Executor:
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
-    _ready_the_host(own)
+    ready_the_host(own)
     shards = hold_shards(own.optimizers, own.buckets, own.links) if own.schedule.zero_stage == 3 else None
     routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
     copies = Copies(own)
@@ -78,8 +79,9 @@ def prepare(own: OwnRank) -> Executor:
 # The host.
 
 
-def _ready_the_host(own: OwnRank) -> None:
+def ready_the_host(own: OwnRank) -> None:
     """Keep its freed blocks, and use all cores of its processors where the schedule or an optimizer needs them."""
+    gc.collect()  # DistributedOptimizer has replaced its host optimizer, a circle that holds a copy of all parameters
     keep_host_blocks()
     if not has_cuda():
         return

@@ -1,8 +1,17 @@
-"""What a setting costs: by a data sheet, by a measured table, or by a sheet that a table of one setting corrects."""
+"""What a setting costs: by a data sheet, by measured tables, or by a sheet that tables correct.
+
+[Note: Micro-batch sizes]
+What a layer takes for a micro-batch of any size (its weights read, its gradients added up, kernels launched) is in no
+data sheet. Tables measured with several sizes show it: a sheet's times of layers are multiplied by a factor that lies
+between those of the two nearest sizes, linearly in 1 / size, as it does where a layer takes a fixed time and one a
+sample. Beyond the sizes that were measured it is that of the nearest.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
@@ -10,6 +19,7 @@ from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.cost.hardware_sheet import Figure, HardwareSheet, drawn, figures
 from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.cost.scaled_table import Factors, factors_between, scaled
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.workload.workload import Workload
 
@@ -18,58 +28,90 @@ KINDS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "optimizer", "host
 
 class Costs(NamedTuple):
     """Attributes:
-    sheet: of the machine; None where ``table`` alone says what everything takes.
-    table: measured, with the setting ``measured``.
-    factors: by which the sheet's estimates are multiplied.
+    sheet: of the machine; None where ``tables`` alone say what everything takes.
+    tables: measured with the setting ``measured``, by micro-batch size.
+    factors: by which the sheet's estimates are multiplied, by micro-batch size.
     """
 
     sheet: HardwareSheet | None = None
-    table: CostTable | None = None
-    factors: Factors = Factors({}, 1.0, 1.0)
+    tables: Mapping[int, CostTable] = {}
+    factors: Mapping[int, Factors] = {}
     measured: Setting | None = None
 
     @classmethod
-    def corrected(cls, sheet: HardwareSheet, table: CostTable, measured: Setting, workload: Workload) -> "Costs":
-        """The sheet's estimates times what ``table`` is to them for the setting for which it was measured."""
-        factors = factors_between(estimate(sheet, workload, measured.batch), table, workload)
-        return cls(sheet, table, factors, measured)
+    def by(
+        cls, sheet: HardwareSheet | None, tables: Sequence[CostTable], measured: Setting, workload: Workload
+    ) -> "Costs":
+        """The sheet's estimates times what ``tables`` are to them, or the tables alone. A table that does not say its
+        micro-batch size was measured with that of ``measured``.
+
+        Raises:
+            InputError: two of the tables have the same micro-batch size.
+        """
+        by_size: dict[int, CostTable] = {}
+        for table in tables:
+            said = (table.metadata.model or {}).get("micro_batch_size")
+            size = said if isinstance(said, int) and said > 0 else measured.batch.micro_batch_size
+            if by_size.setdefault(size, table) is not table:
+                raise InputError("two tables have this micro-batch size", field="--cost-table", value=size)
+        if sheet is None:
+            return cls(None, by_size, {}, measured)
+        batches = {size: measured.batch._replace(micro_batch_size=size) for size in by_size}
+        estimated = {size: estimate(sheet, workload, batch) for size, batch in batches.items()}
+        factors = {size: factors_between(estimated[size], table, workload) for size, table in by_size.items()}
+        return cls(sheet, by_size, factors, measured)
+
+    @property
+    def table(self) -> CostTable | None:
+        """The first."""
+        return next(iter(self.tables.values()), None)
 
     def of(self, setting: Setting, workload: Workload) -> CostTable:
         """The cost table of a setting. Raises InputError where the ranks do not fit the machine."""
-        if self.sheet is not None:
-            curves = self.factors.curves
-            if self.measured is not None and setting.optimizer.on_host != self.measured.optimizer.on_host:
-                curves = {name: factor for name, factor in curves.items() if name != "optimizer"}  # the other's step
-            return scaled(estimate(self.sheet, workload, setting.batch), self.factors._replace(curves=curves))
-        assert self.table is not None
-        return self.table
+        if self.sheet is None:
+            return self.tables[setting.batch.micro_batch_size]
+        estimated = estimate(self.sheet, workload, setting.batch)
+        return scaled(estimated, self._factors(setting)) if self.factors else estimated
+
+    def _factors(self, setting: Setting) -> Factors:
+        """See [Note: Micro-batch sizes]."""
+        assert self.measured is not None
+        size, curves = setting.batch.micro_batch_size, next(iter(self.factors.values())).curves
+        if setting.optimizer.on_host != self.measured.optimizer.on_host:
+            curves = {name: factor for name, factor in curves.items() if name != "optimizer"}  # the other's step
+        below = max((known for known in self.factors if known <= size), default=min(self.factors))
+        above = min((known for known in self.factors if known >= size), default=max(self.factors))
+        part = 0.0 if below == above else (1 / below - 1 / size) / (1 / below - 1 / above)
+        less, more = self.factors[below], self.factors[above]
+        ends = (less.forward, more.forward), (less.backward, more.backward)
+        return Factors(curves, *((1 - part) * first + part * last for first, last in ends))
 
     def drawn(self, setting: Setting, workload: Workload, count: int) -> Iterator[CostTable]:
         """Tables as likely as that one, the same draws for every setting: every figure of the sheet from its range, all
         at once (Latin hypercube sampling, McKay, Beckman and Conover 1979), half of the draws below its value; or the
         measured table as far as it may be wrong."""
         if self.sheet is None:
-            assert self.table is not None
-            yield from PerturbedTables(self.table, KINDS).draw(count)
-            return
-        for machine in _drawn_machines(self.sheet, count):
-            yield self._replace(sheet=machine).of(setting, workload)
+            return iter(PerturbedTables(self.of(setting, workload), KINDS).draw(count))
+        return (self._replace(sheet=machine).of(setting, workload) for machine in _drawn_machines(self.sheet, count))
 
     def allows(self, setting: Setting) -> bool:
-        """Whether the costs of a setting are known: a table alone holds for what it was measured at."""
-        known = self.measured is not None and setting.parallel == self.measured.parallel
-        return self.sheet is not None or (known and self._same_batch(setting))
+        """Whether the costs of a setting are known: tables alone hold for what they were measured with."""
+        return self.sheet is not None or self._measured(setting, whole_layout=True)
 
     def with_activations(self, setting: Setting, workload: Workload) -> Workload:
         """The workload with activations as they were measured, where that was for its batch."""
-        same = self.table is not None and self._same_batch(setting)
-        return with_activations(workload, self.table) if same and self.table is not None else workload
+        known = self._measured(setting)
+        return with_activations(workload, self.tables[setting.batch.micro_batch_size]) if known else workload
 
-    def _same_batch(self, setting: Setting) -> bool:
-        own = self.measured
-        if own is None or setting.batch != own.batch:
+    def _measured(self, setting: Setting, whole_layout: bool = False) -> bool:
+        """Whether a table was measured with the setting's batch, and with its parallel sizes; of these at least the
+        tensor-parallel size."""
+        own, size = self.measured, setting.batch.micro_batch_size
+        if own is None or size not in self.tables or setting.batch != own.batch._replace(micro_batch_size=size):
             return False
-        return setting.parallel.tensor_model_parallel_size == own.parallel.tensor_model_parallel_size
+        same = replace(setting.parallel, num_microbatches=own.parallel.num_microbatches) == own.parallel
+        one_tp = setting.parallel.tensor_model_parallel_size == own.parallel.tensor_model_parallel_size
+        return same if whole_layout else one_tp
 
 
 def _drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]:

@@ -1,5 +1,6 @@
 """What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
 
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -222,8 +223,7 @@ def _of_node(setting: Setting, of_ranks: list[int]) -> int:
     """What the ranks of the node that holds most hold together, from what one of each pipeline rank holds."""
     parallel = setting.parallel
     held = [0] * parallel.num_nodes
-    for pp_rank, size in enumerate(of_ranks):
-        for dp_rank in range(parallel.dp):
-            for tp_rank in range(parallel.tensor_model_parallel_size):
-                held[parallel.node_of(pp_rank, dp_rank, tp_rank)] += size
+    others = range(parallel.dp), range(parallel.tensor_model_parallel_size)
+    for (pp_rank, size), dp_rank, tp_rank in product(enumerate(of_ranks), *others):
+        held[parallel.node_of(pp_rank, dp_rank, tp_rank)] += size
     return max(held)

@@ -24,6 +24,7 @@ OURS = ("--zero-stage", "--data-parallel-size")
 """Of a setting's options, those that a launch script does not have."""
 NEEDED = ("--use-distributed-optimizer", "--overlap-param-gather")
 MOST_EQUAL, MOST_WAYS = 4, 8
+QUICK = "planned by quick rules, which --out writes; the commands below plan in full, which may take minutes"
 ALL_ON_HOST = "gradients in host memory, shards in host memory, optimizer on the host"
 
 
@@ -70,13 +71,10 @@ class Found(NamedTuple):
     def ours(self) -> dict[str, str]:
         """Options of ``describe`` and ``prepare`` for the winner."""
         setting, limits = self.fit.winner.setting, self.limits
+        known = {"--limit-device-bytes": limits.device_bytes, "--limit-host-bytes": limits.host_bytes}
+        known["--gpus-per-node"] = setting.parallel.gpus_per_node
         ours = {name: setting.options()[name] for name in OURS}
-        ours["--limit-device-bytes"] = str(limits.device_bytes)
-        if limits.host_bytes is not None:
-            ours["--limit-host-bytes"] = str(limits.host_bytes)
-        if setting.parallel.gpus_per_node is not None:
-            ours["--gpus-per-node"] = str(setting.parallel.gpus_per_node)
-        return ours
+        return ours | {name: str(value) for name, value in known.items() if value is not None}
 
     def commands(self) -> list[str]:
         """Shell commands that plan the winner."""
@@ -89,7 +87,7 @@ class Found(NamedTuple):
             f"megatron-ext cost estimate --hardware {self.request.hardware} --workload workload.json --out "
             f"cost_table.json {as_words(sizes | recompute)}"
         )
-        table = "cost_table.json" if self.request.hardware else str(self.request.cost_table)
+        table = "cost_table.json" if self.request.hardware else self.request.cost_tables[0]
         return [
             f"megatron-ext describe --out workload.json {as_words(ours)} -- {shlex.join(words)}",
             *([estimate] if self.request.hardware else []),
@@ -235,11 +233,7 @@ def as_text(found: Found, schedule: str | None = None) -> str:
         *_way_lines(found),
         *_given_lines(found),
         f"memory: {rank_memory.text(winner.memory)}",
-        *(
-            []
-            if winner.planned
-            else ["planned by quick rules, which --out writes; the commands below plan in full, which may take minutes"]
-        ),
+        *([] if winner.planned else [QUICK]),
         "",
         *_launch_lines(found, schedule),
     ]

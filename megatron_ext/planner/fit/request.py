@@ -31,8 +31,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What was asked; a run directory keeps it as fit.json.
 
     Attributes:
-        hardware: a machine's name or a sheet's path; None where ``cost_table`` alone says what everything takes.
-        cost_table: path of a table that was measured with the given settings.
+        hardware: a machine's name or a sheet's path; None where ``cost_tables`` alone say what everything takes.
+        cost_tables: paths of tables that were measured with the given settings, and with other micro-batch sizes.
         world_size: GPUs in all, where they are fewer than whole nodes have.
         words: the script's arguments, and limits among them.
         fixed: of :data:`megatron_ext.planner.fit.space.NAMES`.
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     hardware: str | None
-    cost_table: str | None = None
+    cost_tables: tuple[str, ...] = ()
     nodes: int = 1
     world_size: int | None = None
     words: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     Raises:
         InputError: naming the option, the file or the field.
     """
-    if request.hardware is None and request.cost_table is None:
+    if request.hardware is None and not request.cost_tables:
         raise InputError("or --cost-table is needed", field="--hardware")
     unknown = set(request.fixed) - {*NAMES, "all"}
     if unknown:
@@ -128,15 +128,11 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
 
 
 def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: Limits, corrected_by) -> Costs:
-    table = cost_table.load(request.cost_table) if request.cost_table is not None else None
-    if sheet is None:
-        return Costs(None, table, measured=space.given)
+    tables, measured = [cost_table.load(path) for path in request.cost_tables], space.given
     if corrected_by is not None:
-        measured = next((one for one in space.settings() if one.options() == request.chosen), space.given)
-        return Costs.corrected(sheet, corrected_by, measured, measured.workload(limits))
-    if table is not None:
-        return Costs.corrected(sheet, table, space.given, space.given.workload(limits))
-    return Costs(sheet)
+        tables = [corrected_by]
+        measured = next((one for one in space.settings() if one.options() == request.chosen), measured)
+    return Costs.by(sheet, tables, measured, measured.workload(limits))
 
 
 def _setting(args) -> Setting:
@@ -152,9 +148,7 @@ def _setting(args) -> Setting:
 def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):
     """The script's options; where their sizes divide neither batch nor layers and are searched, with others. The names
     of those follow, and the refusal of what is given."""
-    for name in NEEDED:
-        if name == "--global-batch-size" and "all" in request.fixed:
-            continue  # nothing that is searched could change it
+    for name in NEEDED[: 1 if "all" in request.fixed else 2]:  # where all is fixed, nothing could change the batch
         if not any(word.partition("=")[0] == name for word in request.words):
             raise InputError("is needed, behind --: fit keeps the model and the global batch", field=name)
     others = {"micro-batch-size": ["1"]}

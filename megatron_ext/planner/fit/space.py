@@ -54,17 +54,15 @@ class Space(NamedTuple):
         """
         if self.layout and self.fixed.issuperset(LAYOUT):
             raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
-        found = dict.fromkeys([self.given])
         layouts = list(self._layouts())
-        for parallel, micro_batch_size in layouts:
-            found |= dict.fromkeys(self._of_layout(parallel, micro_batch_size))
         if not layouts:
             raise InputError(
                 "no parallel sizes and micro-batch size that are not fixed divide it",
                 field="--global-batch-size",
                 value=self.given.samples,
             )
-        return list(found)
+        found = (setting for layout in layouts for setting in self._of_layout(*layout))
+        return list(dict.fromkeys([self.given, *found]))
 
     def _values(self, name: str, own, all_of_them) -> list:
         return [own] if name in self.fixed else [own, *(value for value in all_of_them if value != own)]
@@ -79,8 +77,6 @@ class Space(NamedTuple):
                 if rest or not count:
                     continue
                 changed = replace(parallel, num_microbatches=count, order=megatron_order(parallel.pp, parallel.vp))
-                if (parallel.pp, parallel.vp) != (own.pp, own.vp):
-                    changed = replace(changed, microbatch_group_size_per_vp_stage=None)
                 try:
                     changed.check()
                 except InputError:  # Megatron refuses it

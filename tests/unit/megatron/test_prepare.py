@@ -1,6 +1,12 @@
 """What preparing a scheduled run does to the process. Needs no process group."""
 
+import gc
+import weakref
+from unittest.mock import MagicMock
+
 import pytest
+import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from megatron_ext.megatron import prepare
 
@@ -12,3 +18,27 @@ def test_the_heap_of_a_gpu_user_is_left_alone(monkeypatch, cuda, calls):
     monkeypatch.setattr(prepare, "keep_freed_blocks", lambda: kept.append(True))
     prepare.keep_host_blocks()
     assert len(kept) == calls
+
+
+def test_the_host_optimizer_that_megatron_replaces_is_freed(monkeypatch):
+    """DistributedOptimizer builds it a second time; the first one, with an fp32 copy of all parameters, is a circle."""
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(prepare, "keep_host_blocks", lambda: None)
+    gc.disable()
+    try:
+        first = HybridDeviceOptimizer(
+            [{"params": [torch.randn(3).bfloat16()], "lr": 0.1}],
+            offload_fraction=1.0,
+            cpu_optimizer_cls=torch.optim.AdamW,
+            gpu_optimizer_cls=torch.optim.AdamW,
+            param_update_in_fp32=True,
+            overlap_cpu_optimizer_d2h_h2d=False,
+        )
+        seen = weakref.ref(first)
+        del first
+        assert seen() is not None
+        monkeypatch.setattr(prepare, "has_cuda", lambda: False)
+        prepare.ready_the_host(MagicMock())
+        assert seen() is None
+    finally:
+        gc.enable()

@@ -142,8 +142,8 @@ def test_a_measured_table_corrects_the_sheet():
     assert not same.better and same.chosen_us == pytest.approx(winner.us, rel=0.01)
     slower = again(asked, scaled(table, Factors({}, 2.0, 3.0)))
     assert slower.found.problem.costs.measured == winner.setting
-    assert slower.found.problem.costs.factors.forward == pytest.approx(2.0)
-    assert slower.found.problem.costs.factors.backward == pytest.approx(3.0)
+    (factors,) = slower.found.problem.costs.factors.values()
+    assert (factors.forward, factors.backward) == (pytest.approx(2.0), pytest.approx(3.0))
     assert slower.chosen_us is None or slower.chosen_us > 1.3 * winner.us
 
 
@@ -172,12 +172,42 @@ def test_a_cost_table_alone_holds_for_the_settings_that_it_was_measured_with(tmp
     table = sheet.costs.of(given, given.workload(Limits()))
     cost_table.save(tmp_path / "t.json", table)
     words = [*SMALL, "--data-parallel-size", "1"]
-    alone = request(words, hardware=None, cost_table=str(tmp_path / "t.json"))
+    alone = request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),))
     with pytest.raises(InputError, match="--limit-device-bytes: is needed: a cost table does not say what a device"):
         ready(alone)
     words += ["--limit-device-bytes", "2000000000"]
-    problem = ready(request(words, hardware=None, cost_table=str(tmp_path / "t.json"), fixed=("zero-stage",)))
+    problem = ready(request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),), fixed=("zero-stage",)))
     found = problem.search()
     assert {one.setting.batch for one in found.tried} == {given.batch} and found.settings == 2
-    both = ready(request(SMALL, hardware="h200-one-gpu", cost_table=str(tmp_path / "t.json")))
-    assert both.costs.factors.forward == pytest.approx(1) and both.costs.factors.curves["optimizer"] == pytest.approx(1)
+    both = ready(request(SMALL, hardware="h200-one-gpu", cost_tables=(str(tmp_path / "t.json"),)))
+    (factors,) = both.costs.factors.values()
+    assert factors.forward == pytest.approx(1) and factors.curves["optimizer"] == pytest.approx(1)
+
+
+def test_tables_of_two_micro_batch_sizes_say_what_a_layer_takes_for_any(tmp_path):
+    """Layers that take a fixed time beside the sheet's: known at 1 and 4 samples, also at 2; at 8 as at 4."""
+    from msgspec.structs import replace
+
+    from megatron_ext.cost import cost_table
+    from megatron_ext.cost.scaled_table import Factors, scaled
+    from megatron_ext.formats.errors import InputError
+
+    words = [*SMALL, "--data-parallel-size", "1", "--limit-device-bytes", "2000000000"]
+    sheet = ready(request(words, hardware="h200-one-gpu"))
+    given, paths = sheet.space.given, [str(tmp_path / f"{size}.json") for size in (4, 1)]
+    sized = {size: given._replace(batch=given.batch._replace(micro_batch_size=size)) for size in (1, 2, 4, 8)}
+    work = given.workload(Limits())
+    estimated = {size: sheet.costs.of(setting, work) for size, setting in sized.items()}
+    for path, size in zip(paths, (4, 1)):
+        model = replace(estimated[size].metadata, model={"micro_batch_size": size})
+        made = scaled(estimated[size], Factors({}, 1 + 0.6 / size, 1 + 0.2 / size))
+        cost_table.save(path, replace(made, metadata=model))
+    corrected = ready(request(words, hardware="h200-one-gpu", cost_tables=tuple(paths))).costs
+    for size, seen in ((1, 1), (2, 2), (4, 4), (8, 4)):
+        row, known = corrected.of(sized[size], work).compute[0], estimated[size].compute[0]
+        assert row.forward_us == pytest.approx(known.forward_us * (1 + 0.6 / seen)), size
+        assert row.backward_us == pytest.approx(known.backward_us * (1 + 0.2 / seen)), size
+    alone = ready(request(words, hardware=None, cost_tables=tuple(paths), fixed=("zero-stage",))).search()
+    assert {one.setting.batch.micro_batch_size for one in alone.tried} == {1, 4} and alone.settings == 4
+    with pytest.raises(InputError, match="--cost-table = 1: two tables have this micro-batch size"):
+        ready(request(words, hardware="h200-one-gpu", cost_tables=(paths[1], paths[1])))
