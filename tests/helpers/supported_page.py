@@ -96,7 +96,8 @@ def _scripts() -> list[str]:
 def _functional_tests() -> list[str]:
     rows = []
     for one in functional_tests.COUNTED:
-        refused = ", ".join(f"`{why}` {len(names)}" for why, names in sorted(one.refused.items()))
+        options = {f"--{why.partition('--')[2]}": len(names) for why, names in one.refused.items()}
+        refused = ", ".join(f"`{option}` {number}" for option, number in sorted(options.items()))
         rows.append([one.release, str(one.tests), f"{one.described} ({one.described / one.tests:.0%})", refused])
     return _table(["release", "tests", "described", "refused"], rows)
 
@@ -131,7 +132,8 @@ def page() -> str:
         *_scripts(),
         "## Megatron's functional tests\n",
         "Those that set `--use-distributed-optimizer` and `--overlap-param-gather`, at their own sizes, without data,\n"
-        "tokenizer and paths (`tests/nightly/megatron/test_functional_tests.py`).\n",
+        "tokenizer and paths (`tests/nightly/megatron/test_functional_tests.py`). `--export-te-mcore-model` is an\n"
+        "option of the package `nvidia-modelopt`.\n",
         *_functional_tests(),
     ]
     return "\n".join(lines).rstrip() + "\n"
