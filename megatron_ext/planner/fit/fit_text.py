@@ -87,7 +87,8 @@ class Found(NamedTuple):
             f"megatron-ext cost estimate --hardware {self.request.hardware} --workload workload.json --out "
             f"cost_table.json {as_words(sizes | recompute)}"
         )
-        table = "cost_table.json" if self.request.hardware else self.request.cost_tables[0]
+        tables = dict(zip(self.problem.costs.tables, self.request.cost_tables))
+        table = "cost_table.json" if self.request.hardware else tables[batch.micro_batch_size]
         return [
             f"megatron-ext describe --out workload.json {as_words(ours)} -- {shlex.join(words)}",
             *([estimate] if self.request.hardware else []),

@@ -124,6 +124,8 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     sequence_parallel = getattr(args, "sequence_parallel", False)
     space = Space(given, fixed, request.search_layout, request.allow_delayed_update, vocab, sequence_parallel)
     costs = _costs(request, sheet, space, limits, corrected_by)
+    if not costs.allows(given):
+        refused = refused or "no cost table was measured with its micro-batch size"
     return Problem(space, costs, sheet, limits, passed_over, changed, refused)
 
 

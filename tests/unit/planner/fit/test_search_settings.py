@@ -194,11 +194,11 @@ def test_tables_of_two_micro_batch_sizes_say_what_a_layer_takes_for_any(tmp_path
 
     words = [*SMALL, "--data-parallel-size", "1", "--limit-device-bytes", "2000000000"]
     sheet = ready(request(words, hardware="h200-one-gpu"))
-    given, paths = sheet.space.given, [str(tmp_path / f"{size}.json") for size in (4, 1)]
+    given, paths = sheet.space.given, [str(tmp_path / f"{size}.json") for size in (1, 4)]
     sized = {size: given._replace(batch=given.batch._replace(micro_batch_size=size)) for size in (1, 2, 4, 8)}
     work = given.workload(Limits())
     estimated = {size: sheet.costs.of(setting, work) for size, setting in sized.items()}
-    for path, size in zip(paths, (4, 1)):
+    for path, size in zip(paths, (1, 4)):
         model = replace(estimated[size].metadata, model={"micro_batch_size": size})
         made = scaled(estimated[size], Factors({}, 1 + 0.6 / size, 1 + 0.2 / size))
         cost_table.save(path, replace(made, metadata=model))
@@ -207,7 +207,12 @@ def test_tables_of_two_micro_batch_sizes_say_what_a_layer_takes_for_any(tmp_path
         row, known = corrected.of(sized[size], work).compute[0], estimated[size].compute[0]
         assert row.forward_us == pytest.approx(known.forward_us * (1 + 0.6 / seen)), size
         assert row.backward_us == pytest.approx(known.backward_us * (1 + 0.2 / seen)), size
-    alone = ready(request(words, hardware=None, cost_tables=tuple(paths), fixed=("zero-stage",))).search()
-    assert {one.setting.batch.micro_batch_size for one in alone.tried} == {1, 4} and alone.settings == 4
-    with pytest.raises(InputError, match="--cost-table = 1: two tables have this micro-batch size"):
+    asked = request(words, hardware=None, cost_tables=tuple(paths), fixed=("zero-stage",))
+    alone = ready(asked)
+    found = judge(asked, alone, alone.search())
+    assert {one.setting.batch.micro_batch_size for one in found.fit.tried} == {1, 4} and found.fit.settings == 4
+    assert "as given it is refused: no cost table was measured with its micro-batch size" in as_text(found)
+    path = paths[[1, 4].index(found.fit.winner.setting.batch.micro_batch_size)]
+    assert found.commands()[-1].startswith(f"megatron-ext plan --cost-table {path} ")
+    with pytest.raises(InputError, match="--cost-table = 4: two tables have this micro-batch size"):
         ready(request(words, hardware="h200-one-gpu", cost_tables=(paths[1], paths[1])))
