@@ -62,6 +62,7 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
     model.add_argument("--recompute-granularity", choices=("full", "selective"), default=None)
+    model.add_argument("--recompute-activations", dest="recompute_granularity", action="store_const", const="selective")
     model.add_argument("--recompute-method", choices=("uniform", "block"), default=None)
     for name, how in expert_options.OPTIONS.items():
         experts.add_argument(flag(name), **how)
@@ -358,8 +359,7 @@ def batch_of(args):
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
         sequence_parallel=getattr(args, "sequence_parallel", False) and tp > 1,
-        recompute=args.recompute_granularity
-        or ("selective" if getattr(args, "recompute_activations", False) else None),
+        recompute=args.recompute_granularity,
         recompute_method=args.recompute_method or "uniform",
         recompute_num_layers=args.recompute_num_layers or 1,
         score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,

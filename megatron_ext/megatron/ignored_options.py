@@ -35,7 +35,7 @@ FLAGS = """
     no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
     overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush overlap-param-gather
     overlap-param-gather-with-optimizer-step
-    override-opt_param-scheduler profile recompute-activations reset-attention-mask reset-position-ids
+    override-opt_param-scheduler profile reset-attention-mask reset-position-ids
     rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
     use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling

@@ -13,7 +13,7 @@ from megatron_ext.planner.fit.certainty import Certainty
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock, stock_of
 from megatron_ext.planner.fit.request import Problem, Request, with_changes
 from megatron_ext.planner.fit.search_settings import Fit
-from megatron_ext.planner.fit.setting import Setting, as_words, changes
+from megatron_ext.planner.fit.setting import OTHER_NAMES, Setting, as_words, changes
 from megatron_ext.planner.limit import WORDS, limit_of
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.verdict import option_hint
@@ -57,7 +57,9 @@ class Found(NamedTuple):
         for name in (*OURS, *self.problem.changed):
             given.pop(name, None)
         add, take_out = changes(given, {name: value for name, value in chosen.items() if name not in OURS})
-        return add | {name: "" for name in NEEDED if name not in self.request.words}, take_out
+        there = {word.partition("=")[0] for word in self.request.words}
+        take_out += [other for name, other in OTHER_NAMES.items() if name in (*add, *take_out)]
+        return add | {name: "" for name in NEEDED if name not in there}, [name for name in take_out if name in there]
 
     def words(self, *without: str) -> tuple[str, ...]:
         """The script's arguments with the winner's options, and without ours."""

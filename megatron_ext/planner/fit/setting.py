@@ -9,6 +9,8 @@ from megatron_ext.workload.workload import Limits, Workload
 
 OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "--use-precision-aware-optimizer")
 RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+OTHER_NAMES = {"--recompute-granularity": "--recompute-activations"}
+"""Options of Megatron that say in a word what another one says."""
 DELAY_AFTER = "100"
 """Iterations before updates are delayed (docs/planning.md)."""
 

@@ -109,13 +109,17 @@ def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host
     )
 
 
-def test_a_launch_line_takes_out_what_is_not_chosen():
-    words = [*SMALL, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+@pytest.mark.parametrize(
+    "given",
+    ["--recompute-granularity=full --recompute-method uniform --recompute-num-layers 1", "--recompute-activations"],
+)
+def test_a_launch_line_takes_out_what_is_there_and_not_chosen(given):
+    words = [*SMALL, *given.split()]
     asked = request([*words, "--use-distributed-optimizer"], fixed=("zero-stage", "optimizer-cpu-offload"))
     problem = ready(asked)
     found = judge(asked, problem, problem.search())
     add, out = found.launch
-    assert set(out) == {"--recompute-granularity", "--recompute-method", "--recompute-num-layers"}
+    assert set(out) == {word.partition("=")[0] for word in given.split() if word.startswith("--")}
     assert "--overlap-param-gather" in add and "--use-distributed-optimizer" not in add
     assert not any(word.startswith("--recompute") for word in found.words())
     again = ready(asked)
