@@ -167,21 +167,27 @@ def _route_without_engine() -> None:
 def norm_parts_of_sequences() -> None:
     """Megatron refuses torch's norms under ``--sequence-parallel``. They compute on a part of a sequence as on all of
     it, and their gradients are then added up as those of other norms are."""
-    if not _exists("megatron.core.transformer.torch_norm"):  # up to 0.11
-        return
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    # 0.9 has a layer norm alone, which is a module; later releases have a class that returns one of torch's.
+    for name, kind, make in (
+        ("torch_norm", "WrappedTorchNorm", "__new__"),
+        ("torch_layer_norm", "WrappedTorchLayerNorm", "__init__"),
+    ):
+        if _exists(f"megatron.core.transformer.{name}"):
+            return _take_whole(getattr(importlib.import_module(f"megatron.core.transformer.{name}"), kind), make)
 
-    new = WrappedTorchNorm.__new__
 
-    def whole(cls, config, *args, **kwargs):
+def _take_whole(norm: type, make: str) -> None:
+    original = getattr(norm, make)
+
+    def whole(first, config, *args, **kwargs):
         other = copy.copy(config)
         other.sequence_parallel = False
-        norm = new(cls, other, *args, **kwargs)
-        for parameter in norm.parameters():
+        made = original(first, other, *args, **kwargs)
+        for parameter in (made or first).parameters():
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
-        return norm
+        return made
 
-    WrappedTorchNorm.__new__ = staticmethod(whole)
+    setattr(norm, make, staticmethod(whole) if make == "__new__" else whole)
 
 
 def _start_managers_without_the_script() -> None:

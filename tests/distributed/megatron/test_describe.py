@@ -136,6 +136,7 @@ args.virtual_pipeline_model_parallel_size = vp = args.num_virtual_stages_per_pip
 args.microbatch_group_size_per_vp_stage = None
 args.params_dtype = gpt_model.transformer_config(args).params_dtype
 parallel_state.initialize_model_parallel(
+    tensor_model_parallel_size=args.tensor_model_parallel_size,
     pipeline_model_parallel_size=args.pipeline_model_parallel_size, virtual_pipeline_model_parallel_size=vp
 )
 tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -168,22 +169,10 @@ THEIRS = [
 
 def test_a_checkout_reads_the_command_line_itself(checkout, described):
     before = sorted(checkout.rglob("*"))
-    theirs = described(
-        "--checkout",
-        checkout,
-        *THEIRS,
-        "--zero-stage",
-        "3",
-        "--limit-whole-parameter-bytes",
-        "1000000",
-        "--gpus-per-node",
-        "2",
-        "--user-defined-schedule",
-        "s.json",
-    )
-    assert theirs == described(
-        *MODEL, "--zero-stage", "3", "--limit-whole-parameter-bytes", "1000000", "--gpus-per-node", "2"
-    )
+    ours = """--zero-stage 3 --limit-whole-parameter-bytes 1000000 --gpus-per-node 4 --tensor-model-parallel-size 2
+        --sequence-parallel""".split()
+    theirs = described("--checkout", checkout, *THEIRS, *ours, "--user-defined-schedule", "s.json")
+    assert theirs == described(*MODEL, *ours)
     assert sorted(checkout.rglob("*")) == before
 
 
