@@ -31,7 +31,10 @@ class Saved(NamedTuple):
     recompute_bytes: int
 
 
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+DECIDES = (
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend"),
+)
 """Settings of Megatron's TransformerConfig that decide what is saved and what is made anew."""
 
 _known: dict[tuple, Saved | None] = {}
@@ -47,9 +50,9 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     # Chunks of the same layers save the same: most chunks of a model are alike.
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
     config = bare(module).config
-    recompute = tuple(str(getattr(config, name, None)) for name in RECOMPUTE)
+    settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
     layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
-    key = (chunk.layer_kinds, layers, tuple(sizes.values()), recompute)
+    key = (chunk.layer_kinds, layers, tuple(sizes.values()), settings)
     if key not in _known:
         _known[key] = saved_activations(module, **sizes)
     saved = _known[key]

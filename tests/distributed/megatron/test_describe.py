@@ -264,20 +264,3 @@ def test_recompute_is_counted_as_it_is_set(megatron_tree, tmp_path):
     (tmp_path / "ways.py").write_text(SELECTIVE_AND_FULL)
     result = run_warm([sys.executable, str(tmp_path / "ways.py"), *small])
     assert result.returncode == 0, result.stderr
-
-
-def test_what_layers_save_with_transformer_engine(described):
-    """In halves of what one activation between two matrices takes, beside tensor parallelism of two ranks."""
-    model = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --bf16
-        --global-batch-size 8 --vocab-size 258 --swiglu --disable-bias-linear --normalization RMSNorm
-        --position-embedding-type rope --transformer-impl transformer_engine --tensor-model-parallel-size 2
-        --data-parallel-size 2""".split()
-
-    def of_a_layer(*options: str) -> float:
-        return round(described(*model, *options).chunks[0].activation_bytes[1] / (64 * 2 * 64), 1)
-
-    usual = of_a_layer()
-    assert of_a_layer("--sequence-parallel") == usual - 2  # inputs of two norms
-    assert of_a_layer("--attention-dropout", "0.1") == usual  # the state of a random generator
-    assert of_a_layer("--hidden-dropout", "0.1") == usual + 2  # two masks of one byte an element
-    assert of_a_layer("--qk-layernorm") == usual + 3  # queries, keys and values lie in one tensor

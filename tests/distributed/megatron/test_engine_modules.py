@@ -12,7 +12,7 @@ import torch
 from draw_schedule import prepared
 from places import MEGATRON
 from plans import command_line
-from training import launch_training
+from training import launch_training, run
 from variations import ALL, some
 
 from megatron_ext.megatron import engine_modules
@@ -111,6 +111,34 @@ def test_variants_have_what_their_options_say(layer):
         "mlp.linear_fc1.weight": (2 * 96, 64),
         "mlp.linear_fc2.weight": (64, 96),
     }
+
+
+SAVE_MORE = {
+    "usual": "",
+    "parts of sequences": "--sequence-parallel",
+    "attention dropout": "--attention-dropout 0.1",
+    "hidden dropout": "--hidden-dropout 0.1",
+    "norms": "--qk-layernorm",
+}
+MANY = (
+    "import sys; from megatron_ext.cli.main import main; sys.exit(sum(main(words.split()) for words in sys.argv[1:]))"
+)
+"""Several command lines, for which Megatron is imported once."""
+
+
+def test_layers_save_what_kernels_of_a_gpu_save(megatron_tree, tmp_path):
+    model = " ".join(BASE) + " --bf16 --swiglu --normalization RMSNorm --tensor-model-parallel-size 2"
+    files = {name: tmp_path / f"{number}.json" for number, name in enumerate(SAVE_MORE)}
+    words = [f"describe --out {files[name]} {model} {more}" for name, more in SAVE_MORE.items()]
+    done = run([sys.executable, "-c", MANY, *words])
+    assert done.returncode == 0, done.stderr
+    # In halves of what one activation between two matrices takes, beside tensor parallelism of two ranks.
+    chunks = {name: workload_file.load(file).chunks[0] for name, file in files.items()}
+    saved = {name: round(chunk.activation_bytes[1] / (32 * 64), 1) for name, chunk in chunks.items()}
+    assert saved["parts of sequences"] == saved["usual"] - 2  # inputs of two norms
+    assert saved["attention dropout"] == saved["usual"]  # the state of a random generator
+    assert saved["hidden dropout"] == saved["usual"] + 2  # two masks of one byte an element
+    assert saved["norms"] == saved["usual"] + 3  # queries, keys and values lie in one tensor
 
 
 if ALL:  # two trainings, each with imports of its own
