@@ -4,7 +4,6 @@ import click
 
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.table_check import TableUse, naming_files, planning_inputs, table_differences
-from megatron_ext.formats.errors import InputError
 
 
 @click.command()
@@ -14,15 +13,10 @@ from megatron_ext.formats.errors import InputError
     "schedule_path",
     help="Without one: stock Megatron's own rule; at zero stage 3, every layer gathered anew.",
 )
-@click.option(
-    "--order",
-    type=click.Choice(["gpipe", "eager_1f1b", "pipedream_2bw"]),
-    help="In place of the workload's order of steps, to compare; Megatron does not train by it.",
-)
 @click.option("--trace", help="Write a Chrome trace here.")
 @json_option
 def simulate(
-    cost_table: str, workload_path: str, schedule_path: str | None, order, trace, use: TableUse, as_json: bool
+    cost_table: str, workload_path: str, schedule_path: str | None, trace, use: TableUse, as_json: bool
 ) -> None:
     """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
@@ -30,14 +24,12 @@ def simulate(
     from megatron_ext.planner.evaluate import evaluate
     from megatron_ext.planner.limit import limit_of, limit_text
     from megatron_ext.planner.missing_figures import interval_of, refuse_missing
-    from megatron_ext.planner.other_orders import OtherOrder, evaluate_order
     from megatron_ext.planner.verdict import rule_of
     from megatron_ext.schedule import match, validate
+    from megatron_ext.simulator.simulation import Result
     from megatron_ext.workload import workload
     from megatron_ext.workload.step_order import in_flight
 
-    if order and schedule_path:
-        raise InputError("a schedule has its own order of steps", field="--order", value=order)
     table, work = cost.load(cost_table), workload.load(workload_path)
     by = schedule_path or rule_of(work)
     given = validate.load(schedule_path) if schedule_path else None
@@ -46,24 +38,19 @@ def simulate(
     with naming_files(cost_table, workload_path):
         table_differences(table, work, use, file=cost_table)
 
-        def simulated_on(table, trace: bool = False) -> OtherOrder:
-            if order:
-                return evaluate_order(work, table, order, trace=trace, extrapolate=use.extrapolate)
-            result = evaluate(work, table, given, trace=trace, extrapolate=use.extrapolate)
-            return OtherOrder(result, in_flight(work.parallel))
+        def simulated_on(table, trace: bool = False) -> Result:
+            return evaluate(work, table, given, trace=trace, extrapolate=use.extrapolate)
 
-        simulated = simulated_on(table, bool(trace))
-        refuse_missing(simulated.result.left_out, file=cost_table)
-        interval = interval_of(table, simulated.result, lambda each: simulated_on(each).result.iteration_time_us)
-    result, versions = simulated.result, simulated.weight_versions
+        result = simulated_on(table, bool(trace))
+        refuse_missing(result.left_out, file=cost_table)
+        interval = interval_of(table, result, lambda each: simulated_on(each).iteration_time_us)
     if trace:
         about = {"kind": "simulated", "schedule": by, "iteration_time_us": result.iteration_time_us}
         assert result.events is not None  # asked for above
         traces.save(trace, result.events, about=about)
-    given_order = order or work.parallel.order
-    in_order = {"order": given_order, "microbatches_in_flight": simulated.in_flight, "weight_versions": versions}
-    text = f"order        {given_order}; in flight, by rank: {', '.join(map(str, simulated.in_flight))} micro-batches"
-    text += f"; weight versions: {versions}"
+    order, kept = work.parallel.order, in_flight(work.parallel)
+    in_order = {"order": order, "microbatches_in_flight": kept}
+    text = f"order        {order}; in flight, by rank: {', '.join(map(str, kept))} micro-batches"
     figures = {"by": by, **in_order, **result.as_json(), "interval": interval and interval._asdict()}
     lines = [f"by           {by}", text, result.as_text(), *([interval.text()] if interval else [])]
     known = f"{result.iteration_time_us / 1e3:.3f} ms by {by}"

@@ -7,7 +7,7 @@ import msgspec
 
 from megatron_ext.formats.errors import InputError
 
-Order = Literal["interleaved", "1f1b", "no_pipeline", "gpipe", "eager_1f1b"]
+Order = Literal["interleaved", "1f1b", "no_pipeline", "gpipe"]
 
 LARGEST = 1 << 20
 """No size in a file may exceed this: it bounds time and memory spent on a bad file."""
@@ -24,8 +24,7 @@ def megatron_order(pp: int, vp: int | None) -> Order:
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Parallel sizes. ``order`` names the pipeline order: Megatron's interleaved 1F1B
     (``interleaved``), 1F1B (``1f1b``), no pipelining (``no_pipeline``: forward and backward
-    alternate), all forwards before all backwards (``gpipe``) or alpa's 1F1B with twice the
-    forwards before the first backward (``eager_1f1b``). Megatron trains by the first three.
+    alternate), or all forwards before all backwards (``gpipe``). Megatron trains by the first three.
 
     ``data_parallel_size`` counts context-parallel ranks. Experts are spread over ``expert_model_parallel_size`` ranks,
     each cut in ``expert_tensor_parallel_size`` parts (None: as the other parameters, by tensor-parallel size).
@@ -189,7 +188,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             refuse("num_microbatches", f"more than {MOST_STEPS} forward steps in one iteration")
         if self.order == "no_pipeline" and self.pp != 1:
             refuse("pipeline_model_parallel_size", "must be 1 with order no_pipeline")
-        if self.order in ("1f1b", "no_pipeline", "eager_1f1b") and self.vp != 1:
+        if self.order in ("1f1b", "no_pipeline") and self.vp != 1:
             refuse("virtual_pipeline_model_parallel_size", f"must be 1 with order {self.order}")
         if self.order == "interleaved":
             if self.pp < 2:

@@ -2,8 +2,7 @@
 
 Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
 ``get_schedule_table`` and ``get_pp_rank_microbatches`` for the interleaved order,
-``forward_backward_pipelining_without_interleaving`` for 1F1B. Eager 1F1B: alpa
-``alpa/pipeline_parallel/schedules.py`` ``OverlapFriendlyPipeDreamSchedule``.
+``forward_backward_pipelining_without_interleaving`` for 1F1B.
 """
 
 from functools import lru_cache
@@ -33,8 +32,8 @@ def num_warmup(parallel: Parallel, pp_rank: int) -> int:
     if parallel.order == "no_pipeline":
         return 0
     behind = parallel.pp - pp_rank - 1
-    if parallel.order in ("1f1b", "eager_1f1b"):
-        return min(behind * (2 if parallel.order == "eager_1f1b" else 1), total)
+    if parallel.order == "1f1b":
+        return min(behind, total)
     return min(behind * 2 + (parallel.vp - 1) * parallel.microbatch_group_size, total)
 
 

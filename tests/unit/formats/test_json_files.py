@@ -131,7 +131,7 @@ def test_a_file_that_is_written_again_keeps_its_mode(tmp_path):
         (
             Workload,
             '{"parallel": {"order": "zigzag"}}',
-            "parallel.order = 'zigzag': expected '1f1b', 'eager_1f1b', 'gpipe', 'interleaved' or 'no_pipeline'",
+            "parallel.order = 'zigzag': expected '1f1b', 'gpipe', 'interleaved' or 'no_pipeline'",
         ),
         (
             Schedule,

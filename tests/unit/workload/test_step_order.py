@@ -24,19 +24,8 @@ def test_interleaved_order_is_that_of_a_traced_run():
     assert [str(step) for step in steps_of_ranks(parallel(2, 2, 4, "interleaved"))[0]] == expected
 
 
-def test_eager_1f1b_is_alpa_s():
-    """Three ranks, four micro-batches: 2 (ranks behind) + 1 forwards before the first backward."""
-    sizes = parallel(3, 1, 4, "eager_1f1b")
-    texts = [" ".join(map(str, steps)) for steps in steps_of_ranks(sizes)]
-    assert texts[0] == "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3"  # five would begin, but there are four
-    assert texts[1] == "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3"
-    assert texts[2] == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
-    assert in_flight(sizes) == (4, 3, 1)
-
-
 def test_micro_batches_in_flight_by_order():
     assert in_flight(parallel(4, 1, 8, "1f1b")) == (4, 3, 2, 1)
-    assert in_flight(parallel(4, 1, 8, "eager_1f1b")) == (7, 5, 3, 1)
     assert in_flight(parallel(4, 1, 8, "gpipe")) == (8, 8, 8, 8)
     assert in_flight(parallel(1, 1, 8, "no_pipeline")) == (1,)
 
