@@ -150,7 +150,6 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.announcement import announcement
         from megatron_ext.measure.options import LINKS, Options
-        from megatron_ext.measure.progress_bar import bar
 
         if sizes:
             options["sizes"] = Options.parse_sizes(sizes)
@@ -163,8 +162,7 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
         wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check(chosen=bool(links))
         if first:
             click.echo(announcement(wanted), err=True)
-        with bar(first, wanted.seconds) as progress:
-            table = run(wanted, progress)
+        table = run(wanted)
         if table is None:  # under a launcher, and not rank 0
             return
     cost.save(out, table)

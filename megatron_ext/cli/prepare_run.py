@@ -115,11 +115,9 @@ class Preparation:
             return self.is_first
         self._say(f"measuring for {options.seconds:g} s on {options.world_size} ranks{reason}")
         from megatron_ext.measure import kept_measurement, measure
-        from megatron_ext.measure.progress_bar import bar
 
         options = msgspec.structs.replace(options, keep_path=kept_measurement.path_of(str(self.table_path)))
-        with bar(self.is_first, options.seconds) as progress:
-            table = measure(options, progress)
+        table = measure(options)
         if table is None:
             return False
         cost_table.save(self.table_path, table)

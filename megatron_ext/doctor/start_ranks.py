@@ -18,7 +18,7 @@ from megatron_ext.launch import launcher
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
-TAIL_BYTES = 3000
+TAIL_CHARACTERS = 3000
 
 
 def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Report, str]:
@@ -69,11 +69,9 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
 
 def _launch(options: DoctorOptions, nproc: int, environment: dict[str, str]) -> tuple[int, str]:
     """Exit code of the ranks, and the end of what they printed."""
-    log = Path(options.stacks) / "ranks.log"
-    log.touch()
     command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", msgspec.json.encode(options).decode()]
-    code = launcher.launch([*command, str(log)], nproc, environment=environment)
-    return code, log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+    code, said = launcher.launch_quietly(command, nproc, environment=environment)
+    return code, said[-TAIL_CHARACTERS:]
 
 
 def _ended_in(title: str, folder: str, nproc: int) -> Finding:
@@ -128,11 +126,8 @@ def _say(descriptor: int, text: str) -> None:
 
 
 def main() -> None:
-    """One rank: ``OPTIONS LOG``; started by :func:`start` only."""
-    options = msgspec.json.decode(sys.argv[1], type=DoctorOptions)
-    aloud = os.dup(2)
-    with open(sys.argv[2], "a") as log:
-        _print_to(log.fileno())
+    """One rank: ``OPTIONS ALOUD``, the latter a descriptor; started by :func:`start` only."""
+    options, aloud = msgspec.json.decode(sys.argv[1], type=DoctorOptions), int(sys.argv[2])
     early = stacks.path_of(options.stacks, int(os.environ["RANK"])).open("w")
     faulthandler.dump_traceback_later(max(options.deadline - time.monotonic(), 1.0), exit=True, file=early)
     from megatron_ext.doctor import rank_checks

@@ -20,8 +20,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Collection
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
@@ -116,7 +118,8 @@ def launch(
     num_processes: int,
     *,
     environment: dict[str, str] | None = None,
-    stdout=None,
+    log=None,
+    pass_fds: Collection[int] = (),
     fork: bool = False,
 ) -> int:
     """Run ``command`` once a rank and return 0, or the exit code that :func:`cause_of` a failure has.
@@ -125,7 +128,8 @@ def launch(
         command: program and arguments, the same for every rank; with ``fork`` a script and its arguments.
         num_processes: ranks to start.
         environment: variables besides those of this process.
-        stdout: file for the ranks' standard output; None inherits. Not with ``fork``.
+        log: file for the ranks' standard output and error; None inherits. Not with ``fork``.
+        pass_fds: descriptors that the ranks inherit beside. Not with ``fork``.
         fork: ranks are forks of this process.
     """
     store = _Store()
@@ -154,11 +158,8 @@ def launch(
             if fork:
                 ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent)))
             else:
-                ranks.append(
-                    subprocess.Popen(
-                        command, env=own, stdin=subprocess.DEVNULL, stdout=stdout, preexec_fn=lambda: _begin(parent)
-                    )
-                )
+                files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": pass_fds}
+                ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent), **files))
         store.start()
         return _watch(ranks, interrupted)
     finally:
@@ -166,6 +167,26 @@ def launch(
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def launch_quietly(
+    command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, pass_fds: Collection[int] = ()
+) -> tuple[int, str]:
+    """As :func:`launch`, for ranks whose standard output and error nobody reads as they run: these go to a file without
+    a name. ``command`` gets one more argument, a descriptor of this process's standard error, by which ranks speak.
+
+    Returns:
+        The exit code, and what the ranks have printed.
+    """
+    aloud = os.dup(2)
+    try:
+        with tempfile.TemporaryFile("a+b") as log:
+            files = {"log": log, "pass_fds": (*pass_fds, aloud)}
+            code = launch([*command, str(aloud)], num_processes, environment=environment, **files)
+            log.seek(0)
+            return code, log.read().decode(errors="replace")
+    finally:
+        os.close(aloud)
 
 
 def _sharing(ranks: int, environment: dict[str, str]) -> int:

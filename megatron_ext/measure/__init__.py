@@ -11,8 +11,8 @@ from megatron_ext.measure.options import Options
 __all__ = ["Options", "measure"]
 
 
-def measure(options: Options, progress=lambda done, total, what: None):
-    """Measure on all ranks; ``progress(done, total, what)`` is called as it goes.
+def measure(options: Options):
+    """Measure on all ranks; how far they are is said on standard error.
 
     Under a launcher that has started the ranks (torchrun, srun) this process is one of them:
     rank 0 returns the table, the others None.
@@ -26,7 +26,5 @@ def measure(options: Options, progress=lambda done, total, what: None):
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options
     options = msgspec.structs.replace(options, threads=options.rank_threads)
-    if launched:
-        raw = cluster_launch.run(options, progress)
-        return assemble_table.assemble(options, raw) if raw is not None else None
-    return assemble_table.assemble(options, local_launch.run(options, progress))
+    raw = cluster_launch.run(options) if launched else local_launch.run(options)
+    return None if raw is None else assemble_table.assemble(options, raw)

@@ -3,11 +3,9 @@
 On one node this is memory: a gloo barrier takes 100 to 4000 us on oversubscribed processors,
 one flag a rank takes a few tens. Between nodes it is torch's store and a barrier by gloo.
 
-[Note: Yielding, or sleeping]
-Ranks of one session that share processors yield to each other (sched_yield) until all are there. Linux yields to the
-same session's processes alone (sched(7), autogroup): ranks with a session each, as torchrun starts them, hold the
-processor against those that are to arrive, and leave up to a millisecond apart; what they time looks slower by that.
-They sleep. All sleep where it takes long: whoever waits must not take processor time from those who measure.
+[Note: Yielding, then sleeping]
+Ranks yield their processor (sched_yield) until all are there, and sleep where it takes long: whoever waits must not
+take processor time from those who measure.
 """
 
 import os
@@ -67,8 +65,6 @@ class SharedBoard(Board):
         self.world_size = world_size
         self._flags = words[: LINE * world_size]
         self._words = words[LINE * world_size : LINE * (world_size + WORDS)]
-        own_session, crowded = os.getsid(0) == os.getpid(), world_size > len(os.sched_getaffinity(0))
-        self.polls = 0 if own_session and crowded else POLLS
         self._barriers = 0
 
     @staticmethod
@@ -81,7 +77,7 @@ class SharedBoard(Board):
         self._flags[self.rank * LINE] = self._barriers
         looks = 0
         while any(self._flags[rank * LINE] < self._barriers for rank in range(self.world_size)):
-            if looks < self.polls:
+            if looks < POLLS:
                 os.sched_yield()
             else:
                 time.sleep(SLEEP_S)

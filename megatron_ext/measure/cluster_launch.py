@@ -1,14 +1,18 @@
-"""Measure under torchrun or srun: the ranks of all nodes are there already.
+"""Measure as one rank of those that a launcher has started: torchrun or srun on all nodes, or our own on this machine.
 
     torchrun --nnodes 2 --nproc-per-node 8 -m megatron_ext measure --out T.json --dp 16 ...
 
 Every process calls :func:`run`; rank 0 has the result. Whatever ends one of them, the launcher
-ends the others. Not yet run on more than one machine, nor on a GPU.
+ends the others. Not yet run on more than one machine.
 """
 
+import contextlib
 import os
+import sys
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import IO
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.options import Options
@@ -76,22 +80,38 @@ def everyone_and_node(per_node: int):
     return everyone, partial(gather_objects, process_group=nodes[dist.get_rank() // per_node])
 
 
-def run(options: Options, progress) -> dict | None:
-    """Measure as one rank; the result on rank 0, None on the other ranks."""
+def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[str] | None = None) -> dict | None:
+    """Measure as one rank; the result on rank 0, None on the other ranks.
+
+    Args:
+        tell: told by rank 0 ``what`` it is at and what it has ``so_far``, by name; the process then ends when its time
+            is up. None: it is waited for.
+        stream: where rank 0 says how far it is; None: standard error.
+    """
     import torch.distributed as dist
 
     from megatron_ext.measure import rank_program
     from megatron_ext.measure.board import StoreBoard
     from megatron_ext.measure.fabric import Fabric, shared_bytes
+    from megatron_ext.measure.progress_bar import bar
     from megatron_ext.runtime import shared_block
 
     store = meet(options.uses_cuda(), options.rank_threads)
-    rank, per_node = dist.get_rank(), options.ranks_per_node
-    assert per_node is not None  # set by whoever read the launcher's environment
+    rank, per_node = dist.get_rank(), options.node_size
     everyone, exchange = everyone_and_node(per_node)
     block = shared_block.share(shared_bytes(options), rank % per_node, exchange, field="LOCAL_WORLD_SIZE")
     board = StoreBoard(store, rank, everyone) if options.world_size > per_node else None
     fabric = Fabric(options, rank, block, board)
-    result = rank_program.run(fabric, progress if rank == 0 else lambda done, total, what: None)
-    fabric.board.barrier()
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(bar(options.seconds, stream or sys.stderr)) if rank == 0 else None
+
+        def report(done: int, total: int, what: str) -> None:
+            assert progress is not None  # rank 0 alone reports
+            progress(done, total, what)
+            if tell is not None:
+                tell(what=what)
+
+        so_far = (lambda raw: None) if tell is None else (lambda raw: tell(so_far=raw))
+        result = rank_program.run(fabric, report, so_far, ends=tell is not None)
+        fabric.barrier()  # nobody ends while another still talks to it
     return result

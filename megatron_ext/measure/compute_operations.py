@@ -56,7 +56,7 @@ class HostAdd(Operation):
     """A gradient shard of ``size_bytes`` of float32 added to another in host memory."""
 
     name = "host_add"
-    computes = True
+    builds = True
     by_host = True
 
     def __init__(self, fabric: Fabric, busy: bool = False):
@@ -76,7 +76,6 @@ class MatrixProduct(Operation):
     float32 leaves its tensor cores, and so its memory and power, to the transfers beside it."""
 
     name = "compute"
-    computes = False  # in contention the wait for a processor is what is measured
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.layer_times import Runner, clock, measure_compute, micro_batch_us
+from megatron_ext.measure.layer_times import Runner, measure_compute, micro_batch_us
 from megatron_ext.runtime.objects import gather_objects
 
 MIN_REPEATS, MAX_REPEATS = 2, 40
@@ -85,14 +85,9 @@ class ComputeRounds:
         if fabric.rank != 0:
             return {}
         own = [micro_batch_us(rows, self._runners) for rows in self._rounds]
-        # Where a rank's processor time was taken, what it waits for a processor is not in it: all have an even share.
-        shares = {
-            kind: 1.0 if clock(runner) is perf_counter else fabric.ranks_per_processor
-            for kind, runner in self._runners.items()
-        }
         kinds = zip(*(rows for rounds in everyone for rows in rounds))
         return {
-            "rows": [msgspec.to_builtins(middle(rows, shares[str(rows[0].layer_kind)])) for rows in kinds],
+            "rows": [msgspec.to_builtins(middle(rows)) for rows in kinds],
             "model": self._model(),
             "drift": max(own) / min(own) - 1,
             "rounds": len(own),
@@ -107,9 +102,9 @@ class ComputeRounds:
         return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
 
 
-def middle(rows: Sequence[Compute], share: float = 1.0) -> Compute:
-    """One layer kind measured several times: the median of each figure, ``share`` times as long, samples of all."""
+def middle(rows: Sequence[Compute]) -> Compute:
+    """One layer kind measured several times: the median of each figure, samples of all."""
     names = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
     names += ["forward_launch_us", "backward_launch_us"] * (rows[0].forward_launch_us is not None)
-    medians = {name: share * median(getattr(row, name) for row in rows) for name in names}
+    medians = {name: median(getattr(row, name) for row in rows) for name in names}
     return msgspec.structs.replace(rows[0], **medians, samples=sum(row.samples for row in rows))

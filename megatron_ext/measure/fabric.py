@@ -99,13 +99,6 @@ class Fabric:
         """Rank 0's ``value``, on every rank."""
         return self.board.agree(value)
 
-    @property
-    def ranks_per_processor(self) -> float:
-        """Ranks of this node that share one processor; 1 where each has its own, or a device."""
-        if self.torch_device.type != "cpu":
-            return 1.0
-        return max(self.options.node_size * self.options.rank_threads / len(os.sched_getaffinity(0)), 1.0)
-
     # -- memory -----------------------------------------------------------------------------
 
     @property

@@ -12,7 +12,7 @@ the run's micro-batch, sequence length and precision. ``backward()`` belongs to 
 ``forward()`` and does all that training does there for every micro-batch, accumulation into
 the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
 return before the device is done, what they issued is waited for here. A runner may say the ``dtype`` of its parameters,
-which the table then holds for, that it ``waits`` for other ranks, and ``visits``: how many layers of its kind one
+which the table then holds for, ``visits``: how many layers of its kind one
 micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd saves in a layer
 is counted. ``forward()`` is then called so often in a row, each call for the next layer, and ``backward()`` as often,
 for the last layer whose backward has not run yet.
@@ -25,23 +25,16 @@ training does.
 [Note: All ranks at once]
 A table stores what a layer takes while every rank computes, with the run's number of threads: ranks share memory,
 power and, without a GPU, processors.
-
-[Note: Processor time]
-Where one thread computes on a processor, its processor time is taken, not the clock's: a rank
-that another program pushes off its processor would otherwise seem to compute more slowly, by
-chance. Ranks of one node share its processors evenly, so what is stored is that time, multiplied by the
-ranks that share one processor. It holds for an otherwise idle machine. A layer that ``waits`` for other ranks is timed
-by the clock, which has all of this in it.
 """
 
 import importlib
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -102,12 +95,6 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
 
-def clock(runner: Runner) -> Callable[[], float]:
-    """Seconds of what compute is timed by, see [Note: Processor time]."""
-    alone = not on_cuda() and torch.get_num_threads() == 1 and not getattr(runner, "waits", False)
-    return thread_time if alone else perf_counter
-
-
 def on_cuda() -> bool:
     return has_cuda() and torch.cuda.is_initialized()
 
@@ -127,10 +114,9 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
             us, launch_us = timer.time(call, call)
             launches[kind, way].append(launch_us)
             return us
-        now = clock(runners[kind])
-        start = now()
+        start = perf_counter()
         call()
-        return (now() - start) * 1e6
+        return (perf_counter() - start) * 1e6
 
     times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
     for micro_batch in range(warmup + repeats):

@@ -1,183 +1,101 @@
-"""Start one process a rank, show how far they are, and leave nothing behind.
+"""Start one process a rank on this machine, and read what rank 0 has found.
 
-Whatever ends the launcher (Ctrl-C, an error, a kill) ends the ranks: it kills them, and the
-kernel does where it cannot. The memory they share is an anonymous file (memfd) without a name
-in /dev/shm, gone with its last process.
+Ranks are started and ended by :mod:`megatron_ext.launch.launcher`. What they tell each other, and what rank 0 leaves
+for whoever has started it, lies in files without a name: nothing of them stays.
 
 [Note: Giving up]
 A call of a driver cannot be interrupted. So a measurement that has not ended when its time is up is not waited for:
-what rank 0 has sent of it becomes the table, and the table says what was missed. Where the ranks were they write to
-standard error by themselves (:func:`megatron_ext.measure.rank_program.run`), which is shown.
+the ranks write to standard error where they are, and end (:func:`megatron_ext.measure.rank_program.run`). What rank 0
+has told of it becomes the table, and the table says what was missed.
 """
 
-import contextlib
 import json
-import math
 import os
-import selectors
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from time import monotonic
+from collections.abc import Iterable
 
 import msgspec
 
-from megatron_ext.cpubench import allocator
 from megatron_ext.formats.errors import InputError
 from megatron_ext.launch import launcher
-from megatron_ext.measure.fabric import shared_bytes
+from megatron_ext.measure import cluster_launch
 from megatron_ext.measure.options import MOST_OVER, Options
-from megatron_ext.runtime import shared_block
 
-GRACE_SECONDS = 1.0
-"""Behind the end of the time, before it is given up: the ranks say where they are meanwhile."""
+TIME_IS_UP = "Timeout ("
+"""What Python's faulthandler writes before the stacks."""
 
-LOOK_SECONDS, LEAVE_SECONDS = 0.5, 10.0
-"""Between two looks at the clock, and how long the end of the ranks is waited for: freeing page-locked memory takes the
-kernel seconds, and the table is there."""
-
-SHOWN_CHARACTERS, PIPE_BYTES = 4000, 1 << 16
-"""Of what a rank has said, and read of a pipe at once."""
+SHOWN_CHARACTERS = 4000
+"""Of what ranks have said."""
 
 
 class RankFailed(RuntimeError):
     """A rank ended before it had measured everything."""
 
 
-def run(options: Options, progress: Callable[[int, int, str], None] = lambda done, total, what: None) -> dict:
+def run(options: Options) -> dict:
     """Measure on all ranks of ``options`` and return what rank 0 collected.
 
     Raises:
         InputError: a rank found that the input is bad (for example ``--modules``).
-        RankFailed: a rank was killed or failed; the end of its error output is in the message. Or nothing had come
+        RankFailed: a rank was killed or failed; the end of what the ranks said is in the message. Or nothing had come
             of it when its time was up.
+        SystemExit: a signal has ended it.
     """
     options.check()
-    ranks = Ranks(options)
+    threads = str(options.rank_threads)
+    environment = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryFile("a+b") as told:
+        command = [sys.executable, "-m", __name__, msgspec.json.encode(options).decode(), str(told.fileno())]
+        how = {"environment": environment, "pass_fds": [told.fileno()]}
+        code, said = launcher.launch_quietly(command, options.world_size, **how)
+        if code > 128:
+            raise SystemExit(code)
+        told.seek(0)
+        return found(map(json.loads, told), said, options)
+
+
+def found(messages: Iterable[dict], said: str, options: Options) -> dict:
+    """The result among what ranks have told, or what there is of it; raises as :func:`run`.
+
+    Args:
+        said: what all ranks have written to standard output and standard error.
+    """
+    known = {name: value for message in messages for name, value in message.items()}
+    if "input_error" in known:
+        raise InputError(known["input_error"])  # in a rank's words
+    if "result" in known:
+        return known["result"]
+    tail = said[-SHOWN_CHARACTERS:].strip()
+    if TIME_IS_UP not in said:
+        raise RankFailed(f"a rank of the measurement failed: {tail}")
+    print(f"in {known['what']}:\n{tail}", file=sys.stderr)
+    if "so_far" not in known:
+        kept = "; the same command goes on from what is kept" if options.keep_path else ""
+        raise RankFailed(f"not ended in {MOST_OVER} times --seconds {options.seconds:g}: {known['what']}{kept}")
+    return known["so_far"] | {"given_up": known["what"]}
+
+
+def main() -> None:
+    """One rank: ``OPTIONS TOLD ALOUD``, the latter descriptors of files; started by :func:`run` only."""
+    options, told, aloud = msgspec.json.decode(sys.argv[1], type=Options), *map(int, sys.argv[2:])
+
+    def tell(**message) -> None:
+        os.write(told, json.dumps(message).encode() + b"\n")
+
     try:
-        result = ranks.collect(progress)
-        progress(*ranks.done, "ending the ranks")
-        return result
-    finally:
-        ranks.close()
+        with os.fdopen(aloud, "w") as stream:
+            result = cluster_launch.run(options, tell, stream)
+    except InputError as error:
+        tell(input_error=str(error))
+        sys.exit(2)
+    if result is not None:
+        tell(result=result)
+    # Taking process groups down in order takes seconds and nothing of them is needed again.
+    os._exit(0)
 
 
-class Ranks:
-    """The processes of all ranks, from their start on."""
-
-    def __init__(self, options: Options):
-        self.options, self.done, self.what = options, (0, 0), "starting"
-        self.processes: list[subprocess.Popen] = []
-        self.errors = []
-        self.pipes = []
-        block = shared_block.create(shared_bytes(options))
-        listener = socket.socket()
-        try:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            for rank in range(options.world_size):
-                self._start(rank, block, listener)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(block)
-            listener.close()
-
-    def _start(self, rank: int, block: int, listener: socket.socket) -> None:
-        reading, writing = os.pipe()
-        self.pipes.append(os.fdopen(reading, "rb", buffering=0))
-        errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close(); no name: nothing to clean up
-        self.errors.append(errors)
-        setup = {
-            "options": msgspec.to_builtins(self.options),
-            "rank": rank,
-            "parent": os.getpid(),
-            "port": listener.getsockname()[1],
-            "block": block,
-            "pipe": writing,
-        }
-        descriptors = [block, writing]
-        if rank == 0:
-            setup["listener"] = listener.fileno()
-            descriptors.append(listener.fileno())
-        environment = dict(
-            allocator.environment(self.options.device) | launcher.LOOPBACK | os.environ,
-            OMP_NUM_THREADS=str(self.options.rank_threads),
-            MKL_NUM_THREADS=str(self.options.rank_threads),
-        )
-        command = [sys.executable, "-m", "megatron_ext.measure.rank_process", json.dumps(setup)]
-        try:
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    pass_fds=descriptors,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
-                )
-            )
-        finally:
-            os.close(writing)
-
-    def collect(self, progress) -> dict:
-        """Read all pipes until rank 0 has sent its result, which it does behind the last barrier, or time is up."""
-        so_far, deadline, rests = None, math.inf, [b""] * len(self.pipes)
-        with selectors.DefaultSelector() as selector:
-            for rank, pipe in enumerate(self.pipes):
-                selector.register(pipe, selectors.EVENT_READ, rank)
-            while selector.get_map():
-                for key, _ in selector.select(LOOK_SECONDS):
-                    rank = key.data
-                    found = self.pipes[rank].read(PIPE_BYTES)
-                    if not found:
-                        selector.unregister(self.pipes[rank])
-                        self._ended(rank)
-                    *lines, rests[rank] = (rests[rank] + found).split(b"\n")
-                    for message in map(json.loads, lines):
-                        if "input_error" in message:
-                            raise InputError(message["input_error"])  # in a rank's words
-                        if message.get("result") is not None:
-                            return message["result"]
-                        so_far = message.get("so_far", so_far)
-                        if "what" in message:
-                            self.done, self.what = (message["done"], message["total"]), message["what"]
-                            progress(*self.done, self.what)
-                if deadline == math.inf and self.done[0]:
-                    deadline = monotonic() + MOST_OVER * self.options.seconds + GRACE_SECONDS
-                if monotonic() > deadline:
-                    return self._give_up(so_far)
-        raise RankFailed("rank 0 ended without a result")
-
-    def _give_up(self, so_far: dict | None) -> dict:
-        """See [Note: Giving up]."""
-        for rank in range(len(self.processes)):
-            print(f"rank {rank}, in {self.what}:\n{self._said(rank)}", file=sys.stderr)
-        if so_far is None:
-            kept = "; the same command goes on from what is kept" if self.options.keep_path else ""
-            raise RankFailed(f"not ended in {MOST_OVER} times --seconds {self.options.seconds:g}: {self.what}{kept}")
-        return so_far | {"given_up": self.what}
-
-    def _said(self, rank: int) -> str:
-        self.errors[rank].seek(0)
-        return self.errors[rank].read()[-SHOWN_CHARACTERS:].strip()
-
-    def _ended(self, rank: int) -> None:
-        code = self.processes[rank].wait()
-        if code != 0:
-            tail = self._said(rank)
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RankFailed(f"rank {rank} of the measurement {how}{': ' + tail if tail else ''}")
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self.processes:
-                process.wait(LEAVE_SECONDS)
-        for file in (*self.pipes, *self.errors):
-            file.close()
+if __name__ == "__main__":
+    main()

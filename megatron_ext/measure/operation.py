@@ -38,14 +38,13 @@ class Closable(Protocol):
 class Operation(ABC):
     """Base: what all operations share. ``threads``: what ``close`` ends, where the operation has some.
 
-    ``messages``: what is issued counts so many times. ``computes``: it is done by the calling
-    thread alone, so that processor time can stand for it, see sampling.py. ``by_host``: the host's processors do most
-    of it on a CUDA device, too. ``settles``: the host waits for the device in the middle of it.
+    ``messages``: what is issued counts so many times. ``builds``: tensors are made for every size. ``by_host``: the
+    host's processors do most of it on a CUDA device, too. ``settles``: the host waits for the device in the middle.
     """
 
     name = ""
     messages = 1
-    computes = False
+    builds = False
     by_host = False
     settles = False
 
@@ -70,7 +69,7 @@ class Operation(ABC):
 class Step(Operation):
     """A step of an optimizer on tensors of one size, which are made when it is first asked for."""
 
-    computes = True
+    builds = True
     _size: int | None = None
 
     def issue(self, size_bytes: int, round_index: int) -> Handle:

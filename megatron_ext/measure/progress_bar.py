@@ -1,11 +1,11 @@
 """Progress on standard error: a line that changes on a terminal, elsewhere a new line every few seconds."""
 
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import IO
 
 WORD_SECONDS, DRAWN_SECONDS = 10.0, 0.5
 """How often a line is printed, also while one piece of work lasts, and how often it changes on a terminal."""
@@ -45,23 +45,20 @@ class Words:
 
 
 @contextmanager
-def bar(shown: bool, seconds: float) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields ``progress(done, total, what)`` for work that takes about ``seconds``; with ``shown`` false nothing is
-    said."""
-    words, ended, drawn = Words(seconds), threading.Event(), sys.stderr.isatty()
+def bar(seconds: float, stream: IO[str]) -> Iterator[Callable[[int, int, str], None]]:
+    """Yields ``progress(done, total, what)`` for work that takes about ``seconds``; it is said on ``stream``."""
+    words, ended, drawn = Words(seconds), threading.Event(), stream.isatty()
 
     def say() -> None:
         while not ended.wait(DRAWN_SECONDS if drawn else WORD_SECONDS):
             line = CLEAR + words.line()[: shutil.get_terminal_size().columns - 1] if drawn else words.line() + "\n"
-            print(line, end="", file=sys.stderr, flush=True)
+            print(line, end="", file=stream, flush=True)
 
     thread = threading.Thread(target=say, daemon=True)
-    if shown:
-        thread.start()
+    thread.start()
     try:
         yield words.update
     finally:
         ended.set()
-        if shown:
-            thread.join()
-            print(CLEAR if drawn else "", end="", file=sys.stderr, flush=True)
+        thread.join()
+        print(CLEAR if drawn else "", end="", file=stream, flush=True)

@@ -53,17 +53,20 @@ Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
 
 
-def run(fabric: Fabric, report: Report, so_far: Callable[[dict], None] = lambda raw: None) -> dict | None:
+def run(
+    fabric: Fabric, report: Report, so_far: Callable[[dict], None] = lambda raw: None, *, ends: bool = False
+) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None on the other ranks.
 
-    Where it takes ``MOST_OVER`` times as long as asked for, standard error says in which lines all threads are.
+    Where it takes ``MOST_OVER`` times as long as asked for, standard error says in which lines all threads are, and
+    with ``ends`` the process ends with exit code 1.
 
     Args:
         report: its ``done`` is 0 until measuring begins.
         so_far: given what there is when the curves and compute are done, and later; on rank 0 only.
     """
     measurement = Measurement(fabric, report)
-    faulthandler.dump_traceback_later(MOST_OVER * fabric.options.seconds, file=2)
+    faulthandler.dump_traceback_later(MOST_OVER * fabric.options.seconds, file=2, exit=ends)
     measurement.take_passes()
     result = measurement.finish(so_far)
     faulthandler.cancel_dump_traceback_later()
@@ -273,7 +276,7 @@ class Measurement:
             found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(found)
             taken = monotonic() - begun
-            self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].computes)
+            self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].builds)
             self.spent[name] += taken
             if taken > 2 * seconds:
                 self.overlong[name, size] = taken

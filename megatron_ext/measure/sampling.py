@@ -1,15 +1,8 @@
-"""Time an operation often enough, on every rank at once.
-
-[Note: Compute among the ranks]
-What a thread computes alone is timed by processor time on machines without a device, for the
-reason given in layer_times.py, and then multiplied by the ranks that share one processor.
-"""
+"""Time an operation often enough, on every rank at once."""
 
 from __future__ import annotations
 
-from time import perf_counter, thread_time
-
-import torch
+from time import perf_counter
 
 from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
@@ -41,11 +34,6 @@ def timed(
     the host itself does (a drive, another node) is timed by its clock there, too."""
     if timer is not None and not operation.by_host:
         return _on_device(timer, operation, size_bytes, round_index)
-    if operation.computes and torch.get_num_threads() == 1:
-        start = thread_time()
-        operation.issue(size_bytes, round_index).wait()
-        us = (thread_time() - start) * 1e6 * fabric.ranks_per_processor
-        return us, us
     start = perf_counter()
     handle = operation.issue(size_bytes, round_index)
     issued = perf_counter()

@@ -44,11 +44,10 @@ class LayerRunner:
         run: ``run(index)``, one forward of a layer; returns its output.
         layers: which it takes in turns.
         boundary: the layers' input, whose gradient they hand back; None for the embedding.
-        waits: for other ranks, whose part of a tensor or of the tokens a layer needs.
     """
 
-    def __init__(self, run, layers: list[Layer], boundary, waits: bool):
-        self._run, self._boundary, self.waits = run, boundary, waits
+    def __init__(self, run, layers: list[Layer], boundary):
+        self._run, self._boundary = run, boundary
         self._parameters: list[list] = [[own for _, own in layer.parameters] for layer in layers]
         self.visits = len(layers)
         every = [parameter for owned in self._parameters for parameter in owned]
@@ -183,8 +182,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     ends, runners = {"embedding": (embedding, None), "output": (output, hidden)}, {}
     for kind, like in _by_kind(model).items():
         run, boundary = ends.get(kind) or (partial(decoder, like), hidden)
-        waits = args.tensor_model_parallel_size > 1 or (kind == "moe" and args.expert_model_parallel_size > 1)
-        runners[kind] = LayerRunner(run, like, boundary, waits)
+        runners[kind] = LayerRunner(run, like, boundary)
     micro_batches = read_batches(args) if read_batches is not None else _stacked_batches(tokens, positions)
     for kind, runner in runners.items():
         if kind in ends or alike:

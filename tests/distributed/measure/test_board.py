@@ -2,25 +2,22 @@
 
 import mmap
 import multiprocessing
-import os
 import time
 
 import numpy as np
 import pytest
 
-from megatron_ext.measure.board import POLLS, SharedBoard
+from megatron_ext.measure import board
+from megatron_ext.measure.board import SharedBoard
 
 RANKS, ROUNDS = 4, 200
 
 
-def in_ranks(function, own_session=True):
-    """``function(board, rank)`` in as many processes as ranks, each in a session as torchrun starts them; fails where
-    one does."""
+def in_ranks(function):
+    """``function(board, rank)`` in as many processes as ranks; fails where one does."""
     memory = mmap.mmap(-1, SharedBoard.size_bytes(RANKS))
 
     def body(rank):
-        if own_session:
-            os.setsid()
         function(SharedBoard(memoryview(memory), rank, RANKS), rank)
 
     fork = multiprocessing.get_context("fork")  # for the memory's sake, which has no name
@@ -40,11 +37,11 @@ def shared_array(*shape) -> np.ndarray:
 
 
 @pytest.mark.parametrize("polls", [0, 50])
-def test_nobody_leaves_before_everyone_has_come(polls):
+def test_nobody_leaves_before_everyone_has_come(monkeypatch, polls):
+    monkeypatch.setattr(board, "POLLS", polls)
     came, left = shared_array(RANKS, ROUNDS), shared_array(RANKS, ROUNDS)
 
     def rounds(board, rank):
-        board.polls = polls
         for index in range(ROUNDS):
             if (index + rank) % 7 == 0:
                 time.sleep(1e-3)  # another rank comes last every time
@@ -57,11 +54,11 @@ def test_nobody_leaves_before_everyone_has_come(polls):
     assert (came > 0).all()
 
 
-def test_who_waits_leaves_the_processor_to_others():
+def test_who_waits_leaves_the_processor_to_others(monkeypatch):
+    monkeypatch.setattr(board, "POLLS", 0)
     used = shared_array(RANKS)
 
     def wait(board, rank):
-        board.polls = 0
         if rank == 0:
             time.sleep(0.5)
         start = time.process_time()
@@ -93,17 +90,3 @@ def test_what_is_posted_is_read_by_others():
 
     in_ranks(exchange)
     assert (read == 100 + np.arange(RANKS)).all()
-
-
-@pytest.mark.parametrize(
-    ("processors", "own_session", "polls"), [(2, True, 0), (2, False, POLLS), (RANKS, True, POLLS)]
-)
-def test_ranks_yield_only_to_whom_they_can(monkeypatch, processors, own_session, polls):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    found = shared_array(RANKS)
-
-    def look(board, rank):
-        found[rank] = board.polls
-
-    in_ranks(look, own_session)
-    assert (found == polls).all()

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -208,10 +209,10 @@ def rank_processes(parent: int) -> list[int]:
         if entry.name.isdigit():
             try:
                 command = (entry / "cmdline").read_bytes().decode(errors="replace")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                state, parent_of, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if "megatron_ext.measure.rank_process" in command and f'"parent": {parent},' in command and state != "Z":
+            if "megatron_ext.measure.local_launch" in command and int(parent_of) == parent and state != "Z":
                 found.append(int(entry.name))
     return found
 
@@ -251,14 +252,16 @@ def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_killed_rank_ends_the_measurement():
-    killed = []
+def test_a_killed_rank_ends_the_measurement(capfd):
+    def kill_one():
+        while len(running := rank_processes(os.getpid())) < 2:
+            time.sleep(0.05)
+        os.kill(running[-1], signal.SIGKILL)
 
-    def kill_one(done, total, what):
-        if not killed:
-            killed.append(rank_processes(os.getpid())[-1])
-            os.kill(killed[0], signal.SIGKILL)
-
-    with pytest.raises(local_launch.RankFailed, match="was killed by signal 9"):
-        measure(Options(**QUICK), kill_one)
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    with pytest.raises(local_launch.RankFailed):
+        measure(Options(**QUICK))
+    killer.join()
+    assert "was ended by SIGKILL; ending the other ranks" in capfd.readouterr().err
     assert rank_processes(os.getpid()) == []

@@ -35,7 +35,7 @@ def test_the_start_is_said_and_what_is_left_is_counted_from_its_end(clock):
 
 def test_lines_come_also_where_nothing_new_is_told(monkeypatch, capsys):
     monkeypatch.setattr(progress_bar, "WORD_SECONDS", 0.02)
-    with bar(True, 40.0) as progress:
+    with bar(40.0, sys.stderr) as progress:
         progress(3, 9, "optimizer 2 GiB")
         time.sleep(0.2)
     said = capsys.readouterr().err
@@ -44,19 +44,11 @@ def test_lines_come_also_where_nothing_new_is_told(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_others_than_the_first_rank_say_nothing(monkeypatch, capsys):
-    monkeypatch.setattr(progress_bar, "WORD_SECONDS", 0.01)
-    with bar(False, 40.0) as progress:
-        progress(3, 9, "optimizer 2 GiB")
-        time.sleep(0.1)
-    assert capsys.readouterr().err == ""
-
-
 def test_a_terminal_has_one_line_that_changes(monkeypatch, capsys):
     monkeypatch.setattr(progress_bar, "DRAWN_SECONDS", 0.02)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(progress_bar.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
-    with bar(True, 40.0) as progress:
+    with bar(40.0, sys.stderr) as progress:
         progress(3, 9, "optimizer 2 GiB")
         time.sleep(0.15)
     lines = capsys.readouterr().err.split(progress_bar.CLEAR)

@@ -23,7 +23,7 @@ def operation_of(name, fabric):
     done = SimpleNamespace(wait=lambda: None)
     return SimpleNamespace(
         name=name,
-        computes=False,
+        builds=False,
         close=lambda: None,
         issue=lambda size, round_index: done,
         made_bytes=lambda size: 3 * size,

@@ -52,7 +52,7 @@ def machine(monkeypatch):
         return found
 
     def operation(name):
-        made = SimpleNamespace(name=name, computes=name != "cpu", close=lambda: None, made_bytes=lambda size: 0)
+        made = SimpleNamespace(name=name, builds=name != "cpu", close=lambda: None, made_bytes=lambda size: 0)
         made.issue = lambda size, index: SimpleNamespace(wait=lambda: None)
         return type(name, (), {"name": name, "__new__": lambda cls, fabric: made})
 
