@@ -22,6 +22,7 @@ def build_model_and_optimizer(args):
         overlap_param_gather=args.overlap_param_gather,
         align_param_gather=args.overlap_param_gather and args.num_virtual_stages_per_pipeline_rank is not None,
         use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
     )
     chunks = gpt_model.build_chunks(args, config)
     if args.init_by_name:

@@ -86,7 +86,7 @@ def device_reserve(
         activation_bytes: at their peak.
         within_layer: :func:`temporary_bytes`.
     """
-    sizes = (parallel.dp, parallel.tensor_model_parallel_size, parallel.pp)
+    sizes = (parallel.dp, parallel.instances, parallel.tensor_model_parallel_size, parallel.pp)
     communicators = sum(size > 1 for size in sizes) + (parallel.pp > 1) + (parallel.world_size > 1)
     channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
     measured = None if table is None else table.set_up.beside_allocator_bytes

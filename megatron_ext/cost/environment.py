@@ -15,16 +15,20 @@ from megatron_ext.formats.facts import Facts
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import ITEM_BYTES, Workload
 
+INSTANCES = "num_distributed_optimizer_instances"
+
 PARTS = ("hardware", "software", "world_sizes")
 
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
-    """The sizes of a run that its costs depend on. A table is measured by one rank of every tensor-parallel
-    group (beside experts the program knows no other parallelism), so of a node's ranks only those are counted."""
+    """The sizes of a run that its costs depend on; ``data_parallel_size`` is that of one instance of the optimizer. A
+    table is measured by one rank of every tensor-parallel group (beside experts the program knows no other
+    parallelism), so of a node's ranks only those are counted."""
     experts = {"expert_data_parallel_size": parallel.expert_dp} if parallel.expert_dp != parallel.dp else {}
     return {
         **experts,
         "data_parallel_size": parallel.dp,
+        INSTANCES: parallel.instances,
         "pipeline_model_parallel_size": parallel.pp,
         "ranks_per_node": max(min(parallel.node_size, parallel.world_size) // parallel.tensor_model_parallel_size, 1),
     }
@@ -42,7 +46,7 @@ def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[st
     for part in PARTS:
         stored = getattr(metadata, part)
         for name, here in environment.get(part, {}).items():
-            there = stored.get(name) if isinstance(stored, Mapping) else None
+            there = stored.get(name, 1 if name == INSTANCES else None) if isinstance(stored, Mapping) else None
             if there is None and here is not None:
                 lines.append(f"{part}.{name}: the table does not say, here {here}")
             elif there != here:

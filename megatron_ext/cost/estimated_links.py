@@ -114,8 +114,21 @@ class Links:
     def tensor_all_reduce(self) -> Line:
         """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""
         tp = self.parallel.tensor_model_parallel_size
-        half = self.ring(tp, -(-tp // self.ranks_per_node))
+        return self._all_reduce(tp, -(-tp // self.ranks_per_node))
+
+    def _all_reduce(self, ranks: int, nodes: int) -> Line:
+        half = self.ring(ranks, nodes)
         return Line(2 * half.us - self.sheet.collective_us.value, 2 * half.us_per_byte)
+
+    def reduce(self, ranks: int) -> Line:
+        """Reduce-scatter of a group whose shards ``ranks`` share, and where there are several instances the all-reduce
+        of the shard among the ranks that hold it in each of them."""
+        scatter, parallel = self.gather(ranks), self.parallel
+        if parallel.instances == 1:
+            return scatter
+        counterparts = range(0, parallel.world_size // parallel.pp, parallel.of_instance)
+        shard = self._all_reduce(parallel.instances, len({*parallel.nodes_of(counterparts)})).scaled(1 / ranks)
+        return Line(scatter.us + shard.us, scatter.us_per_byte + shard.us_per_byte)
 
     def p2p(self) -> Line:
         """One activation message; the slowest between two pipeline ranks."""

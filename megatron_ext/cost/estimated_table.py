@@ -122,7 +122,7 @@ class _Estimates:
 
     def reduce(self, ranks: int) -> Line:
         """Of a group whose shards ``ranks`` share, by bytes of its parameters."""
-        return self.links.gather(ranks).scaled(GRADIENT_BYTES / self._item)
+        return self.links.reduce(ranks).scaled(GRADIENT_BYTES / self._item)
 
     def optimizer(self) -> Line:
         """The step of one rank's shards with norm and clipping, by bytes of its whole parameters."""

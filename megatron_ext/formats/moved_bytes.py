@@ -28,6 +28,13 @@ MovedBytes = dict[Kind, dict[Link, int]]
 Row = tuple[Kind, Link, int]
 
 
+def reduced_bytes(size_bytes: int, ranks: int, instances: int) -> int:
+    """What one of ``ranks`` receives of the reduce of a gradient of ``size_bytes``: a reduce-scatter among these, and
+    behind it an all-reduce of its shard among ``instances`` that hold the same parameters, by a ring."""
+    shard = size_bytes // ranks
+    return size_bytes - shard + 2 * (shard - shard // instances)
+
+
 def add_up(rows: Iterable[Row]) -> MovedBytes:
     """The sum of ``rows``, in the order of the lists above. A copy to or from device or drive needs no row of
     ``host_memory``."""

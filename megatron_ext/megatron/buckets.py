@@ -22,6 +22,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.moved_bytes import reduced_bytes
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime import host_memory
@@ -87,15 +88,18 @@ def lay_out(
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
     _require_host_memory(ddp, [index for index in kept if kept[index] == "host"], members, ranks_of_node)
+    instances = _instances(ddp)
     _drop_old(ddp)
     by_index = {}
     ordered: dict[bool, list] = {False: [], True: []}  # of experts
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
-        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept, late)
+        of_kind = instances.get(is_expert(buffer.params[0]), {})
+        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept, late, of_kind.get(INSTANCES))
         for index, bucket in zip(indices, buffer.buckets):
             bucket_group = bucket_group_class(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
             )
+            vars(bucket_group).update(of_kind)
             gradient = getattr(bucket, "gradient", None)
             if gradient is not None:
                 assert isinstance(bucket_group, ScheduledBucketGroup)
@@ -112,6 +116,31 @@ def lay_out(
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
     return by_index
+
+
+def instances_of(config) -> int:
+    """Of a DistributedDataParallelConfig, in how many instances of the optimizer the replicas are."""
+    return getattr(config, "num_distributed_optimizer_instances", 1)
+
+
+INSTANCES = "inter_distributed_optimizer_instance_group"
+"""Megatron's name in a bucket group for the ranks that hold the same shard in other instances."""
+
+
+def _instances(ddp) -> dict[bool, dict[str, object]]:
+    """By whether they are of experts, what Megatron's bucket groups reduce across instances by; empty where there is
+    one instance."""
+    kinds = {False: ddp.bucket_groups, True: getattr(ddp, "expert_parallel_bucket_groups", ())}
+    names = (INSTANCES, "communication_stream") if instances_of(ddp.ddp_config) > 1 else ()
+    return {experts: {name: getattr(own[0], name) for name in names} for experts, own in kinds.items() if own}
+
+
+def begun_reduce(bucket_group):
+    """What is waited for of the reduce that ``bucket_group`` has just begun. With several instances Megatron keeps no
+    handle: a stream of its own makes both collectives, one after the other. (There always is one of the two:
+    overlap_param_gather, which a schedule needs, needs overlap_grad_reduce.)"""
+    handle = bucket_group.grad_reduce_handle
+    return bucket_group.communication_stream.record_event() if handle is None else handle
 
 
 def _indices(buffer, groups: dict[int, Group], members: dict[int, list], file) -> list[int]:
@@ -190,7 +219,7 @@ def _drop_old(ddp) -> None:
 
 
 def _lay_out_buffer(
-    buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str], late: LateModel | None
+    buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str], late: LateModel | None, instances
 ) -> None:
     """Replace a buffer's buckets by one bucket a group, each with its own parameter storage.
 
@@ -215,7 +244,7 @@ def _lay_out_buffer(
     buffer.grad_numel = start  # counted apart from parameters, which 4-bit ones need
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
-    storages = _move_parameters(buffer, members, ranges, device, late)
+    storages = _move_parameters(buffer, members, ranges, device, late, instances)
     wholes, shards = make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     none_extra = accepted(buffer._new_bucket, bucket_params_with_extra_main_grads=[])  # refused at start
     resting, buffer.grad_data = buffer.grad_data, buffer.grad_data.new_zeros(1).expand(start)
@@ -236,13 +265,14 @@ def _lay_out_buffer(
             vars(parameter)["main_grad"] = bucket.grad_data[first - begin : last - begin].view(parameter.shape)
         if whole is None:  # freed at once: one of them has bytes at a time
             rank = buffer.data_parallel_group.rank()
-            vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, shard, rank * shard.numel())
+            place = rank * shard.numel(), instances_of(buffer.ddp_config)
+            vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, shard, *place)
         buffer.buckets.append(bucket)
     buffer.grad_data = resting
 
 
 def _move_parameters(
-    buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device, late: LateModel | None
+    buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device, late: LateModel | None, instances
 ) -> list[torch.Tensor]:
     """Move the parameters of every group into a new storage; the old one is free then."""
     storages = []
@@ -255,7 +285,7 @@ def _move_parameters(
                 view.copy_(parameter.data if late is None else late.value_of(parameter))
                 parameter.data = view
         if late is not None:
-            late.hold(index, storages[-1], buffer.data_parallel_group)
+            late.hold(index, storages[-1], buffer.data_parallel_group, instances)
     if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
         buffer.param_data.untyped_storage().resize_(0)
     buffer.param_data = None  # every bucket gets parameters of its own
@@ -343,8 +373,7 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     def issue_reduce(self):
         """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle."""
         super().start_grad_sync()
-        handle, self.grad_reduce_handle = self.grad_reduce_handle, None
-        assert handle is not None  # overlap_param_gather, which a schedule needs, needs overlap_grad_reduce
+        handle, self.grad_reduce_handle = begun_reduce(self), None
         return handle
 
     def register_grad_ready(self, *args, **kwargs):
@@ -363,11 +392,11 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
         if self.gradient is None:
             super().start_grad_sync(*args, **kwargs)
             if self.executor.recorder is not None:
-                size = self.buckets[0].grad_data.nbytes
-                others = size - size // self.intra_distributed_optimizer_instance_size
-                self.executor.recorder.moved("gradient", "network", others)
+                sizes = self.intra_distributed_optimizer_instance_size, instances_of(self.ddp_config)
+                size = reduced_bytes(self.buckets[0].grad_data.nbytes, *sizes)
+                self.executor.recorder.moved("gradient", "network", size)
             if self.reduced is not None:
-                self.reduced(self.grad_reduce_handle)
+                self.reduced(begun_reduce(self))
 
     def start_param_sync(self, force_sync: bool = False):
         if force_sync and self.executor is not None:

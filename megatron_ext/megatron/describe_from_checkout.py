@@ -28,7 +28,7 @@ import msgspec
 
 from megatron_ext.cpubench import parser_options
 from megatron_ext.formats import json_files
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.launch.launcher import end_with_parent
 from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.gpt_arguments import limits_of
@@ -216,6 +216,10 @@ def _parse_for_no_gpu() -> None:
     def check(args):
         args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
         refuse_combinations(args)
+        ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
+        if ranks % (instances := getattr(args, "num_distributed_optimizer_instances", 1)):
+            why = f"does not divide the {ranks} data-parallel ranks (x context)"  # Megatron's words name no option
+            raise option_error("num_distributed_optimizer_instances", why, instances)
 
     parser_options.add_to_parsers(parser_options.KERNELS, check)
     argparse.ArgumentParser.error = refuse

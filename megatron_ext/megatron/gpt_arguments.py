@@ -26,6 +26,7 @@ PARALLEL_SIZES = {
     "num_virtual_stages_per_pipeline_rank": None,
     "num_layers_per_virtual_pipeline_stage": None,
     "tensor_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
     "microbatch_group_size_per_virtual_pipeline_stage": None,
 }
 """Whole numbers and their defaults."""
@@ -177,6 +178,7 @@ PARALLEL = (
     "micro_batch_size",
     "num_virtual_stages_per_pipeline_rank",
     "data_parallel_size",
+    "num_distributed_optimizer_instances",
     "global_batch_size",
     "gpus_per_node",
     "num_layers_per_virtual_pipeline_stage",
@@ -316,6 +318,7 @@ def parallel_of(args):
         order="interleaved" if vp else None,
         ep=getattr(args, "expert_model_parallel_size", 1),
         etp=getattr(args, "expert_tensor_parallel_size", None),
+        instances=args.num_distributed_optimizer_instances,
     )
 
 

@@ -21,7 +21,7 @@ SAME_NAMES = (
 )
 """Options that Megatron's TransformerConfig calls as its command line does."""
 GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size")
+GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances")
 """Options that Megatron's parallel_state calls so."""
 
 

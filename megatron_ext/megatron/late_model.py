@@ -91,10 +91,12 @@ class LateModel:
         """The values of ``parameter``, wherever they are; they are asked for once."""
         return self._parked.take(parameter)
 
-    def hold(self, index: int, whole: torch.Tensor, process_group) -> None:
-        """``whole`` has the values of group ``index``: keep this rank's shard."""
-        if process_group.size() > 1:
-            dist.broadcast(whole, src=dist.get_global_rank(process_group, 0), group=process_group)
+    def hold(self, index: int, whole: torch.Tensor, process_group, instances=None) -> None:
+        """``whole`` has the values of group ``index``: keep this rank's shard. ``instances``: the process group of the
+        ranks that hold it in other instances, where there are any."""
+        for group in (instances, process_group):
+            if group is not None and group.size() > 1:
+                dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
         entry = self.schedule.groups[index]
         group = FreedGroup(
             *(index, f"chunk {entry.model_chunk_id}", whole, process_group.rank(), process_group.size()),

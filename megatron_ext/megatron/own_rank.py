@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.late_model import LateModel
+from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.issuer import Issuer
@@ -62,10 +63,11 @@ class OwnRank:
     @cached_property
     def process_groups(self) -> dict[int, dist.ProcessGroup]:
         """Megatron's process groups that shards are in, by their number of ranks: the data-parallel one, and that of
-        experts."""
+        experts; of one instance."""
         buffers = [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
         found = {buffer.data_parallel_world_size: buffer.data_parallel_group for buffer in buffers}
-        dense: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        get = parallel_state.get_data_parallel_group
+        dense: Any = get(with_context_parallel=True, **accepted(get, partial_data_parallel=True))
         return found | {dist.get_world_size(dense): dense}
 
     @property

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
+from megatron_ext.megatron.buckets import begun_reduce
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, steps_on_the_host
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
@@ -69,7 +70,7 @@ class ReferenceGradients:
             group = self._groups[index]
             if group.model_chunk_id == self._chunk and (last or visit % group.reduce_every == 0):
                 upstream._ParamAndGradBucketGroup.start_grad_sync(bucket_group)
-                bucket_group.grad_reduce_handle.wait()
+                begun_reduce(bucket_group).wait()
                 bucket_group.grad_reduce_handle = None
                 shard.add_(part)
                 bucket_group.buckets[0].grad_data.zero_()

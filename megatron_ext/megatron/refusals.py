@@ -25,7 +25,6 @@ REASONS = {
     "fp4_param_gather": _SCALED,
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of gradients",
     "use_layer_wise_distributed_optimizer": _WHOLE_LAYERS,
-    "num_distributed_optimizer_instances": "shards lie over a part of the replicas; routes and bills count all of them",
     "overlap_moe_expert_parallel_comm": "runs layers of two micro-batches in turns, which no order of steps has",
     "use_tp_pp_dp_mapping": "numbers the ranks of a node in another way",
     "hybrid_context_parallel": "gives ranks parts of sequences that differ by micro-batch",
@@ -44,7 +43,6 @@ REASONS = {
 combined with a schedule. Releases name some of them differently; absent ones are skipped."""
 
 NEUTRAL = dict.fromkeys(REASONS, False) | {
-    "num_distributed_optimizer_instances": 1,
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     "cuda_graph_impl": "none",
 }
@@ -56,13 +54,7 @@ REASONS |= {
     "cuda_graph_scope": _GRAPH,
 }
 
-OF_DDP = (
-    "use_megatron_fsdp",
-    "nccl_ub",
-    "fp8_param_gather",
-    "reuse_grad_buf_for_mxfp8_param_ag",
-    "num_distributed_optimizer_instances",
-)
+OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Those that DistributedDataParallel is told, also where no command line says so."""
 
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"

@@ -71,4 +71,5 @@ def parallel_of_megatron(args) -> Parallel:
         order="interleaved" if vp else None,
         ep=getattr(args, "expert_model_parallel_size", 1),
         etp=getattr(args, "expert_tensor_parallel_size", None),
+        instances=getattr(args, "num_distributed_optimizer_instances", 1),
     )

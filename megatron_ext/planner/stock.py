@@ -56,7 +56,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
     if workload.zero_stage == 3:
         return _stock_zero3(workload, cut or layer_buckets)
     parallel = workload.parallel
-    cut = cut or (lambda chunk: stock_buckets(chunk, parallel.dp))
+    cut = cut or (lambda chunk: stock_buckets(chunk, parallel.data_parallel_size))
     parts = [part for chunk in workload.chunks for part in cut(chunk)]
     first_layers, of_experts = [min(p.layer for p in part) for part in parts], [part[0].expert for part in parts]
     groups, of_stage = groups_of(workload, cut)
@@ -103,7 +103,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     """
     assert workload.zero_stage < 3, "stock Megatron has no zero stage 3"
     parallel = workload.parallel
-    groups, of_stage = groups_of(workload, lambda chunk: stock_buckets(chunk, parallel.dp))
+    groups, of_stage = groups_of(workload, lambda chunk: stock_buckets(chunk, parallel.data_parallel_size))
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
         stages = range(pp_rank, parallel.pp * parallel.vp, parallel.pp)

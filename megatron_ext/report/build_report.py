@@ -179,7 +179,7 @@ def _states_bytes_per_s(run: RunDir) -> float | None:
         states_on_drive_bytes([group for group in run.schedule.groups if group.pp_rank == pp_rank], run.workload)
         for pp_rank in range(parallel.pp)
     )
-    return 2 * held * parallel.dp * parallel.tensor_model_parallel_size * run.iterations / busy_us * 1e6
+    return 2 * held * parallel.world_size // parallel.pp * run.iterations / busy_us * 1e6
 
 
 def _workload_of_stock(run: RunDir) -> Workload:
@@ -193,7 +193,7 @@ def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, Ran
     census, parallel = run.scheduled.census, run.workload.parallel
     if not census:
         return ()
-    ranks = parallel.dp * parallel.tensor_model_parallel_size  # of one pipeline rank, next to each other
+    ranks = parallel.world_size // parallel.pp  # of one pipeline rank, next to each other
     counted = [
         max(census[pp_rank * ranks : (pp_rank + 1) * ranks], key=lambda held: held.device_total_bytes)
         for pp_rank in range(parallel.pp)

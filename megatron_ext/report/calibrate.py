@@ -96,7 +96,7 @@ def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for event in given:
-        pp_rank = event.rank // (parallel.dp * parallel.tensor_model_parallel_size)
+        pp_rank = event.rank // (parallel.world_size // parallel.pp)
         part = part_of(event)
         chunk = _stage(event.name) // parallel.pp if part in (FORWARD, BACKWARD) else 0
         ranks[pp_rank].add(event.rank)

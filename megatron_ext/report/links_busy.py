@@ -56,15 +56,15 @@ def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] 
     """Transfers by the three links, the last first; of all-gathers see [Note: When an all-gather moves bytes].
     ``groups`` of the schedule say which ranks gather one together; without them the data-parallel ranks do."""
     transfers = sorted((e for e in events if e.lane in LINKS and e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
-    of_stage = parallel.world_size // parallel.pp
-    sets = {str(index): of_stage // group.ranks for index, group in enumerate(groups)}
+    of_instance = parallel.of_instance
+    sets = {str(index): of_instance // group.ranks for index, group in enumerate(groups)}
     times, issued, found = Counter(), {}, []
     for event in reversed(transfers):  # the last rank to issue one comes first
         begin, end = event.start_us, event.start_us + event.duration_us
         if event.lane == "gpu":
             times[event.rank, event.name] += 1
             own = event.rank % sets.get(event.name.rpartition(" ")[2], parallel.tensor_model_parallel_size)
-            which = event.rank // of_stage, own, event.name, times[event.rank, event.name]
+            which = event.rank // of_instance, own, event.name, times[event.rank, event.name]
             begin = min(issued.setdefault(which, begin), end)
         found.append(event._replace(start_us=begin, duration_us=end - begin))
     return found

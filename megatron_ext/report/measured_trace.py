@@ -188,4 +188,4 @@ class _RankTrace:
 
 
 def _pp_rank_of(parallel: Parallel, rank: int) -> int:
-    return rank // (parallel.dp * parallel.tensor_model_parallel_size)
+    return rank // (parallel.world_size // parallel.pp)

@@ -32,9 +32,9 @@ def moved(
             gathered beside the schedule (an evaluation, a checkpoint) more, so medians are taken.
     """
     bills, found = byte_bill(schedule, workload), []
-    ranks = workload.parallel.world_size // workload.parallel.pp  # of one pipeline rank, next to each other
+    ranks, instances = workload.parallel.of_instance, workload.parallel.instances
     for rank, own in enumerate(counts):
-        planned = bills[rank // ranks][rank % ranks * len(bills[0]) // ranks]
+        planned = bills[rank // ranks // instances][rank % ranks * len(bills[0]) // ranks]
         chosen = [own[index] for index in indices]
         counted: MovedBytes = {kind: links for kind in KINDS if (links := _medians(chosen, kind))}
         found.append(Moved(rank, planned, counted))

@@ -180,7 +180,7 @@ def _title(report: Report) -> str:
     p = report.run.workload.parallel
     samples = report.iteration_time_us.scheduled.samples
     return (
-        f"PP {p.pp} x VP {p.vp} x DP {p.dp}, {p.num_microbatches} micro-batches, zero stage "
+        f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}, {p.num_microbatches} micro-batches, zero stage "
         f"{report.run.workload.zero_stage}; "
         f"medians over {samples} iterations, the first {report.warm_up} left out"
     )

@@ -209,7 +209,7 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
 
     parallel = report.run.workload.parallel
     title = (
-        f"One training iteration at PP {parallel.pp} x VP {parallel.vp} x DP {parallel.dp}, "
+        f"One training iteration at PP {parallel.pp} x VP {parallel.vp} x DP {parallel.data_parallel_size}, "
         f"{parallel.num_microbatches} micro-batches"
     )
     figure.text(0.01, 1 - 0.24 / inches, title, fontsize=14, fontweight="bold", va="center")

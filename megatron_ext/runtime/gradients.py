@@ -27,7 +27,7 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.formats.moved_bytes import ADD_PASSES
+from megatron_ext.formats.moved_bytes import ADD_PASSES, reduced_bytes
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import Residency, ScheduleError
 from megatron_ext.runtime.issuer import Issuer
@@ -57,19 +57,25 @@ class Gradient:
         shard: 1D tensor of ``whole``'s dtype, where this rank's reduced part is added up; on the device or in host
             memory.
         shard_start: element of ``whole`` at which the part begins.
+        instances: of the optimizer, among which the reduced part is added up too.
 
     Attributes:
+        network_bytes: that a reduce brings to this rank.
         version: reduces that were issued.
         issue: begins the reduce-scatter of ``whole`` in place; returns its handle.
     """
 
-    __slots__ = ("index", "whole", "shard", "shard_start", "part", "state", "version", "issue", "bytes", "resize")
+    __slots__ = (
+        *("index", "whole", "shard", "shard_start", "part", "state", "version", "issue"),
+        *("bytes", "network_bytes", "resize"),
+    )
 
-    def __init__(self, index: int, whole: torch.Tensor, shard: torch.Tensor, shard_start: int):
+    def __init__(self, index: int, whole: torch.Tensor, shard: torch.Tensor, shard_start: int, instances: int = 1):
         self.index, self.whole, self.shard, self.shard_start = index, whole, shard, shard_start
         self.part = whole.narrow(0, shard_start, shard.numel())
         self.resize: Callable[[int], object] = whole.untyped_storage().resize_
         self.bytes = whole.numel() * whole.element_size()
+        self.network_bytes = reduced_bytes(self.bytes, whole.numel() // shard.numel(), instances)
         assert whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == self.bytes
         self.state, self.version = _FREED, 0
         self.issue: Callable | None = None
@@ -210,7 +216,7 @@ class Reducer(Part):
         gradient.state = _REDUCING
         reduced = gradient.issue()
         if self._recorder is not None:
-            self._recorder.moved("gradient", "network", gradient.bytes - gradient.part.nbytes)
+            self._recorder.moved("gradient", "network", gradient.network_bytes)
         self._in_flight = gradient, reduced, last
         if gradient.index in self.on_host:
             assert self._to_host is not None

@@ -13,7 +13,7 @@ Not billed: messages between stages; zeroing, the norm and the clipping of gradi
 
 from collections.abc import Iterator
 
-from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up
+from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up, reduced_bytes
 from megatron_ext.schedule.group_facts import can_step_early, members_of
 from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -27,13 +27,12 @@ from megatron_ext.workload.workload import Workload
 
 
 def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
-    """By pipeline rank and data-parallel rank, whose tensor-parallel ranks are alike; where experts are shared by other
-    ranks, by pipeline rank and rank of it. The schedule must be valid and match the workload."""
+    """By pipeline rank and data-parallel rank of an instance, whose tensor-parallel ranks are alike; where experts are
+    shared by other ranks, by pipeline rank and rank of it. The schedule must be valid and match the workload."""
     parallel = workload.parallel
-    of_stage = parallel.world_size // parallel.pp
-    alike = 1 if any(group.ranks != parallel.dp for group in schedule.groups) else of_stage // parallel.dp
+    alike = 1 if any(group.ranks != parallel.dp for group in schedule.groups) else parallel.of_instance // parallel.dp
     return [
-        [_RankBill(schedule, workload, pp_rank, rank).bill() for rank in range(0, of_stage, alike)]
+        [_RankBill(schedule, workload, pp_rank, rank).bill() for rank in range(0, parallel.of_instance, alike)]
         for pp_rank in range(parallel.pp)
     ]
 
@@ -65,8 +64,7 @@ class _RankBill:
 
     def _parts(self, group: Group) -> list[int]:
         """Elements of each parameter of which the rank has a part."""
-        parallel = self.workload.parallel
-        apart = parallel.world_size // parallel.pp // group.ranks  # ranks that hold others, of the same place
+        apart = self.workload.parallel.of_instance // group.ranks  # ranks that hold others, of the same place
         return shard_parts([p.numel for p in members_of(group, self.workload)], group.ranks)[self.rank // apart]
 
     def _item(self, group: Group) -> int:
@@ -106,7 +104,7 @@ class _RankBill:
         whole, visits = gradient_bytes(group, self.workload), 1
         if group.gradients is not None:
             visits = -(-self.workload.parallel.num_microbatches // group.reduce_every)
-        yield "gradient", "network", visits * (whole - whole // group.ranks)
+        yield "gradient", "network", visits * reduced_bytes(whole, group.ranks, self.workload.parallel.instances)
         if group.gradients == "host":
             yield "gradient", "to_host", visits * (whole // group.ranks)
             yield "host_add", "host_memory", visits * ADD_PASSES * (whole // group.ranks)

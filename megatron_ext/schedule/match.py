@@ -49,7 +49,8 @@ def _check_shared_embedding(schedule: Schedule, workload: Workload, check: Check
 _SIZES = {
     "pp": "pipeline_model_parallel_size",
     "vp": "virtual_pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
     "tensor_model_parallel_size": "tensor_model_parallel_size",
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",

@@ -121,8 +121,8 @@ def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
     """By rank of a pipeline rank, what it holds of dense groups and of experts; of ranks that hold alike, one."""
     if len(held) == 1:
         return held[parallel.dp]
-    of_stage = parallel.world_size // parallel.pp
-    places = dict.fromkeys(tuple(rank * ranks // of_stage for ranks in held) for rank in range(of_stage))
+    own = parallel.of_instance
+    places = dict.fromkeys(tuple(rank * ranks // own for ranks in held) for rank in range(own))
 
     def summed(*by_rank: list[int]) -> list[int]:
         return [sum(values[index] for values, index in zip(by_rank, place)) for place in places]

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches, part_named
 from megatron_ext.cost.curve import curves_of, has_points
+from megatron_ext.cost.environment import INSTANCES
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
@@ -73,10 +74,16 @@ class Timing:
         self._reduce = sorted(
             (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
         )
-        needed = ["reduce"] * (parallel.dp > 1) + ["optimizer"] + ["host_step"] * workload.optimizer.on_host
+        said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
+        self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
+        """How many times the reduce of a shard comes on top of the table's curve: there and back among instances."""
+        needed = ["reduce"] * (parallel.data_parallel_size > 1)
+        needed += ["optimizer"] + ["host_step"] * workload.optimizer.on_host
         self._left_out = (
             [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
         )
+        if self._apart and self.ranks == 1:  # its curve knows no other rank
+            self.leave_out("reduce")
         self._unshard: dict[tuple[str, int, str | None], float] = {}
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
         self.disturbance = Disturbance(table, self.costs, other_experts=other_experts)
@@ -248,10 +255,12 @@ class Timing:
 
     def reduce_us(self, size_bytes: int) -> float:
         """Microseconds of reducing one group's gradients; 0 where the table lacks it. A group smaller than the smallest
-        size measured takes as long as that size."""
+        size measured takes as long as that size. Where the table knows of no instances of the optimizer, their
+        all-reduce takes as long as a reduce of the shard and a gather, which moves as much."""
         if not size_bytes or not self._reduce:
             return 0.0
-        return self._estimate("reduce", max(size_bytes, self._reduce[0].size_bytes)).us
+        sizes = (size_bytes, *[size_bytes // self.ranks] * self._apart)
+        return sum(self._estimate("reduce", max(size, self._reduce[0].size_bytes)).us for size in sizes)
 
     def to_host_us(self, size_bytes: int) -> tuple[float, float]:
         """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.

@@ -28,6 +28,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``data_parallel_size`` counts context-parallel ranks. Experts are spread over ``expert_model_parallel_size`` ranks,
     each cut in ``expert_tensor_parallel_size`` parts (None: as the other parameters, by tensor-parallel size).
+    The replicas are divided into ``num_distributed_optimizer_instances``: shards lie over the ranks of one of them.
     """
 
     pipeline_model_parallel_size: int
@@ -40,6 +41,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     order: Order = "interleaved"
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
+    num_distributed_optimizer_instances: int = 1
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         order: Order | None = None,
         ep: int = 1,
         etp: int | None = None,
+        instances: int = 1,
     ) -> "Parallel":
         """Sizes by their short names. ``vp`` of None is one chunk; ``order`` of None is Megatron's for these sizes."""
         return cls(
@@ -68,6 +71,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             order=order or megatron_order(pp, vp),
             expert_model_parallel_size=ep,
             expert_tensor_parallel_size=etp,
+            num_distributed_optimizer_instances=instances,
         )
 
     @property
@@ -79,8 +83,13 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.virtual_pipeline_model_parallel_size
 
     @property
+    def instances(self) -> int:
+        return self.num_distributed_optimizer_instances
+
+    @property
     def dp(self) -> int:
-        return self.data_parallel_size
+        """Ranks that share the shards of the same parameters: the data-parallel ranks of one instance."""
+        return self.data_parallel_size // self.instances
 
     @property
     def ep(self) -> int:
@@ -92,8 +101,14 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that share the shards of the same experts, Megatron's ``expert_data_parallel_size``."""
-        return self.world_size // (self.pp * self.etp * self.ep)
+        """Ranks that share the shards of the same experts: of one instance, Megatron's
+        ``expert_data_parallel_size``."""
+        return self.of_instance // (self.etp * self.ep)
+
+    @property
+    def of_instance(self) -> int:
+        """Ranks of a pipeline rank in one instance; they are next to each other."""
+        return self.world_size // (self.pp * self.instances)
 
     def ranks_of(self, expert: bool) -> int:
         """Ranks among which a parameter is sharded."""
@@ -107,15 +122,15 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Sets of global ranks of a pipeline rank that share the shards of the same parameters.
 
         The order is Megatron's, ``tp-cp-ep-dp-pp``: dense parameters have one set for each tensor-parallel rank;
-        experts one for each expert-parallel and expert-tensor-parallel rank, the latter fastest. A rank's place in its
-        set is its (expert) data-parallel rank.
+        experts one for each expert-parallel and expert-tensor-parallel rank, the latter fastest; all those of the next
+        instance, which holds the same, follow. A rank's place in its set is its (expert) data-parallel rank there.
 
         Args:
             ranks: of a set: ``dp`` (the default) or ``expert_dp``.
         """
-        of_stage = self.world_size // self.pp
-        first, apart = pp_rank * of_stage, of_stage // (ranks or self.dp)
-        return [range(first + start, first + of_stage, apart) for start in range(apart)]
+        own, apart = self.of_instance, self.of_instance // (ranks or self.dp)
+        firsts = [number * own for number in range(pp_rank * self.instances, (pp_rank + 1) * self.instances)]
+        return [range(first + start, first + own, apart) for first in firsts for start in range(apart)]
 
     def nodes_of(self, ranks: Iterable[int]) -> list[int]:
         """The node of each of these global ranks."""
@@ -128,7 +143,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tensor_model_parallel_size
+        return self.pp * self.data_parallel_size * self.tensor_model_parallel_size
 
     @property
     def node_size(self) -> int:
@@ -142,7 +157,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
         """Global rank in Megatron's default order ``tp-cp-ep-dp-pp``."""
         tp = self.tensor_model_parallel_size
-        return (pp_rank * self.dp + dp_rank) * tp + tp_rank
+        return (pp_rank * self.data_parallel_size + dp_rank) * tp + tp_rank
 
     def node_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
         return self.global_rank(pp_rank, dp_rank, tp_rank) // self.node_size
@@ -166,17 +181,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         def refuse(name: str, message: str) -> None:
             raise InputError(message, file=file, field=f"{field}.{name}", value=getattr(self, name))
 
-        for name in (
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "data_parallel_size",
-            "tensor_model_parallel_size",
-            "num_microbatches",
-            "expert_model_parallel_size",
-            *("microbatch_group_size_per_vp_stage", "gpus_per_node", "expert_tensor_parallel_size"),
-        ):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= LARGEST:
+            if name != "order" and value is not None and not 1 <= value <= LARGEST:
                 refuse(name, f"must be between 1 and {LARGEST}")
         if self.world_size > LARGEST:
             refuse("data_parallel_size", f"more than {LARGEST} ranks")
@@ -184,6 +191,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             # Megatron's words (parallel_state.py, initialize_model_parallel).
             said = f"not divisible by expert_tensor_model_pipeline_parallel size ({model})"
             refuse("expert_model_parallel_size", f"world_size ({self.world_size}) is {said}")
+        for kind, size in (("data", self.data_parallel_size), ("expert-data", self.world_size // model)):
+            if size % self.instances:
+                refuse("num_distributed_optimizer_instances", f"does not divide the {size} {kind}-parallel ranks")
         if self.pp * self.vp * self.num_microbatches > MOST_STEPS:
             refuse("num_microbatches", f"more than {MOST_STEPS} forward steps in one iteration")
         if self.order == "no_pipeline" and self.pp != 1:

@@ -18,7 +18,8 @@ def summary(workload: Workload) -> dict:
 def text(workload: Workload, path) -> str:
     """One line for people."""
     figures, p = summary(workload), workload.parallel
-    sizes = f"PP {p.pp} x VP {p.vp} x DP {p.dp}"
+    sizes = f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}"
+    sizes += f" in {p.instances} instances of the optimizer" * (p.instances > 1)
     if workload.experts is not None:
         sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
     ramp = f", before it {', '.join(map(str, workload.ramp))}" if workload.ramp else ""

@@ -16,11 +16,17 @@ EXPERT_LAYOUTS = {
     "--expert-model-parallel-size 2",
     "experts-tensor": "--tensor-model-parallel-size 4 --sequence-parallel --data-parallel-size 1 "
     "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "experts-instances": "--num-experts 4 --data-parallel-size 4 --expert-model-parallel-size 2 "
+    "--num-distributed-optimizer-instances 2",
 }
 EXPERT_LAYOUTS = {name: options.split() for name, options in EXPERT_LAYOUTS.items()}
 """Of four processes, on which the models of ``EXPERTS`` train."""
 
+INSTANCES = "two_instances"
+"""The layout on which each half of four replicas has an optimizer of its own."""
+
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {STRICT: ["--data-parallel-size", "2"]}
+ALL_LAYOUTS |= {INSTANCES: "--data-parallel-size 4 --num-distributed-optimizer-instances 2".split()}
 
 _SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 SIZE = _SIZE.split()

@@ -57,17 +57,14 @@ class Counted(NamedTuple):
 
 
 _EP_4 = "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1"
-_INSTANCES = ("multi_dist_optimizer_instances", "resume_torch_dist_multi_dist_optimizer_instances")
 _GRAPHS = (f"{_EP_4}_resume_torch_dist_attn_cudagraph", "moe/gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_scoped_cudagraph")
 _FSDP = ("moe/deepseek_proxy_fsdp_ep2_fsdp2", "moe/deepseek_proxy_fsdp_ep2_fsdp2_1node")
 _IN_BOTH = {
-    "--num-distributed-optimizer-instances": tuple(f"gpt/gpt3_mcore_te_tp2_pp1_{name}" for name in _INSTANCES),
     "--use-megatron-fsdp": _FSDP,
     "--cuda-graph-impl": _GRAPHS,
     "--overlap-moe-expert-parallel-comm": (f"{_EP_4}_selective_recompute_experimental",),
 }
 _IN_MAIN = {
-    "--num-distributed-optimizer-instances": (f"gpt/gpt3_mcore_te_tp2_pp1_{_INSTANCES[1]}_1node",),
     "--use-megatron-fsdp": ("moe/deepseek_proxy_fsdp_ep2_fsdp2_ep_overlap",),
     "--cuda-graph-impl": (f"{_GRAPHS[1]}_1node",),
     "--fp8-param-gather": ("nemotron/nemotron3_super_release_gb200", "nemotron/nemotron3_super_release_gb200_sm"),

@@ -45,12 +45,12 @@ def make_workload(
     dtypes=("bfloat16",),
     gpus_per_node=None,
     group=None,
+    instances=1,
     **limits,
 ) -> workload.Workload:
     """Equal chunks of ``layers`` layers with five parameters each."""
-    parallel = Parallel.of(
-        pp=pp, vp=vp, dp=dp, microbatches=microbatches, order=order, gpus_per_node=gpus_per_node, group=group
-    )
+    how = dict(order=order, gpus_per_node=gpus_per_node, group=group, instances=instances)
+    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, microbatches=microbatches, **how)
     shapes = {
         "norm": (hidden,),
         "qkv": (3 * hidden, hidden),

@@ -223,7 +223,7 @@ def _of_node(setting: Setting, of_ranks: list[int]) -> int:
     """What the ranks of the node that holds most hold together, from what one of each pipeline rank holds."""
     parallel = setting.parallel
     held = [0] * parallel.num_nodes
-    others = range(parallel.dp), range(parallel.tensor_model_parallel_size)
+    others = range(parallel.data_parallel_size), range(parallel.tensor_model_parallel_size)
     for (pp_rank, size), dp_rank, tp_rank in product(enumerate(of_ranks), *others):
         held[parallel.node_of(pp_rank, dp_rank, tp_rank)] += size
     return max(held)

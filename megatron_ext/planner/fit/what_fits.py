@@ -43,7 +43,7 @@ def _nodes(problem: Problem, setting: Setting) -> int | None:
     """By how many times as many data-parallel ranks it fits, of those that divide the batch."""
     for times in MORE_NODES:
         parallel, samples = setting.parallel, setting.samples
-        dp = parallel.dp * times
+        dp = parallel.data_parallel_size * times
         if samples % (setting.batch.micro_batch_size * dp):
             continue
         count = samples // setting.batch.micro_batch_size // dp

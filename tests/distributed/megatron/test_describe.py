@@ -74,9 +74,9 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
         (["--pipeline-model-parallel-layout", "Ett|t*2L"], "--pipeline-model-parallel-layout", "--checkout DIR"),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot", "cannot be combined with a schedule"),
         (
-            ["--num-distributed-optimizer-instances", "2"],
-            "--num-distributed-optimizer-instances",
-            "cannot be combined with a schedule",
+            ["--num-distributed-optimizer-instances", "3"],
+            "--num-distributed-optimizer-instances = 3",
+            "does not divide the 2 data-parallel ranks",
         ),
         (["--optimizer", "muon"], "--optimizer", "cannot be combined with a schedule"),
         (

@@ -78,6 +78,8 @@ DRAWN = [
     ("experts-tensor", "experts-bf16", 1, 2, ("gpu", "cpu")),
     ("experts-1f1b", "experts-fp32", 1, 4, ("cpu", "nvme")),
     ("experts", "experts-fp32", 3, 1, ("cpu", "nvme")),
+    ("experts-instances", "experts-bf16", 3, 2, ("gpu", "cpu", "nvme")),
+    ("experts-instances", "experts-fp32", 1, 4, ("gpu", "cpu")),
 ]
 
 

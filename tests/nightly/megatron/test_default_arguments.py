@@ -187,6 +187,20 @@ def test_experts_go_on_as_they_would_have(tree, tmp_path, how):
         assert f"(groups[{first}] and others)" in anew and "iteration        4/" not in anew
 
 
+def test_instances_of_the_optimizer_go_on_as_they_would_have(tree, tmp_path):
+    """Two ranks share shards. Megatron loads the checkpoint with one instance, too: it goes on from the same model."""
+    trainer = Trainer(tree("0.17.1"), tmp_path, CASES["two instances of the optimizer"][1].split(), 3, 17, engine=True)
+    assert {group.ranks for group in trainer.schedule.groups} == {2}
+    load, said = saved_and_loaded(trainer, tmp_path / "saved")
+    (tmp_path / "one").mkdir()
+    one = Trainer(tree("0.17.1"), tmp_path / "one", [], 3, 17, engine=True)
+    for words in ("this was the reference", "equal to the reference"):
+        result = one.train(*load)
+        anew = result.stdout + result.stderr
+        assert result.returncode == 0 and words in anew, anew[-4000:]
+    assert len(losses(said)) == 3 and losses(anew) == pytest.approx(losses(said), rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("options", "seed"),
     [(PIPELINE, 15), ("--grad-reduce-in-bf16", 39)],

@@ -12,7 +12,9 @@ from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.layer_work import SCORE_PASSES, experts_share, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.parallel import Parallel
 
@@ -22,8 +24,9 @@ GPT = GptShape(
 LLAMA = GptShape(4, 256, 768, 8, 2, 1024, 32, gated=True, rms_norm=True, linear_bias=False, qkv_bias=False, tied=True)
 
 
-def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None):
-    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=microbatches, gpus_per_node=gpus_per_node)
+def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None, instances=1):
+    how = dict(microbatches=microbatches, gpus_per_node=gpus_per_node, instances=instances)
+    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, **how)
     batch = batch or MicroBatch(64, 2)
     return gpt_workload(shape, parallel, batch), batch
 
@@ -89,6 +92,20 @@ def test_a_gather_on_one_node_and_over_two():
     assert slow.gather().us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
     between = slow.between_nodes()
     assert between is not None and between.us_per_byte == pytest.approx(1 / (1562.5 * 0.75))
+
+
+def test_instances_of_the_optimizer_add_their_shards_up_over_the_network():
+    sheet, (work, batch) = sheets.load("h100-rdma"), run_of(dp=16, instances=2)
+    links = Links(sheet, work.parallel)
+    one, both = links.gather(), links.reduce(8)
+    # Each of 8 ranks on a node has one counterpart, and half of its eighth goes each way through its own card, twice.
+    assert one == Links(sheet, run_of()[0].parallel).gather()
+    assert both.us_per_byte - one.us_per_byte == pytest.approx(2 * 1 / 2 / 8 / (50e3 * 0.85))
+    assert both.us > one.us and Links(sheet, run_of()[0].parallel).reduce(8) == one
+    table = estimate(sheet, work, batch)
+    expected = both.scaled(4 / ITEM_BYTES["bfloat16"]).at(1 << 28)
+    assert {point.size_bytes: point.p50_us for point in table.reduce.points}[1 << 28] == pytest.approx(expected)
+    assert Timing(work, table).reduce_us(1 << 28) == pytest.approx(expected)
 
 
 def experts_of(work, ep: int, number: int, topk: int, etp: int | None = None):

@@ -54,7 +54,8 @@ def options(**more):
 
 
 def test_a_usual_run_is_accepted():
-    refuse_unsupported(options())
+    for instances in (1, 2):
+        refuse_unsupported(options(num_distributed_optimizer_instances=instances))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,6 @@ def test_a_usual_run_is_accepted():
         ("use_torch_fsdp2", True),
         ("nccl_ub", True),
         ("fp8_param_gather", True),
-        ("num_distributed_optimizer_instances", 2),
         ("overlap_moe_expert_parallel_comm", True),
         ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
         ("use_layer_wise_distributed_optimizer", True),
@@ -92,7 +92,6 @@ def test_what_cannot_be_combined_is_refused_by_name(name, value):
     ("name", "reason"),
     [
         ("fp8_param_gather", "scales"),
-        ("num_distributed_optimizer_instances", "a part of the replicas"),
         ("cuda_graph_impl", "does not run the forward of its layers"),
         ("fine_grained_activation_offloading", "share the link of host copies"),
     ],

@@ -10,7 +10,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.byte_bill import byte_bill
-from megatron_ext.schedule.memory_bill import states_on_drive_bytes
+from megatron_ext.schedule.memory_bill import memory_bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots, StepSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator import links
@@ -51,6 +51,20 @@ def test_a_visit_whose_gradients_are_added_on_the_host():
         0
     ]
     assert rarer["host_add"]["host_memory"] == 2 * 12 * numel
+
+
+def test_shards_are_added_up_among_instances_of_the_optimizer():
+    """Of 8 replicas in 4 instances each rank has a half, and three quarters of that come twice by a ring."""
+    shape = dict(pp=1, vp=1, microbatches=VISITS, order="no_pipeline", layers=LAYERS, p2p_bytes=0)
+    bills, held = [], []
+    for how in (dict(dp=2), dict(dp=8, instances=4)):
+        work = make_workload(**shape, **how)
+        schedule = validate(stock_schedule(work, layer_buckets))
+        bills.append(byte_bill(schedule, work)[0])
+        held.append(memory_bill(schedule, work)[0].memory)
+    one, four = bills
+    assert len(one) == len(four) == 2 and held[0] == held[1] and one[0]["gather"] == four[0]["gather"]
+    assert four[0]["gradient"]["network"] == one[0]["gradient"]["network"] * (1 + 2 * 3 / 4)
 
 
 @pytest.mark.parametrize("cast, link_bytes", [("host", 2), ("device", 4)])

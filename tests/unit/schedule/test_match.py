@@ -31,6 +31,14 @@ def test_a_workload_with_less_room_refuses_the_schedule(name):
         evaluate(small, make_table(work), schedule)
 
 
+def test_a_schedule_for_other_instances_of_the_optimizer_is_refused():
+    schedule, work = published()
+    assert workload.fingerprint(work) == schedule.model.fingerprint
+    split = replace(work, parallel=replace(work.parallel, num_distributed_optimizer_instances=2))
+    with pytest.raises(InputError, match="parallel.num_distributed_optimizer_instances = 1: the run has 2"):
+        match(schedule, split)
+
+
 def test_layers_are_compared_before_parameters():
     work = make_workload()
     schedule = all_gpu(work)

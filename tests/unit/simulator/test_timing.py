@@ -3,7 +3,7 @@ group, by where they are made."""
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import line, make_table, make_workload
+from planning_cases import WHOLE, line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
@@ -63,6 +63,19 @@ def test_it_needs_a_shard_in_host_memory_and_several_ranks():
     with pytest.raises(InputError, match="several data-parallel ranks"):
         validate(rerouted(single, lambda action: "cpu_shard"))
     assert {action.route for action in by_cpu_shard(single).ranks[0].steps[0].unshard} == {"gpu"}  # one rank holds it
+
+
+def test_instances_of_the_optimizer_reduce_the_shard_too():
+    """There and back, where the table was measured without them; a table that has it says so."""
+    work = make_workload(**SHAPE, instances=2)
+    table = make_table(work, **WHOLE)
+    alone = 20.0 + (1 << 20) / 1e4
+    assert Timing(work, table).reduce_us(1 << 20) == pytest.approx(alone + 2 * (20.0 + (1 << 19) / 1e4))
+    there = replace(table, metadata=replace(table.metadata, world_sizes={"num_distributed_optimizer_instances": 2}))
+    assert Timing(work, there).reduce_us(1 << 20) == pytest.approx(alone)
+    of_one = make_workload(**SHAPE, instances=4)
+    assert Timing(of_one, make_table(of_one, **WHOLE)).left_out == ("reduce",)
+    assert Timing(make_workload(**SHAPE), table).left_out == ()
 
 
 @pytest.mark.parametrize("fast", ("cpu", "gpu"))

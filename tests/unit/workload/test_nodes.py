@@ -1,9 +1,10 @@
 """Which data-parallel ranks share a node."""
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas
+from megatron_ext.workload.nodes import has_hierarchy, nodes_of_replicas, pinned_bytes_of_nodes
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -25,6 +26,17 @@ def test_replicas_by_node():
     assert nodes_of_replicas(sizes(gpus_per_node=1), 0) == [[0], [1], [2], [3]]
     pipeline = sizes(pipeline_model_parallel_size=2, data_parallel_size=2, gpus_per_node=2, order="1f1b")
     assert [nodes_of_replicas(pipeline, rank) for rank in (0, 1)] == [[[0, 1]], [[0, 1]]]
+
+
+def test_each_instance_of_the_optimizer_has_its_own_host_copy():
+    two = sizes(num_distributed_optimizer_instances=2)
+    assert [pinned_bytes_of_nodes(parallel, {2: [10]}, [1]) for parallel in (two, replace(two, gpus_per_node=2))] == [
+        [24],
+        [12, 12],
+    ]
+    assert nodes_of_replicas(replace(two, gpus_per_node=1), 0) == [[0], [1]] and has_hierarchy(
+        sizes(num_distributed_optimizer_instances=2, data_parallel_size=8, gpus_per_node=2), 0
+    )
 
 
 def test_an_uneven_spread_is_refused():

@@ -22,6 +22,25 @@ def test_replicas_are_megatrons_groups(pp, dp, tp, ep, etp):
     assert [sizes.ranks_of(kind) for kind in (False, True)] == [dp, tp * dp // (sizes.etp * ep)]
 
 
+@pytest.mark.parametrize("pp, dp, tp, ep, instances", [(1, 4, 1, 1, 2), (2, 8, 2, 2, 2), (2, 8, 2, 2, 4)])
+def test_shards_lie_over_megatrons_instances(pp, dp, tp, ep, instances):
+    """Megatron cuts the ranks that hold the same parameters in as many runs (parallel_state.py)."""
+    sizes = Parallel.of(pp=pp, dp=dp, tp=tp, ep=ep, etp=tp, microbatches=4, instances=instances)
+    sizes.check()
+    for ranks, whole, of_model in ((sizes.dp, dp, tp), (sizes.expert_dp, dp // ep, tp * ep)):
+        generator = RankGenerator(tp=of_model, ep=1, dp=whole, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+        cut = [own[i : i + ranks] for own in generator.get_ranks("dp") for i in range(0, whole, ranks)]
+        assert whole == ranks * instances
+        assert sorted(list(own) for pp_rank in range(pp) for own in sizes.replicas(pp_rank, ranks)) == sorted(cut)
+    assert sizes.world_size == pp * dp * tp and sizes.global_rank(pp - 1, dp - 1, tp - 1) == sizes.world_size - 1
+
+
+@pytest.mark.parametrize("ep, said", [(1, "does not divide the 6 data-parallel"), (3, "the 2 expert-data-parallel")])
+def test_instances_that_do_not_divide_the_ranks_are_refused(ep, said):
+    with pytest.raises(InputError, match=f"parallel.num_distributed_optimizer_instances = .: .*{said}"):
+        Parallel.of(dp=6, ep=ep, microbatches=6, instances=4 if ep == 1 else 3).check()
+
+
 def test_a_rank_is_in_the_set_of_its_tensor_parallel_rank():
     sizes = Parallel.of(pp=2, dp=3, tp=2, microbatches=4)
     for pp_rank, dp_rank, tp_rank in ((0, 2, 1), (1, 0, 1), (1, 2, 0)):
