@@ -2,8 +2,6 @@
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
-from megatron_ext.workload.nodes import copies_of_nobody, pinned_bytes_of_nodes
-from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Workload, group_bytes
 
 
@@ -78,21 +76,3 @@ def _layers(workload: Workload, pp_rank: int):
                 layers[layer] = layers.get(layer, 0) + size
         for layer, size in sorted(layers.items()):
             yield size, chunk.model_chunk_id, layer
-
-
-def pinned_need(workload: Workload, groups, routed) -> list[int]:
-    """Pinned host bytes of each node: host copies of groups that go by a host copy, the staging slots of ranks that
-    use some, and shards that rest in host memory; ``routed[i]`` is the route of ``groups[i]``."""
-    parallel = workload.parallel
-    limits = workload.limits
-    copies, (staging, shards) = copies_of_nobody(parallel), ([0] * parallel.pp for _ in range(2))
-    for group, route in zip(groups, routed):
-        if group.shard_rests == "host":
-            shards[group.pp_rank] += group.bytes // group.ranks
-        kind = kind_of(route)
-        if kind.copy == "cpu":
-            copies[group.ranks][group.pp_rank] += group.bytes
-        elif kind.staged:
-            slots = limits.nvme_slots * (limits.nvme_slot_bytes or group.bytes)
-            staging[group.pp_rank] = max(staging[group.pp_rank], slots)
-    return pinned_bytes_of_nodes(parallel, copies, [sum(pair) for pair in zip(staging, shards)])

@@ -19,7 +19,7 @@ from math import inf
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
 from megatron_ext.cost.curve import curves_of
 from megatron_ext.formats.errors import InputError
-from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, GPU, NVME, PUBLISH
+from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import ROUTE_KINDS, kind_of
 from megatron_ext.workload.workload import Workload
@@ -59,7 +59,7 @@ class LinkRates:
             for route in self.routes
             if (copy := kind_of(route).copy) is not None
         }
-        pairs = [(a, b) for a in self.routes for b in self.routes if _link(a) != _link(b)]
+        pairs = [(a, b) for a in self.routes for b in self.routes if link_of(a) != link_of(b)]
         self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
         self.excess |= {("publish", a): self._least_excess((PUBLISH,), _kinds(a)) for a in self.routes}
         self.excess |= {(a, "publish"): self._least_excess(_kinds(a), (PUBLISH,)) for a in self.routes}
@@ -77,7 +77,7 @@ class LinkRates:
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
         for number in range(1, len(self.routes) + 1):
             for chosen in combinations(self.routes, number):
-                if len({*map(_link, chosen)}) == len(chosen):
+                if len({*map(link_of, chosen)}) == len(chosen):
                     yield chosen
 
     def _together(self, rates: dict[str, float]) -> float:
@@ -150,12 +150,7 @@ def doubled(us: float, enough: Callable[[float], bool]) -> tuple[float, float]:
 
 def _kinds(route: str) -> tuple[int, ...]:
     """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
-    return (NVME, CPU) if kind_of(route).staged else (_link(route),)
-
-
-def _link(route: str) -> int:
-    """The link of a route's last leg."""
-    return GPU if kind_of(route).link == "gpu" else CPU
+    return (NVME, CPU) if kind_of(route).staged else (link_of(route),)
 
 
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from math import inf
 
 from megatron_ext.bounds.link_rates import LinkRates
+from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, kind_of
 
 LISTED = 7
 """So many parameters of a layer are looked at, the largest first."""
@@ -36,7 +37,9 @@ class LeastWait:
     def __call__(self, free_bytes: int, sizes: Sequence[int]) -> float:
         """``free_bytes``: what the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
         rates = self.rates
-        if sum(sizes) <= free_bytes or not rates.routes or ("nvme" in rates.routes and "cpu" not in rates.routes):
+        if sum(sizes) <= free_bytes or not rates.routes:
+            return 0.0
+        if HOST_COPY not in rates.routes and any(kind_of(route).staged for route in rates.routes):
             return 0.0  # what lies in a staging slot already is not bounded by the drive
         key = (free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
         if key not in self._known:
@@ -45,21 +48,21 @@ class LeastWait:
 
     def _least(self, free_bytes: int, sizes: tuple[int, ...]) -> float:
         routes = self.rates.best_rates
-        ways = {(0, 0, 0)}  # bytes that stay, that come by gpu, that come by cpu
+        ways = {(0, 0, 0)}  # bytes that stay, that are gathered, that are copied
         for size in sizes:
             found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= free_bytes}
-            if "gpu" in routes:
+            if ALL_GATHER in routes:
                 found |= {(stay, a + size, b) for stay, a, b in ways}
-            if "cpu" in routes:
+            if HOST_COPY in routes:
                 found |= {(stay, a, b + size) for stay, a, b in ways}
             ways = found
-        slower = [1.0 + self.rates.excess.get(pair, 0.0) for pair in (("gpu", "cpu"), ("cpu", "gpu"))]
+        slower = [1.0 + self.rates.excess.get(pair, 0.0) for pair in ((ALL_GATHER, HOST_COPY), (HOST_COPY, ALL_GATHER))]
         together = 1.0 / slower[0] + 1.0 / slower[1] - 1.0
         best = inf
         for _, a, b in ways:
-            gpu_us, cpu_us = self._alone_us("gpu", a), self._alone_us("cpu", b)
-            both = min(gpu_us * slower[0], cpu_us * slower[1]) if together > 0 else 0.0
-            best = min(best, gpu_us + cpu_us - both * together)
+            gather_us, copy_us = self._alone_us(ALL_GATHER, a), self._alone_us(HOST_COPY, b)
+            both = min(gather_us * slower[0], copy_us * slower[1]) if together > 0 else 0.0
+            best = min(best, gather_us + copy_us - both * together)
         return best
 
     def _alone_us(self, route: str, size: int) -> float:

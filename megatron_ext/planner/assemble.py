@@ -25,7 +25,7 @@ from megatron_ext.workload.workload import Workload, fingerprint
 
 class Placed(NamedTuple):
     """One unshard: of ``group`` by ``route``, issued at step index ``issue`` (-1: the start),
-    awaited by step index ``need_by``; ``slot`` and ``stage`` (a step index) for ``nvme``."""
+    awaited by step index ``need_by``; of a staged one ``slot`` and ``stage`` (a step index)."""
 
     group: int
     route: Route

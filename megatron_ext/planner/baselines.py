@@ -16,12 +16,12 @@ gathers-only              our own search with all-gathers alone
 
 """
 
+from collections.abc import Container
 from functools import cache, partial
 from math import inf
 
 import msgspec
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
@@ -33,12 +33,13 @@ from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import groups_of, stock_schedule
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.user_defined_schedule import Metadata, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
 from megatron_ext.workload.nodes import has_hierarchy
-from megatron_ext.workload.route import HIERARCHICAL, Route
+from megatron_ext.workload.route import ALL_GATHER, HIERARCHICAL, HOST_COPY
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -55,8 +56,8 @@ def all_cpu(workload: Workload) -> Schedule:
         InputError: the host copies do not fit the pinned memory of a node.
     """
     schedule = stock_schedule(workload)
-    check_pinned(workload, schedule.groups, ["cpu"] * len(schedule.groups))
-    return _named(rerouted(schedule, lambda _: "cpu"), "all-cpu")
+    check_pinned(workload, schedule.groups, range(len(schedule.groups)))
+    return _named(rerouted(schedule, lambda _: HOST_COPY), "all-cpu")
 
 
 def fixed_share(workload: Workload, percent: int) -> Schedule:
@@ -65,7 +66,6 @@ def fixed_share(workload: Workload, percent: int) -> Schedule:
     Raises:
         InputError: the host copies do not fit the pinned memory of a node.
     """
-    hosted: list[bool] = []
     rule = layer_buckets if workload.zero_stage == 3 else buckets
 
     def cut(chunk):
@@ -75,12 +75,12 @@ def fixed_share(workload: Workload, percent: int) -> Schedule:
             parts += [(members, host) for members, host in ((rest, False), (part, True)) if members]
         return parts
 
-    for chunk in workload.chunks:
-        hosted += [host for _, host in cut(chunk)]
+    parts = [host for chunk in workload.chunks for _, host in cut(chunk)]
+    hosted = {index for index, host in enumerate(parts) if host}
     schedule = stock_schedule(workload, lambda chunk: [members for members, _ in cut(chunk)])
-    routed: list[Route] = ["cpu" if host else "gpu" for host in hosted]
-    check_pinned(workload, schedule.groups, routed)
-    return _named(rerouted(schedule, lambda action: routed[action.group]), f"share-{percent}")
+    check_pinned(workload, schedule.groups, hosted)
+    made = rerouted(schedule, lambda action: HOST_COPY if action.group in hosted else ALL_GATHER)
+    return _named(made, f"share-{percent}")
 
 
 def window(workload: Workload, ahead: int) -> Schedule:
@@ -103,7 +103,7 @@ def window(workload: Workload, ahead: int) -> Schedule:
                 whole &= set(near)
             for distance, stage in enumerate(near):
                 if stage not in whole:
-                    mine += [Placed(g, "gpu", index, index + distance) for g in of_stage[stage]]
+                    mine += [Placed(g, ALL_GATHER, index, index + distance) for g in of_stage[stage]]
                     whole.add(stage)
             need = sum(groups[g].bytes for stage in whole for g in of_stage[stage])
             if workload.zero_stage == 3 and limit is not None and need > limit:
@@ -126,7 +126,7 @@ def urgency(workload: Workload, timing: Timing) -> Schedule:
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
     """As :func:`urgency`, in groups that trade calls against waiting."""
     limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
-    cuts = [pipelined_cut(timing, chunk, "gpu", limit) for chunk in workload.chunks]
+    cuts = [pipelined_cut(timing, chunk, ALL_GATHER, limit) for chunk in workload.chunks]
     return _placed(workload, timing, cuts, "pipeswitch")
 
 
@@ -135,7 +135,7 @@ def _placed(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
     limit = workload.limits.whole_parameter_bytes
     if workload.zero_stage == 3 and limit is not None and any(block.bytes > limit for block in blocks.blocks):
         raise InputError(f"a group of {name} does not fit", field="limits.whole_parameter_bytes", value=limit)
-    plan = place_gathers(workload, timing, blocks, Choices(inf, ("gpu",), frozenset()))
+    plan = place_gathers(workload, timing, blocks, Choices(inf, (ALL_GATHER,), frozenset()))
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)
 
 
@@ -169,7 +169,7 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
     """
 
     def find() -> Schedule:
-        return _named(search(workload, timing, ("gpu",), lower_bound(workload, timing))[0], "gathers-only")
+        return _named(search(workload, timing, (ALL_GATHER,), lower_bound(workload, timing))[0], "gathers-only")
 
     return _LAST_GATHERS.of(workload, timing, find)
 
@@ -187,7 +187,7 @@ def best_of_gathers(
         known_us: iteration times by name on the same costs, where they are known.
     """
     best = None
-    names = [name for name, (needs, _) in BASELINES.items() if needs == {"gpu"}]
+    names = [name for name, (needs, _) in BASELINES.items() if needs == {ALL_GATHER}]
     if known_us and any(name in known_us for name in names):
         names = [min((name for name in names if name in known_us), key=lambda name: known_us[name])]
     for name in names:
@@ -202,14 +202,14 @@ def best_of_gathers(
     return best
 
 
-def check_pinned(workload: Workload, groups, routed) -> None:
+def check_pinned(workload: Workload, groups, hosted: Container[int]) -> None:
     """Raises InputError naming the node whose host copies exceed ``limits.pinned_host_bytes``."""
     limit = workload.limits.pinned_host_bytes
-    for node, need in enumerate(pinned_need(workload, groups, routed)):
+    for node, need in enumerate(pinned_need(workload, groups, hosted)):
         if limit is not None and need > limit:
             raise InputError(
                 f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short; "
-                "policy hybrid gathers what has no room by the gpu route",
+                f"policy hybrid gathers what has no room by the {ALL_GATHER} route",
                 field="limits.pinned_host_bytes",
                 value=limit,
             )
@@ -220,16 +220,16 @@ def _named(schedule: Schedule, name: str) -> Schedule:
 
 
 BASELINES = {
-    "all-gpu": ({"gpu"}, lambda workload, timing: all_gpu(workload)),
-    "all-cpu": ({"cpu"}, lambda workload, timing: all_cpu(workload)),
-    "window-1": ({"gpu"}, lambda workload, timing: window(workload, 1)),
-    "window-2": ({"gpu"}, lambda workload, timing: window(workload, 2)),
-    "share-25": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 25)),
-    "share-50": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 50)),
-    "share-75": ({"gpu", "cpu"}, lambda workload, timing: fixed_share(workload, 75)),
-    "urgency": ({"gpu"}, urgency),
-    "pipeswitch": ({"gpu"}, pipeswitch),
-    "hierarchical": ({"gpu"}, hierarchical),
-    "gathers-only": ({"gpu"}, gathers_only),
+    "all-gpu": ({ALL_GATHER}, lambda workload, timing: all_gpu(workload)),
+    "all-cpu": ({HOST_COPY}, lambda workload, timing: all_cpu(workload)),
+    "window-1": ({ALL_GATHER}, lambda workload, timing: window(workload, 1)),
+    "window-2": ({ALL_GATHER}, lambda workload, timing: window(workload, 2)),
+    "share-25": ({ALL_GATHER, HOST_COPY}, lambda workload, timing: fixed_share(workload, 25)),
+    "share-50": ({ALL_GATHER, HOST_COPY}, lambda workload, timing: fixed_share(workload, 50)),
+    "share-75": ({ALL_GATHER, HOST_COPY}, lambda workload, timing: fixed_share(workload, 75)),
+    "urgency": ({ALL_GATHER}, urgency),
+    "pipeswitch": ({ALL_GATHER}, pipeswitch),
+    "hierarchical": ({ALL_GATHER}, hierarchical),
+    "gathers-only": ({ALL_GATHER}, gathers_only),
 }
 """By name: the routes it needs, and the rule (workload, timing) -> schedule."""

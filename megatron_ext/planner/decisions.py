@@ -12,7 +12,7 @@ from megatron_ext.planner.assemble import Freed, Placed
 from megatron_ext.planner.blocks import Blocks, BlockUse, block_uses_of_rank
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import ALL_GATHER, Route
 from megatron_ext.workload.workload import Workload
 
 
@@ -134,6 +134,6 @@ class RankGaps:
                 if number not in order and use >= place and self.uses[use].step == need_by:
                     order[number], earliest[number] = action.route, place
                     break
-        routes: tuple[Route, ...] = tuple(order.get(number, "gpu") for number in range(len(self.gaps)))
+        routes: tuple[Route, ...] = tuple(order.get(number, ALL_GATHER) for number in range(len(self.gaps)))
         kept = frozenset(number for number in range(len(self.gaps)) if number not in order)
         return Decisions(kept, tuple(order), routes, tuple(earliest))

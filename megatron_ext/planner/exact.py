@@ -5,7 +5,7 @@ route, the use at which a gather is issued, order on every link, publishing and 
 CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
 
 [Note: What is proven]
-The model leaves out only what makes a schedule slower (and the ``nvme`` route): links and compute disturbing each
+The model leaves out only what makes a schedule slower (and staging slots): links and compute disturbing each
 other, and messages queueing on one edge. So its optimum bounds every schedule with those
 groups from below that issues and frees them where blocks begin and end. The schedule is read off the model, timed by
 the simulator like any other, and compared with that bound: without contention the two agree, and ``options.proven_gap``
@@ -18,7 +18,6 @@ from typing import NamedTuple
 import msgspec
 from ortools.sat.python import cp_model
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.reduce_tail import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
@@ -26,10 +25,11 @@ from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.search import Grouping, Search, Settings
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route, kind_of
+from megatron_ext.workload.route import Copy, Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
@@ -258,8 +258,8 @@ class _Model:
                     model.new_optional_fixed_size_interval_var(start, us, chosen, f"l{route}{name}")
                 )
                 model.add(self.begin[gap.rank][gap.use] + lead >= start + us).only_enforce_if(chosen)
-                if kind_of(route).copy is not None:
-                    model.add(start >= self._published(gap, published, lanes, chosen)).only_enforce_if(chosen)
+                if (copy := kind_of(route).copy) is not None:
+                    model.add(start >= self._published(gap, copy, published, lanes, chosen)).only_enforce_if(chosen)
             model.add(sum(by.values()) == (1 if kept is None else 1 - kept))
             self.issue[gap], self.keep[gap], self.by[gap], self.starts[gap] = issue, kept, by, start
         for intervals in lanes.values():
@@ -282,15 +282,15 @@ class _Model:
         if limit is None:
             return
         groups = self.blocks.groups
-        needs = {g: pinned_need(self.workload, [groups[g]], ["cpu"]) for g in hosted}
+        needs = {g: pinned_need(self.workload, [groups[g]], {0}) for g in hosted}
         for node in range(self.workload.parallel.num_nodes):
             self.model.add(sum(needs[g][node] * there for g, there in hosted.items()) <= limit)
 
-    def _published(self, gap: Gap, published, lanes, chosen):
+    def _published(self, gap: Gap, copy: Copy, published, lanes, chosen):
         """End of the group's publishing, which takes its time on the publish link if it is needed."""
         if gap.group not in published:
             group = self.blocks.groups[gap.group]
-            us = self._units(self.timing.among(group.ranks).publish_us(gap.rank, ("cpu",), group.bytes))
+            us = self._units(self.timing.among(group.ranks).publish_us(gap.rank, (copy,), group.bytes))
             start = self._time(f"p{gap.group}")
             there = self.model.new_bool_var(f"P{gap.group}")
             lanes.setdefault((gap.rank, "publish"), []).append(

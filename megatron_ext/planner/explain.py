@@ -23,7 +23,8 @@ from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
-from megatron_ext.workload.route import ROUTES, Route, kind_of
+from megatron_ext.simulator.timing import require
+from megatron_ext.workload.route import ALL_GATHER, ROUTE_KINDS, SHARD_GATHER, Route, kind_of
 
 CUT, OFFLOAD, PLACE = "cut", "offload", "place"
 Places = dict[str | None, str]
@@ -99,6 +100,8 @@ class _Explained:
         """What an iteration takes by another schedule, or why that is not possible."""
         try:
             match(validate(tried), self.workload)
+            for route in {action.route for action in tried.unshards}:
+                require(self.given.timing, route)
             held, limit = max(host_bytes_of_nodes(tried, self.workload)), self.workload.limits.host_bytes
             if limit is not None and held > limit:
                 return f"not possible, a node holds {held} bytes in host memory, {held - limit} bytes short"
@@ -136,8 +139,8 @@ class _Explained:
             return "its shard is a part of the whole on the device"
         other = None if self.group.shard_rests else "host"
         tried = self._as(shard_rests=other, algorithm=None)
-        if {action.route for action in self._actions()} & {"gpu", "cpu_shard"}:
-            tried = self._by(tried, "cpu_shard" if other else "gpu")
+        if any(kind_of(action.route).gathers for action in self._actions()):
+            tried = self._by(tried, SHARD_GATHER if other else ALL_GATHER)
         kept = {None: "on the device", "host": "in host memory"}
         said = f"its shard, {_size(self.group.bytes // self.group.ranks)},"
         return self._rests(said, kept, self.group.shard_rests, {other: tried})
@@ -156,9 +159,9 @@ class _Explained:
 
     def _known(self) -> list[Route]:
         """Routes that the table knows, and that may bring the group from where its shard rests."""
-        other = "gpu" if self.group.shard_rests == "host" else "cpu_shard"
-        by_shard = "cpu_shard" if self.own.offers_cpu_shard else ""
-        return [route for route in ROUTES if route != other and (route == by_shard or self.own.offers(route))]
+        on_host = self.group.shard_rests == "host"
+        kinds = [kind for kind in ROUTE_KINDS.values() if not kind.gathers or kind.shard_from_host == on_host]
+        return [kind.name for kind in kinds if self.own.offers(kind.name)]
 
     def _actions(self):
         return [a for a in self.schedule.ranks[self.group.pp_rank].unshards if a.group == self.index]

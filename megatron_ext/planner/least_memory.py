@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 from ortools.sat.python import cp_model
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
@@ -29,12 +28,13 @@ from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.bill_by_step import activations
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.route import Route, piece_buffer_bytes
+from megatron_ext.workload.route import HOST_COPY, Route, kind_of
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload
 
@@ -145,24 +145,23 @@ class _Model:
 
     def _ways(self, one: OffloadCosts) -> list[Way]:
         dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
-        ways = []
+        ways, kinds = [], [kind_of(route) for route in self.routes if not kind_of(route).staged]
         for kept, cost in one.ways.items():
-            route: Route = "gpu" if "gpu" in self.routes else "cpu"
-            if kept.shard_on_host:
-                route = "cpu_shard" if "cpu_shard" in self.routes else "cpu"
-            if kept.alone != (kept.gradients is not None) or route not in self.routes or cost == inf:
+            possible = [k for k in kinds if not k.gathers or k.shard_from_host == kept.shard_on_host]
+            if kept.alone != (kept.gradients is not None) or not possible or cost == inf:
                 continue
+            kind = max(possible, key=lambda kind: kind.gathers)
             host, pinned = self.offloader.on_host([one], [kept])
             throughout = 0 if kept.shard_on_host or not zero_3 else size // dp
             throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
-            buffer = piece_buffer_bytes(size) if route == "cpu_shard" else 0
+            buffer = kind.buffer_bytes(size)
             around = one.gradient if kept.gradients is not None else 0
-            copies = size // self.offloader.sharing[dp] if route == "cpu" and not kept.shard_on_host else 0
+            copies = size // self.offloader.sharing[dp] if kind.reads_host_copy and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
             rounding = self.offloader.rounding(one.group) if kept.shard_on_host else 0
             brought = one.gradient // dp if kept.gradients == "host" and not self.workload.optimizer.on_host else 0
             bytes_there = throughout, around, buffer, rounding, brought
-            ways.append(Way(kept, route, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
+            ways.append(Way(kept, kind.name, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
         return ways
 
     def plan(self) -> Schedule | None:
@@ -284,11 +283,10 @@ class _Model:
         rests in host memory brought by host copies, as far as that keeps the limits."""
         routes: dict[int, Route] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
         ways = [routes]
-        if "cpu" in self.routes:
-            copied: dict[int, Route] = {i: "cpu" if route == "cpu_shard" else route for i, route in routes.items()}
-            limit = pinned_limit(self.workload, found.groups)
-            routed = [copied[index] for index in range(len(found.groups))]
-            if limit is None or max(pinned_need(self.workload, found.groups, routed)) <= limit:
+        if HOST_COPY in self.routes:
+            copied = {i: HOST_COPY if kind_of(route).shard_from_host else route for i, route in routes.items()}
+            limit, hosted = pinned_limit(self.workload, found.groups), {i for i in copied if copied[i] == HOST_COPY}
+            if limit is None or max(pinned_need(self.workload, found.groups, hosted)) <= limit:
                 ways.append(copied)
         tried = [
             rerouted(replace(stream, groups=found.groups), lambda action, way=way: way[action.group])

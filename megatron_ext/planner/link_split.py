@@ -9,12 +9,10 @@ from functools import lru_cache
 from math import inf
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.simulator.activity_kinds import CPU, GPU
+from megatron_ext.simulator.activity_kinds import OTHER_LINK, link_of
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Parameter, group_ranks
-
-_KIND = {"gpu": GPU, "cpu": CPU}
 
 
 def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
@@ -22,9 +20,9 @@ def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
     if size <= 0:
         return 0.0
     us = timing.fastest_us(route, size)
-    kind = _KIND.get(route)
-    if beside and kind is not None and timing.disturbance.disturbed[kind]:
-        us *= 1.0 + timing.disturbance.excess(kind, size)[CPU if kind == GPU else GPU]
+    link = link_of(route)
+    if beside and not kind_of(route).staged and timing.disturbance.disturbed[link]:
+        us *= 1.0 + timing.disturbance.excess(link, size)[OTHER_LINK[link]]
     return us
 
 

@@ -10,12 +10,12 @@ from functools import lru_cache
 from itertools import product
 from math import exp, inf
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.passes.place_gathers import place_gathers
 from megatron_ext.planner.search import Grouping, Search, Settings
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
@@ -48,7 +48,7 @@ def improve(
     """A schedule that is no slower than ``known``, and its simulated iteration time.
 
     Args:
-        known, known_us: a schedule without ``nvme`` and its simulated iteration time.
+        known, known_us: a schedule without staging slots and its simulated iteration time.
         bound_us: a time that no schedule can beat; one that reaches it is not improved.
     """
     found = [
@@ -127,12 +127,8 @@ class Annealing:
     def _simulated(self, placed: list[list[Placed]], freed: list[list[Freed]]) -> float:
         schedule = assemble(self.workload, self.blocks.groups, placed, freed, planner="hybrid")
         limit = self.workload.limits.pinned_host_bytes
-        if limit is not None:
-            routed: list[str] = ["gpu"] * len(schedule.groups)
-            for entry in schedule.publish:
-                routed[entry.group] = "cpu"
-            if max(pinned_need(self.workload, schedule.groups, routed), default=0) > limit:
-                return inf
+        if limit is not None and max(pinned_host_bytes(schedule), default=0) > limit:
+            return inf
         result = run(self.workload, self.timing, schedule, peaks=False)
         if result.iteration_time_us < self.best_us:
             self.best, self.best_us = schedule, result.iteration_time_us
@@ -167,11 +163,12 @@ class Annealing:
         for number, rank in enumerate(self.ranks):
             order, routes = set(decisions[number].order), decisions[number].routes
             for group, gaps in rank.of_group.items():
-                there = any(gap in order and routes[gap] == "cpu" for gap in gaps)
+                there = any(gap in order and not kind_of(routes[gap]).gathers for gap in gaps)
                 (hosted if there else others).append((number, gaps, self._routes(group)))
-        for found, route in ((hosted, "gpu"), (others, "cpu")):
+        for found, gathers in ((hosted, True), (others, False)):
             number, gaps, possible = self.random.choice(found or [(0, [], [])])
-            if route in possible:
+            route = next((route for route in possible if kind_of(route).gathers == gathers), None)
+            if route is not None:
                 routes = [route if gap in gaps else old for gap, old in enumerate(decisions[number].routes)]
                 decisions[number] = decisions[number]._replace(routes=tuple(routes))
         return decisions
@@ -242,12 +239,12 @@ class Annealing:
         short = self.workload.limits.pinned_host_bytes is not None
         for number in rank.of_group[group] if short and self.random.random() < 0.7 else mine:
             routes[number] = chosen
-        hosted = sorted({rank.gaps[n].group for n in decisions.order if routes[n] == "cpu"} - {group})
-        if short and chosen == "cpu" and hosted and self.random.random() < 0.7:
-            other = self.random.choice(hosted)
-            if "gpu" in self._routes(other):
-                for number in rank.of_group[other]:
-                    routes[number] = "gpu"
+        hosted = {rank.gaps[n].group for n in decisions.order if not kind_of(routes[n]).gathers} - {group}
+        if short and not kind_of(chosen).gathers and hosted and self.random.random() < 0.7:
+            other = self.random.choice(sorted(hosted))
+            gathers = [route for route in self._routes(other) if kind_of(route).gathers]
+            for number in rank.of_group[other] if gathers else ():
+                routes[number] = gathers[0]
         return decisions._replace(routes=tuple(routes))
 
     def _reorder(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:

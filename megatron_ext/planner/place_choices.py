@@ -2,11 +2,11 @@
 
 from math import inf
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.planner.blocks import Blocks
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
@@ -16,11 +16,10 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
     ``order`` says who comes first: 0 the first groups of every rank, 1 the first ranks, 2 the
     last ranks, 3 the largest groups; 4 is 0 with all optimizer states in memory.
     """
-    groups = blocks.groups
+    groups, every = blocks.groups, range(len(blocks.groups))
     limit = pinned_limit(workload, groups, states_in_memory=order == 4)
-    routed = ["cpu"] * len(groups)
-    if limit is None or max(pinned_need(workload, groups, routed), default=0) <= limit:
-        return frozenset(range(len(groups)))
+    if limit is None or max(pinned_need(workload, groups, every), default=0) <= limit:
+        return frozenset(every)
     place, seen = {}, {}
     for g, group in enumerate(groups):
         stage = (group.model_chunk_id, group.pp_rank)
@@ -31,48 +30,43 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
         lambda g: (-groups[g].pp_rank, groups[g].model_chunk_id, place[g], g),
         lambda g: (-groups[g].bytes, groups[g].model_chunk_id, place[g], groups[g].pp_rank, g),
     )
-    routed = ["gpu"] * len(groups)
-    chosen = set()
+    chosen: set[int] = set()
     # Staging slots are pinned too: reserve bytes for them where they may be used.
     reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
-    for group in sorted(range(len(groups)), key=keys[order % 4]):
-        routed[group] = "cpu"
-        if max(pinned_need(workload, groups, routed)) + reserve > limit:
-            routed[group] = "gpu"
-        else:
-            chosen.add(group)
+    for group in sorted(every, key=keys[order % 4]):
+        chosen.add(group)
+        if max(pinned_need(workload, groups, chosen)) + reserve > limit:
+            chosen.remove(group)
     return frozenset(chosen)
 
 
 def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) -> frozenset[int]:
-    """Groups that may go by ``nvme``: those without a host copy that fit a slot, if slots fit at all."""
-    limits = workload.limits
+    """Groups that may go through staging slots: those without a host copy that fit a slot, if slots fit at all."""
+    limits, groups = workload.limits, blocks.groups
     if not limits.nvme_slots:
         return frozenset()
-    size = limits.nvme_slot_bytes
-    usable = [g for g, group in enumerate(blocks.groups) if g not in hosted and (size is None or group.bytes <= size)]
-    routed = ["cpu" if g in hosted else "gpu" for g in range(len(blocks.groups))]
-    for group in usable:
-        routed[group] = "nvme"
-    limit = pinned_limit(workload, blocks.groups)
-    if limit is not None and max(pinned_need(workload, blocks.groups, routed)) > limit:
-        return frozenset()
-    return frozenset(usable)
+    size, limit = limits.nvme_slot_bytes, pinned_limit(workload, groups)
+    usable = frozenset(g for g, group in enumerate(groups) if g not in hosted and (size is None or group.bytes <= size))
+    short = limit is not None and max(pinned_need(workload, groups, hosted, usable)) > limit
+    return frozenset() if short else usable
 
 
 def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
-    """Sets of routes worth trying, the richest first. A set without ``gpu`` cannot fall back on
-    an all-gather, so it must be ``cpu`` alone."""
+    """Sets of routes worth trying, the richest first. A set without gathers of device shards cannot fall back on them,
+    so it must be host copies alone."""
+    kinds = [kind_of(route) for route in routes]
+    gathers, copies = (
+        tuple(kind.name for kind in kinds if chosen(kind))
+        for chosen in (lambda kind: kind.needs_device_shard, lambda kind: kind.reads_host_copy)
+    )
+    others = [kind for kind in kinds if not kind.needs_device_shard]
     sets: list[tuple[Route, ...]] = [routes]
-    if "gpu" in routes and len(routes) > 1:
-        sets.append(("gpu",))
-        others: list[Route] = [route for route in routes if route != "gpu"]
-        if len(others) > 1:
-            sets.extend(("gpu", route) for route in others)
-        if "cpu_shard" in others and "nvme" in others:
-            sets.append(tuple(route for route in routes if route != "nvme"))
-    if "cpu" in routes and routes != ("cpu",):
-        sets.append(("cpu",))
+    if gathers and others:
+        sets += [gathers, *((*gathers, kind.name) for kind in others if len(others) > 1)]
+        if {(False, True), (True, False)} <= {(kind.shard_from_host, kind.staged) for kind in others}:
+            sets.append(tuple(kind.name for kind in kinds if not kind.staged))
+    if copies and copies != routes:
+        sets.append(copies)
     return sets
 
 

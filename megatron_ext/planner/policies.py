@@ -26,6 +26,7 @@ from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions,
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
 from megatron_ext.simulator.timing import require
+from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE, kind_of
 from megatron_ext.workload.workload import Workload
 
 ROUNDS = 2
@@ -138,7 +139,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
         for name, (needs, make) in BASELINES.items():
             if needs <= set(problem.routes):
                 ways[name] = lambda name=name, make=make: _that_fits(make(workload, timing), name)
-    elif "gpu" in problem.routes and problem.compares:
+    elif ALL_GATHER in problem.routes and problem.compares:
         ways["gathers-only"] = lambda: _searched(problem, only_gathers=True)
     ways["hybrid"] = lambda: _searched(problem)
     found: dict[str, tuple[float, Schedule]] = {}
@@ -170,7 +171,8 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
-        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes) and "nvme" not in routes
+        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes)
+        by_changes = by_changes and not any(kind_of(route).staged for route in routes)
         for _ in range(ROUNDS if by_changes else 1):
             if by_changes:
                 found, found_us = improve(workload, timing, routes, found, found_us, bound_us)
@@ -316,6 +318,6 @@ def _options_of_run(schedule: Schedule, table: CostTable) -> PlanOptions:
     if not metadata.synthetic and (metadata.hardware or metadata.software):
         measured_on = MeasuredOn(hardware=metadata.hardware, software=metadata.software)
         options = replace(options, measured_on=measured_on)
-    if nvme is not None and any("nvme" in entry.to for entry in schedule.publish):
+    if nvme is not None and any(ON_DRIVE in entry.to for entry in schedule.publish):
         options = replace(options, nvme=nvme.reads)
     return options

@@ -12,7 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import check_spread
-from megatron_ext.workload.route import ROUTE_KINDS, ROUTES, Route, kind_of
+from megatron_ext.workload.route import ROUTE_KINDS, ROUTES, SHARD_GATHER, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
@@ -81,7 +81,7 @@ def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[
         return with_headroom(workload), routes
     except InputError:
         from_host = tuple[Route, ...](route for route in routes if not kind_of(route).needs_device_shard)
-        if workload.zero_stage < 3 or not can_rest_on_host(workload) or not (from_host or timing.offers_cpu_shard):
+        if workload.zero_stage < 3 or not can_rest_on_host(workload) or not (from_host or timing.offers(SHARD_GATHER)):
             raise
         return with_headroom(workload, "host"), from_host
 

@@ -26,7 +26,7 @@ from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_byt
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 Make = Callable[[Workload, Timing], Schedule]
@@ -151,7 +151,8 @@ def _by_layer(
     workload: Workload, timing: Timing, blocks: Blocks, routes: tuple[Route, ...], layers_ahead: float = LAYERS_AHEAD
 ) -> Schedule:
     layers = [us for row in timing.layers for times in row for us in times.forward]
-    hosted = hosted_groups(workload, blocks) if "cpu" in routes else frozenset()
+    copied = any(kind_of(route).reads_host_copy for route in routes)
+    hosted = hosted_groups(workload, blocks) if copied else frozenset()
     staged = staged_groups(workload, blocks, hosted)
     choices = Choices(layers_ahead * sum(layers) / len(layers), routes, hosted, staged)
     made = grouping_of(workload, blocks, choices)

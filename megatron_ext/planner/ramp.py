@@ -24,7 +24,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run, with_prediction
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.route import ON_DRIVE, ON_HOST, ROUTES, Route
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 3
@@ -97,7 +97,7 @@ def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timi
     used = {action.route for action in planned.unshards}
     routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
     hosted, staged = (
-        frozenset(entry.group for entry in planned.publish if place in entry.to) for place in ("cpu", "nvme")
+        frozenset(entry.group for entry in planned.publish if place in entry.to) for place in (ON_HOST, ON_DRIVE)
     )
     from_host = frozenset(index for index, group in enumerate(blocks.groups) if group.shard_rests == "host")
     for horizon_us in horizons(workload, timing):

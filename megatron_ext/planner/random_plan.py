@@ -7,14 +7,15 @@ Everything that is free is drawn at random: groups (contiguous or not), routes, 
 import random
 from math import inf
 
-from megatron_ext.bounds.feasibility import check_fits, pinned_need
+from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.stock import stream
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
-from megatron_ext.workload.route import Route, kind_of
+from megatron_ext.workload.route import ALL_GATHER, Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
@@ -106,17 +107,23 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
         for group in groups
     ]
     limit = workload.limits.pinned_host_bytes
-    if "gpu" not in usable and limit is not None and max(pinned_need(workload, groups, routed), default=0) > limit:
+
+    def short() -> bool:
+        kinds = list(enumerate(map(kind_of, routed)))
+        hosted, staged = {g for g, kind in kinds if kind.reads_host_copy}, {g for g, kind in kinds if kind.staged}
+        return limit is not None and max(pinned_need(workload, groups, hosted, staged), default=0) > limit
+
+    if ALL_GATHER not in usable and short():
         raise InputError(
-            "cannot fit: without the gpu route all of it needs pinned memory",
+            f"cannot fit: without the {ALL_GATHER} route all of it needs pinned memory",
             field="limits.pinned_host_bytes",
             value=limit,
         )
     order = list(range(len(groups)))
     draw.shuffle(order)
     # ends: each turn shortens order
-    while limit is not None and max(pinned_need(workload, groups, routed)) > limit and order:
-        routed[order.pop()] = "gpu"
+    while order and short():
+        routed[order.pop()] = ALL_GATHER
     return routed
 
 
@@ -192,24 +199,23 @@ def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]
 
 
 def with_slots(unshards: list[Placed], slots: int, draw: random.Random, routes) -> list[Placed]:
-    """Give ``nvme`` unshards a slot and a step to be staged in; without a free slot they go by ``gpu``.
+    """Give unshards through staging slots a slot and a step to be staged in; without a free slot they are gathered.
 
     Raises:
-        InputError: no slot is free, and ``gpu`` is not among ``routes``.
+        InputError: no slot is free, and all-gathers are not among ``routes``.
     """
     free_after = dict.fromkeys(range(slots), -2)  # slot -> step of the unshard that empties it
-    taken: dict[int, int] = {}  # group -> step of its latest unshard by nvme
+    taken: dict[int, int] = {}  # group -> step of its latest unshard from a slot
     result = []
     for item in unshards:
         if kind_of(item.route).staged:
             before = taken.get(item.group, -2)
             usable = [slot for slot, step in free_after.items() if max(step, before) < item.issue]
             if not usable:
-                if "gpu" not in routes:
-                    raise InputError(
-                        "cannot fit: no slot is free, and there is no gpu route", field="limits.nvme_slots", value=slots
-                    )
-                item = item._replace(route="gpu")
+                if ALL_GATHER not in routes:
+                    said = f"cannot fit: no slot is free, and there is no {ALL_GATHER} route"
+                    raise InputError(said, field="limits.nvme_slots", value=slots)
+                item = item._replace(route=ALL_GATHER)
             else:
                 slot = draw.choice(usable)
                 item = item._replace(slot=slot, stage=draw.randint(max(free_after[slot], before) + 1, item.issue))

@@ -68,8 +68,7 @@ class GroupTimes:
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks):
         own, groups = [timing.among(group.ranks) for group in blocks.groups], blocks.groups
         self.unshard = cache(lambda g, route: own[g].unshard_us(route, groups[g].bytes, groups[g].algorithm))
-        self.shard_gather = cache(lambda g: own[g].unshard_us("cpu_shard", groups[g].bytes))
         self.shard_copy = cache(lambda g: own[g].shard_copy_us(groups[g].bytes))
-        self.publish = cache(lambda g: own[g].publish_us(groups[g].pp_rank, ("cpu",), groups[g].bytes))
+        self.publish = cache(lambda g, copy: own[g].publish_us(groups[g].pp_rank, (copy,), groups[g].bytes))
         self.reduce = cache(lambda g: own[g].reduce_us(groups[g].bytes))
         self.to_host = cache(lambda g: own[g].to_host_us(gradient_bytes(groups[g], workload))[0])

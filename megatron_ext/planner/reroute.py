@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule, Unshard
-from megatron_ext.workload.route import Copy, Route, kind_of
+from megatron_ext.workload.route import SHARD_GATHER, Copy, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
@@ -37,7 +37,8 @@ def by_cpu_shard(schedule: Schedule) -> Schedule:
     rank holds whole."""
 
     def by_shard(action: Unshard) -> Route:
-        return "cpu_shard" if action.route == "gpu" and schedule.groups[action.group].ranks > 1 else action.route
+        may = kind_of(action.route).needs_device_shard and schedule.groups[action.group].ranks > 1
+        return SHARD_GATHER if may else action.route
 
     made = rerouted(schedule, by_shard)
     return replace(made, groups=tuple(replace(group, algorithm=None) for group in schedule.groups))

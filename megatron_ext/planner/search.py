@@ -10,7 +10,6 @@ from itertools import product, zip_longest
 from math import inf
 from typing import NamedTuple
 
-from megatron_ext.bounds.feasibility import pinned_need
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
@@ -32,6 +31,7 @@ from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
 from megatron_ext.planner.place_choices import horizons, hosted_groups, route_sets, staged_groups
+from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route, kind_of
@@ -106,7 +106,8 @@ class Search:
         self.horizons, self.sets = horizons(workload, timing), route_sets(routes)
         orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
         limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
-        self.hosts = range(orders if limited and "cpu" in routes else 1)
+        copied = any(kind_of(route).reads_host_copy for route in routes)
+        self.hosts = range(orders if limited and copied else 1)
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
         self.effort, self.tried = self.full_effort, 0
         self.estimates: dict[Settings, float] = {}
@@ -142,7 +143,7 @@ class Search:
         if blocks is None:
             return None
         kinds = [kind_of(route) for route in allowed]
-        copied = any(kind.copy == "cpu" for kind in kinds)
+        copied = any(kind.reads_host_copy for kind in kinds)
         hosted = hosted_groups(workload, blocks, settings.hosts) if copied else frozenset()
         staged = staged_groups(workload, blocks, hosted) if any(kind.staged for kind in kinds) else frozenset()
         return grouping_of(workload, blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged))
@@ -263,16 +264,15 @@ class Search:
                         changes = (pp_rank, number) in choices.forced or choices.may_take(route, item.group)
                         forced = {**choices.forced, (pp_rank, number): route}
                         yield choices._replace(forced=forced) if changes else None
-        limit, every = pinned_limit(workload, blocks.groups), range(len(blocks.groups))
-        if limit is not None and "cpu" in choices.routes and not choices.from_host:
-            for swap in product(every, repeat=2):
+        limit, groups, kinds = pinned_limit(workload, blocks.groups), blocks.groups, [*map(kind_of, choices.routes)]
+        if limit is not None and any(kind.reads_host_copy for kind in kinds) and not choices.from_host:
+            gathered = any(kind.needs_device_shard for kind in kinds)
+            for swap in product(range(len(groups)), repeat=2):
                 hosted = choices.hosted ^ frozenset(swap)
                 staged = choices.staged - hosted
-                # Slots of ranks that stage are pinned too.
-                routed = ["cpu" if g in hosted else "nvme" if g in staged else "gpu" for g in every]
-                if ("gpu" in choices.routes or len(hosted) == len(routed)) and max(
-                    pinned_need(workload, blocks.groups, routed)
-                ) <= limit:
+                if not gathered and len(hosted) < len(groups):
+                    continue
+                if max(pinned_need(workload, groups, hosted, staged)) <= limit:
                     yield choices._replace(hosted=hosted, staged=staged)
         if workload.zero_stage == 3:
             for pp_rank, uses in enumerate(self._uses(given)):

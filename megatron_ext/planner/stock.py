@@ -15,6 +15,7 @@ from megatron_ext.planner.assemble import schedule_of
 from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.user_defined_schedule import Group, Rank, Reshard, Schedule, Start, StepActions, Unshard
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets, stock_buckets
+from megatron_ext.workload.route import ALL_GATHER
 from megatron_ext.workload.step_order import schedule_table, steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -74,7 +75,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
             if parallel.order == "interleaved":
                 number = issue_index(workload, pp_rank, chunk)
                 issue = -1 if number < 0 else forwards[number]
-                unshards = [Unshard(group, "gpu", need_by) for group in reversed(mine)]
+                unshards = [Unshard(group, ALL_GATHER, need_by) for group in reversed(mine)]
             else:
                 issue, unshards = need_by, []
                 for group in mine:
@@ -84,7 +85,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
                     alike = [other for other in mine if of_experts[other] == of_experts[group]]
                     earlier = [first_layers[other] for other in alike if first_layers[other] < first_layers[group]]
                     first = first_layers[group] if of_experts[group] else 0
-                    unshards.append(Unshard(group, "gpu", need_by, max(earlier, default=first) or -1))
+                    unshards.append(Unshard(group, ALL_GATHER, need_by, max(earlier, default=first) or -1))
                 unshards.sort(key=lambda action: action.at)
             (start if issue < 0 else at_step.setdefault(issue, [])).extend(unshards)
         entries = tuple(
@@ -107,7 +108,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     ranks = []
     for pp_rank, steps in enumerate(steps_of_ranks(parallel)):
         stages = range(pp_rank, parallel.pp * parallel.vp, parallel.pp)
-        unshards = tuple(Unshard(group, "gpu") for stage in stages for group in reversed(of_stage[stage]))
+        unshards = tuple(Unshard(group, ALL_GATHER) for stage in stages for group in reversed(of_stage[stage]))
         entries = tuple(StepActions(str(step)) for step in steps)
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=unshards), steps=entries))
     return schedule_of(workload, groups, ranks, planner="stock")
@@ -151,7 +152,7 @@ def stream(
             # While the layer before computes: what it uses, and everything this layer starts with.
             beside = sum(sizes[g] for g in spans if first_at[g] <= before <= last_at[g] or first_at[g] == place)
             place = before if limit is None or beside <= limit else place
-        unshards.append((place, Unshard(group, "gpu", -1, position(place) if place else -1)))
+        unshards.append((place, Unshard(group, ALL_GATHER, -1, position(place) if place else -1)))
     unshards.sort(key=lambda item: item[0])
     return tuple(action for _, action in unshards), tuple(
         Reshard(g, position(last_at[g])) for g in sorted(spans, key=lambda g: (last_at[g], g))

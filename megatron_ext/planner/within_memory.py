@@ -21,7 +21,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.route import ROUTES, Route
+from megatron_ext.workload.route import ALL_GATHER, ROUTES, SHARD_GATHER, Route, kind_of
 from megatron_ext.workload.workload import Workload, group_bytes
 
 ORDERS: tuple[tuple[Relief, ...], ...] = (
@@ -48,7 +48,7 @@ def plan_within_memory(
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
-        routes: that may be used; ``cpu_shard`` is added where shards may rest in host memory.
+        routes: that may be used; shards are gathered from the host as well where they may rest there.
         only_gathers: by all-gathers alone, of shards that stay on the device.
 
     Raises:
@@ -79,8 +79,8 @@ _LAST_GATHERS = LastFound()
 
 
 def gathers_within_memory(workload: Workload, timing: Timing, bound_us: float = 0.0) -> Schedule:
-    """The same by all-gathers alone; the last is kept. Raises InputError where the table has no route ``gpu``."""
-    routes: tuple[Route, ...] = ("gpu",) if timing.offers("gpu") else ()
+    """The same by all-gathers alone; the last is kept. Raises InputError where the table has no such route."""
+    routes: tuple[Route, ...] = (ALL_GATHER,) if timing.offers(ALL_GATHER) else ()
     find = partial(plan_within_memory, workload, timing, routes, bound_us, only_gathers=True)
     return _LAST_GATHERS.of(workload, timing, find)
 
@@ -159,13 +159,14 @@ def _estimate(state: Search) -> float:
 def reliefs_of(
     workload: Workload, timing: Timing, routes: tuple[Route, ...]
 ) -> tuple[tuple[Route, ...], frozenset[Relief]]:
-    """The routes with ``cpu_shard``, and the reliefs that are possible, where shards may rest in host memory."""
+    """The routes with that of shards in host memory where these may rest there, and the reliefs that are possible."""
     reliefs: set[Relief] = {"sharded", "host", "alone"}
-    by_shards: tuple[Route, ...] = ("cpu_shard",) if timing.offers_cpu_shard else ()
     hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
-    if workload.zero_stage == 3 and hosted and ("cpu" in routes or by_shards):
+    possible = tuple(sorted({*routes, SHARD_GATHER}, key=ROUTES.index)) if timing.offers(SHARD_GATHER) else routes
+    from_host = (kind.shard_from_host or kind.reads_host_copy for kind in map(kind_of, possible))
+    if workload.zero_stage == 3 and hosted and any(from_host):
         reliefs.add("shards")
-        routes = tuple(sorted({*routes, *by_shards}, key=ROUTES.index))
+        routes = possible
     return routes, frozenset(reliefs)
 
 

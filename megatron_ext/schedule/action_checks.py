@@ -15,7 +15,7 @@ from typing import NoReturn
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.footprint import in_order
 from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, StageIn, StepActions, Unshard
-from megatron_ext.workload.route import kind_of
+from megatron_ext.workload.route import ON_DRIVE, kind_of
 
 
 class InvalidSchedule(InputError):
@@ -136,8 +136,8 @@ class RankCheck:
     def _stage_in(self, action: StageIn, field: str) -> None:
         group, slot, size = action.group, action.slot, self.limits.nvme_slot_bytes
         self._own_group(group, field)
-        if "nvme" not in self.destinations.get(group, ()):
-            self.refuse(f"group {group} is staged in but never published to nvme", field)
+        if ON_DRIVE not in self.destinations.get(group, ()):
+            self.refuse(f"group {group} is staged in but never published to {ON_DRIVE}", field)
         if not 0 <= slot < self.limits.nvme_slots:
             self.refuse(f"limits.nvme_slots is {self.limits.nvme_slots}", f"{field}.slot", slot)
         if slot in self.in_slot:

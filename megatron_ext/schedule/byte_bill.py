@@ -21,7 +21,7 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
 from megatron_ext.workload.bucket_layout import shard_parts
 from megatron_ext.workload.drive_reads import SECTOR_BYTES
 from megatron_ext.workload.nodes import nodes_spanned
-from megatron_ext.workload.route import kind_of
+from megatron_ext.workload.route import ON_DRIVE, ON_HOST, kind_of
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -93,10 +93,10 @@ class _RankBill:
                 yield "publish", "host_memory", sum(self._parts(group)) * ITEM_BYTES + own
             elif group.shard_rests != "host":
                 yield "publish", "to_host", own
-            elif "cpu" in entry.to:
+            elif ON_HOST in entry.to:
                 yield "publish", "host_memory", 2 * own
             yield "publish", "network", (nodes - 1) * own
-            if "nvme" in entry.to:
+            if ON_DRIVE in entry.to:
                 yield "publish", "drive_write", nodes * own
 
     def _gradients(self, group: Group) -> Iterator[Row]:

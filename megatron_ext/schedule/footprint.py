@@ -1,9 +1,11 @@
 """Memory that a schedule promises: whole parameters on devices, host copies on nodes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.nodes import copies_of_nobody, pinned_bytes_of_nodes
+from megatron_ext.workload.route import ON_DRIVE, ON_HOST
+from megatron_ext.workload.workload import Workload
 
 
 def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, int, int]]:
@@ -55,7 +57,7 @@ def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
     staged = [
         schedule.groups[entry.group].bytes
         for entry in schedule.publish
-        if "nvme" in entry.to and schedule.groups[entry.group].pp_rank == pp_rank
+        if ON_DRIVE in entry.to and schedule.groups[entry.group].pp_rank == pp_rank
     ]
     if not staged:
         return 0
@@ -63,16 +65,23 @@ def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
 
 
 def pinned_host_bytes(schedule: Schedule) -> list[int]:
-    """Pinned bytes of each node: one host copy of every published group of the pipeline
-    ranks on the node, plus the staging slots of its ranks and their shards that rest in host memory."""
-    parallel = schedule.parallel
-    copies = copies_of_nobody(parallel)
-    for entry in schedule.publish:
-        if "cpu" in entry.to:
-            group = schedule.groups[entry.group]
-            copies[group.ranks][group.pp_rank] += group.bytes
-    of_ranks = [slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots for pp_rank in range(parallel.pp)]
-    for group in schedule.groups:
-        if group.shard_rests == "host":
-            of_ranks[group.pp_rank] += group.bytes // group.ranks
+    """Pinned bytes of each node by a schedule."""
+    hosted, staged = ({entry.group for entry in schedule.publish if copy in entry.to} for copy in (ON_HOST, ON_DRIVE))
+    return pinned_need(schedule, schedule.groups, hosted, staged)
+
+
+def pinned_need(
+    of: Schedule | Workload, groups: Sequence[Group], hosted: Container[int], staged: Container[int] = ()
+) -> list[int]:
+    """Pinned bytes of each node: one host copy of every group that is ``hosted``, staging slots of the ranks with groups
+    that are ``staged``, and shards that rest in host memory."""
+    parallel, limits = of.parallel, of.limits
+    copies, slot_sizes, of_ranks = copies_of_nobody(parallel), [0] * parallel.pp, [0] * parallel.pp
+    for index, group in enumerate(groups):
+        rank = group.pp_rank
+        copies[group.ranks][rank] += group.bytes if index in hosted else 0
+        of_ranks[rank] += group.bytes // group.ranks if group.shard_rests == "host" else 0
+        if index in staged:
+            slot_sizes[rank] = limits.nvme_slot_bytes or max(slot_sizes[rank], group.bytes)
+    of_ranks = [held + limits.nvme_slots * size for held, size in zip(of_ranks, slot_sizes)]
     return pinned_bytes_of_nodes(parallel, copies, of_ranks)

@@ -46,7 +46,7 @@ from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import kind_of
+from megatron_ext.workload.route import ON_DRIVE, ON_HOST, kind_of
 from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -287,7 +287,7 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
     parallel = schedule.parallel
-    copies = {where: dict.fromkeys((parallel.dp, parallel.expert_dp), 0) for where in ("cpu", "nvme")}
+    copies = {where: dict.fromkeys((parallel.dp, parallel.expert_dp), 0) for where in (ON_HOST, ON_DRIVE)}
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
         if group.pp_rank == pp_rank:
@@ -298,4 +298,4 @@ def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dic
         where: sum(size // ranks_of_copy(parallel, pp_rank, ranks) for ranks, size in sizes.items())
         for where, sizes in copies.items()
     }
-    return {"host_copies": own["cpu"], "staging_slots": slots}, own["nvme"] + states_on_drive
+    return {"host_copies": own[ON_HOST], "staging_slots": slots}, own[ON_DRIVE] + states_on_drive

@@ -35,7 +35,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.versions import SCHEDULE_VERSION as SCHEDULE_VERSION
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import ROUTE_KINDS, Algorithm, Route, kind_of
+from megatron_ext.workload.route import ROUTE_KINDS, Algorithm, Copy, Route, kind_of
 from megatron_ext.workload.workload import Limits
 
 
@@ -169,7 +169,7 @@ class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Write the updated shards of ``group`` to the host copy (``cpu``) and/or NVMe (``nvme``)."""
 
     group: int
-    to: tuple[Literal["cpu", "nvme"], ...]
+    to: tuple[Copy, ...]
 
 
 class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -13,7 +13,7 @@ from megatron_ext.cost.table_choices import by_algorithm, host_steps
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.disturbance import Disturbance
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
-from megatron_ext.workload.route import kind_of, shard_pieces
+from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, ON_HOST, SHARD_GATHER, STAGED_COPY, kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
 
 PADDING_SHARE = 64
@@ -122,8 +122,14 @@ class Timing:
         return LayerTimes(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
 
     def offers(self, route: str) -> bool:
-        """Whether the table has measured ``route``."""
-        return self.costs.offers(kind_of(route).curve)
+        """Whether the table says how long ``route`` takes.
+
+        A shard can come from the host and be gathered where its parts were measured. Not where groups of experts have
+        no shards, for one route serves all.
+        """
+        if not kind_of(route).shard_from_host:
+            return self.costs.offers(kind_of(route).curve)
+        return min(self.ranks, self.experts.ranks) > 1 and self.offers(ALL_GATHER) and self.offers(HOST_COPY)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
@@ -149,7 +155,7 @@ class Timing:
         for algorithm in (None, other):
             # Measured for other sizes; where for none, the error comes with the gather.
             with contextlib.suppress(InputError):
-                times[algorithm] = self.gather_us("gpu", size_bytes, algorithm)
+                times[algorithm] = self.gather_us(ALL_GATHER, size_bytes, algorithm)
         return min(times, key=lambda name: times[name], default=None)
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
@@ -180,14 +186,8 @@ class Timing:
         """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
         group out of its slot, as measured by itself; for an all-gather, and where nothing else was measured,
         ``call_us``."""
-        own = self.costs.issued_us("cpu", size_bytes) if not kind_of(route).needs_device_shard else None
+        own = self.costs.issued_us(HOST_COPY, size_bytes) if not kind_of(route).needs_device_shard else None
         return (self.table.group_overhead.call_us or 0.0) if own is None else own
-
-    @property
-    def offers_cpu_shard(self) -> bool:
-        """Whether a shard can come from the host and be gathered: its parts were measured, or the route itself. Not
-        where groups of experts have no shards, for one route serves all."""
-        return min(self.ranks, self.experts.ranks) > 1 and self.offers("gpu") and self.offers("cpu")
 
     def shard_copy_us(self, size_bytes: int) -> float:
         """Microseconds of the first part of ``cpu_shard``: copying the own shard of a group of ``size_bytes`` over the
@@ -195,18 +195,18 @@ class Timing:
         copies = self.table.routes.cpu
         assert copies is not None  # the route is offered only where it was measured
         least = min(point.size_bytes for points in curves_of(copies).values() for point in points)
-        return self.gather_us("cpu", max(size_bytes // self.ranks, least))
+        return self.gather_us(HOST_COPY, max(size_bytes // self.ranks, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:
         """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
         parts, of which all but one piece run beside each other."""
-        gather_us, pieces = self.gather_us("gpu", size_bytes), shard_pieces(size_bytes)
+        gather_us, pieces = self.gather_us(ALL_GATHER, size_bytes), shard_pieces(size_bytes)
         if pieces > 1:
             with contextlib.suppress(InputError):  # not measured at the size of a piece: bytes alone set the time
-                gather_us = max(gather_us, pieces * self.gather_us("gpu", size_bytes // pieces))
-        if not self.offers("cpu_shard"):
+                gather_us = max(gather_us, pieces * self.gather_us(ALL_GATHER, size_bytes // pieces))
+        if not self.costs.offers(SHARD_GATHER):
             return gather_us
-        copy_us, both_us = self.shard_copy_us(size_bytes), self.gather_us("cpu_shard", size_bytes)
+        copy_us, both_us = self.shard_copy_us(size_bytes), self.gather_us(SHARD_GATHER, size_bytes)
         rest_us = both_us - copy_us / pieces  # where gathering takes longer than copying
         if rest_us < copy_us and pieces > 1:
             rest_us = pieces * (both_us - copy_us)
@@ -225,12 +225,12 @@ class Timing:
 
     def stage_us(self, size_bytes: int) -> float:
         """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
-        return max(self.gather_us("nvme", size_bytes) - self._slot_copy_us(size_bytes), 0.0)
+        return max(self.gather_us(STAGED_COPY, size_bytes) - self._slot_copy_us(size_bytes), 0.0)
 
     def _slot_copy_us(self, size_bytes: int) -> float:
         # A staging slot is pinned host memory, as the host copy is: the same copy from there.
-        if self.offers("cpu"):
-            return self.gather_us("cpu", size_bytes)
+        if self.offers(HOST_COPY):
+            return self.gather_us(HOST_COPY, size_bytes)
         self.leave_out("routes.cpu")
         return 0.0
 
@@ -276,7 +276,7 @@ class Timing:
 
     def shard_to_host_us(self, size_bytes: int) -> float:
         """Microseconds of copying the own shard of ``size_bytes`` to host memory."""
-        if self.costs.offers_publish("cpu"):
+        if self.costs.offers_publish(ON_HOST):
             return self._beyond.estimate("publish.cpu", size_bytes).us
         return self._shard_from_host_us(size_bytes)
 
@@ -286,7 +286,7 @@ class Timing:
         return self._shard_from_host_us(size_bytes * self.workload.optimizer.gradient_item_bytes // 2)
 
     def _shard_from_host_us(self, size_bytes: int) -> float:
-        if self.offers("cpu"):
+        if self.offers(HOST_COPY):
             return self._beyond.estimate("routes.cpu", size_bytes // self.ranks).us
         self.leave_out("routes.cpu")
         return 0.0

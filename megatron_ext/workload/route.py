@@ -6,11 +6,18 @@ asks the description which copy it reads, which links its bytes cross, what it h
 says how to add one.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Copy = Literal["cpu", "nvme"]
 """Where groups are published: to the node's host copy, or to its copy on the drive."""
+
+ON_HOST: Copy = "cpu"
+ON_DRIVE: Copy = "nvme"
+
+Link = Literal["gpu", "cpu"]
+"""What bytes cross last on their way to the device, by the lane of a trace: collectives, or copies from the host."""
 
 Route = str
 """The name of a :class:`RouteKind`."""
@@ -25,7 +32,7 @@ class RouteKind:
     Attributes:
         name: in schedules.
         letter: in a schedule as text.
-        link: on which its last leg travels, by the lane of a trace.
+        link: on which its last leg travels.
         copy: the published copy that it reads; None: it gathers the ranks' shards.
         staged: it reads through a staging slot, which a ``stage_in`` has filled.
         shard_from_host: each rank's shard rests in host memory and is copied from there before it is gathered.
@@ -34,7 +41,7 @@ class RouteKind:
 
     name: str
     letter: str
-    link: Literal["gpu", "cpu"]
+    link: Link
     copy: Copy | None = None
     staged: bool = False
     shard_from_host: bool = False
@@ -49,6 +56,11 @@ class RouteKind:
     def gathers(self) -> bool:
         """Whether the ranks gather their shards, by collectives."""
         return self.copy is None
+
+    @property
+    def reads_host_copy(self) -> bool:
+        """Whether it needs the node's host copy, which its ranks share."""
+        return self.copy == ON_HOST
 
     @property
     def needs_device_shard(self) -> bool:
@@ -93,6 +105,21 @@ ROUTES: tuple[Route, ...] = tuple(ROUTE_KINDS)
 def kind_of(route: Route) -> RouteKind:
     """The route of a name that is known."""
     return ROUTE_KINDS[route]
+
+
+def _first(what: Callable[[RouteKind], bool]) -> Route:
+    return next(kind.name for kind in ROUTE_KINDS.values() if what(kind))
+
+
+ALL_GATHER = _first(lambda kind: kind.needs_device_shard)
+"""The route of stock Megatron. It needs no room but the device's: what cannot come otherwise comes by it."""
+
+HOST_COPY = _first(lambda kind: kind.reads_host_copy)
+
+STAGED_COPY = _first(lambda kind: kind.staged)
+
+SHARD_GATHER = _first(lambda kind: kind.shard_from_host)
+"""In place of :data:`ALL_GATHER` where shards rest in host memory."""
 
 
 def shard_pieces(size_bytes: int) -> int:

@@ -6,7 +6,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route
+from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Parameter, Workload
 
 Divide = Callable[[list[Parameter]], list[list[Parameter]]]
@@ -63,7 +63,7 @@ def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) ->
     gather."""
     if not routes:
         return None
-    route = "gpu" if "gpu" in routes else routes[0]
+    route = next((route for route in routes if kind_of(route).needs_device_shard), routes[0])
     limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
     try:
         return [

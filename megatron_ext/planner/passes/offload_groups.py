@@ -25,7 +25,7 @@ from megatron_ext.schedule.memory_bill import on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
-from megatron_ext.workload.route import piece_buffer_bytes
+from megatron_ext.workload.route import HOST_COPY, SHARD_GATHER, piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Limits, Workload
 
@@ -95,7 +95,7 @@ class Offloader:
         self.fixed = _fixed_bytes(replace(workload, limits=Limits()))  # a search tries many limits and rules
         self.optimizer, parallel = least_of_optimizer(workload), workload.parallel
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
-        self.by_shards = timing is None or timing.offers_cpu_shard
+        self.by_shards = timing is None or timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, dict[Residency, float]] = {}
         self._rounding: dict[tuple, int] = {}
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
@@ -205,7 +205,7 @@ class Offloader:
             if way.alone:
                 us += reduces * timing.reduce_us(size)
                 us += reduces * timing.to_host_us(gradient)[0] if way.gradients == "host" else 0.0
-            if way.shard_on_host and timing.offers("cpu"):
+            if way.shard_on_host and timing.offers(HOST_COPY):
                 us += 2 * visits * timing.shard_copy_us(size)
         except InputError:  # of a size that was not measured
             return inf

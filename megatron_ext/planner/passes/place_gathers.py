@@ -28,9 +28,9 @@ from megatron_ext.planner.assemble import Freed, Placed
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.knapsack import best_fill, least_cover
 from megatron_ext.planner.rank_uses import GroupTimes, RankUses
-from megatron_ext.simulator.activity_kinds import CPU, GPU
+from megatron_ext.simulator.activity_kinds import CPU, GPU, OTHER_LINK, link_of
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route, RouteKind, kind_of, shard_pieces
+from megatron_ext.workload.route import Copy, Route, RouteKind, kind_of, shard_pieces
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
@@ -54,7 +54,7 @@ class Choices(NamedTuple):
         horizon_us: how far ahead groups are prefetched.
         routes: routes that may be used.
         hosted: groups that may have a host copy.
-        staged: groups that may go by ``nvme``.
+        staged: groups that may go through staging slots.
         forced: by (rank, number of its unshard in issue order), a route.
         held: (rank, use): nothing for this use or later ones is prefetched before it.
         from_host: groups whose shards rest in host memory.
@@ -76,9 +76,9 @@ class Choices(NamedTuple):
         return group in (self.staged if kind.staged else self.hosted)
 
 
-def _queue(kind: RouteKind) -> str:
+def _queue(kind: RouteKind) -> int | str:
     """What a gather queues for: the link, or where it crosses several a queue of its own."""
-    return kind.name if kind.staged or kind.shard_from_host else kind.link
+    return kind.name if kind.staged or kind.shard_from_host else link_of(kind.name)
 
 
 class RankPlacement:
@@ -96,7 +96,7 @@ class RankPlacement:
         self.ahead: set[int] = set()
         self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
-        self.link_free = dict.fromkeys(choices.routes, 0.0)
+        self.link_free: dict[int | str, float] = {}  # by queue
         self.reduced = 0.0  # when what was issued to be reduced is
         self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed
         self.published: dict[int, float] = {}
@@ -162,7 +162,7 @@ class RankPlacement:
         """Reduce the gradients of ``groups``, behind what was issued before."""
         us = sum(map(self.times.reduce, groups))
         if us:
-            self.reduced = max(self.now, self.reduced, self.link_free.get("gpu", 0.0)) + us
+            self.reduced = max(self.now, self.reduced, self.link_free.get(GPU, 0.0)) + us
 
     def _look_ahead(self, number: int) -> None:
         """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
@@ -247,18 +247,18 @@ class RankPlacement:
         route, arrival, delay = self._route(group, issue)
         kind = kind_of(route)
         if delay:
-            other = "cpu" if kind.link == "gpu" else "gpu"
+            other = OTHER_LINK[link_of(route)]
             self.link_free[other] = self.link_free.get(other, 0.0) + delay
         if kind.shard_from_host:
-            copied = max(self.now, self.link_free.get("cpu", 0.0)) + self.times.shard_copy(group)
-            self.link_free |= {"cpu": copied, "gpu": arrival}
+            copied = max(self.now, self.link_free.get(CPU, 0.0)) + self.times.shard_copy(group)
+            self.link_free |= {CPU: copied, GPU: arrival}
         slot = -1
         if kind.staged:
             slots = self.staged.setdefault(issue, [])
             slot = len(slots)
             slots.append(group)
-            # Its last leg takes the PCIe link.
-            self.link_free["cpu"] = max(self.link_free.get("cpu", 0.0), arrival)
+            link = link_of(route)  # which its last leg takes
+            self.link_free[link] = max(self.link_free.get(link, 0.0), arrival)
         self.link_free[_queue(kind)] = arrival
         self.arrives[group] = arrival
         self.placed.append(Placed(group, route, issue, self.block_uses[use].step, at, slot, issue))
@@ -275,12 +275,14 @@ class RankPlacement:
         for kind in kinds:
             if kind.staged and not self._has_slot(group, issue):
                 continue
-            route, ready = kind.name, max(self.now, self._published_at(group)) if kind.copy == "cpu" else self.now
+            route, ready = kind.name, self.now
+            if kind.copy is not None and not kind.staged:
+                ready = max(ready, self._published_at(group, kind.copy))
             begin = max(ready, self.link_free.get(_queue(kind), 0.0))
             if kind.needs_device_shard and self.blocks.groups[group].algorithm is None:
                 begin = max(begin, self.reduced)
             if kind.shard_from_host:
-                us, delay = self._by_shard(group) - begin, 0.0
+                us, delay = self._by_shard(group, route) - begin, 0.0
             else:
                 us, delay = self._beside(route, self.sizes[group], begin, self.times.unshard(group, route))
             found = route, begin + us, delay
@@ -291,29 +293,30 @@ class RankPlacement:
         assert best is not None, "every group has a route"
         return best
 
-    def _by_shard(self, group: int) -> float:
+    def _by_shard(self, group: int, route: Route) -> float:
         """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
         pieces = shard_pieces(self.sizes[group])
-        gather_us, copy_us = self.times.shard_gather(group), self.times.shard_copy(group)
-        begin = max(self.now, self.link_free.get("cpu", 0.0))
-        gathered = max(begin + copy_us / pieces, self.link_free.get("gpu", 0.0)) + gather_us
+        gather_us, copy_us = self.times.unshard(group, route), self.times.shard_copy(group)
+        begin = max(self.now, self.link_free.get(CPU, 0.0))
+        gathered = max(begin + copy_us / pieces, self.link_free.get(GPU, 0.0)) + gather_us
         return max(gathered, begin + copy_us + gather_us / pieces)
 
     def _has_slot(self, group: int, issue: int) -> bool:
         staged = self.staged.get(issue, ())
         return len(staged) < self.workload.limits.nvme_slots and group not in staged
 
-    def _published_at(self, group: int) -> float:
+    def _published_at(self, group: int, copy: Copy) -> float:
         ready = self.published.get(group)
         if ready is None:
-            ready = self.published[group] = self.publish_free = self.publish_free + self.times.publish(group)
+            ready = self.published[group] = self.publish_free = self.publish_free + self.times.publish(group, copy)
         return ready
 
     def _beside(self, route: str, size: int, begin: float, us: float) -> tuple[float, float]:
         """What a gather takes that would take ``us`` alone, if the other link is still busy when it
         begins, and what the other loses meanwhile."""
-        mine, other = (GPU, CPU) if kind_of(route).link == "gpu" else (CPU, GPU)
-        overlap = self.link_free.get("cpu" if mine == GPU else "gpu", 0.0) - begin
+        mine = link_of(route)
+        other = OTHER_LINK[mine]
+        overlap = self.link_free.get(other, 0.0) - begin
         if overlap <= 0 or not (self.timing.disturbance.disturbed[mine] or self.timing.disturbance.disturbed[other]):
             return us, 0.0
         slower = 1.0 + self.timing.disturbance.excess(mine, size)[other]
