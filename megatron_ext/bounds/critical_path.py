@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.step import Step
+from megatron_ext.workload.step_order import run_in_order, steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
 
@@ -51,9 +52,7 @@ def _sweep(
 ) -> tuple[Times, Times]:
     """Longest path to the begin and to the end of every step; with ``backward``, from the end and from the begin of
     every step to the end of all."""
-    pp = workload.parallel.pp
-    last = pp * workload.parallel.vp - 1
-    orders, gaps, spans = steps_of_ranks(workload.parallel), least.gaps, least.spans
+    pp, orders, gaps, spans = workload.parallel.pp, steps_of_ranks(workload.parallel), least.gaps, least.spans
     if backward:
         orders, gaps = [steps[::-1] for steps in orders], [mine[::-1] for mine in gaps]
         spans = [[(len(s) - 1 - j, len(s) - 1 - i, us) for i, j, us in mine] for s, mine in zip(orders, spans)]
@@ -64,36 +63,19 @@ def _sweep(
         for first, last_of, us in mine:
             until[rank].setdefault(last_of, []).append((first, us))
     free = [0.0] * pp  # from when on the rank may go on
-    done: dict[tuple, float] = {}
-    waiting: dict[tuple, int] = {}
-    ready = list(range(pp))
-    while ready:  # ends: a rank comes back once for each step that it waited for
-        rank = ready.pop()
-        steps, mine = orders[rank], ends[rank]
-        while len(mine) < len(steps):  # ends: each turn lengthens mine or breaks
-            stage, kind, microbatch = steps[len(mine)]
-            source = stage - 1 if (kind == "F") != backward else stage + 1
-            begin = free[rank]
-            if 0 <= source <= last:
-                other = (source, kind, microbatch)
-                arrival = done.get(other)
-                if arrival is None:
-                    waiting[other] = rank
-                    break
-                begin = max(begin, arrival + (timing.p2p_us if source % pp != rank else 0.0))
-            gap = gaps[rank][len(mine)]
-            if not backward:
-                begin += gap
-            end = begin + least.steps[rank][stage // pp][kind == "B"]
-            end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(len(mine), ()))])
-            if by_links:
-                end = max(end, by_links[rank].get(len(mine), 0.0))
-            begins[rank].append(begin)
-            mine.append(end)
-            key = (stage, kind, microbatch)
-            done[key] = free[rank] = end + gap if backward else end
-            if key in waiting:
-                ready.append(waiting.pop(key))
+
+    def run(rank: int, index: int, step: Step, arrival: float) -> float:
+        gap = gaps[rank][index]
+        begin = max(free[rank], arrival) + (0.0 if backward else gap)
+        end = begin + least.steps[rank][step.stage // pp][step.kind == "B"]
+        end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(index, ()))])
+        end = max(end, by_links[rank].get(index, 0.0)) if by_links else end
+        begins[rank].append(begin)
+        ends[rank].append(end)
+        free[rank] = end + gap if backward else end
+        return free[rank]
+
+    run_in_order(workload.parallel, orders, timing.p2p_us, run, backward=backward)
     return begins, ends
 
 

@@ -17,7 +17,7 @@ from itertools import combinations
 from math import inf
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
-from megatron_ext.cost.curve import curves_of
+from megatron_ext.cost.curve import points_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
 from megatron_ext.simulator.timing import Timing
@@ -157,9 +157,7 @@ def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float
     """(bytes, us) at which a gather by ``route`` can have its best rate: the measured points up to
     the largest group, and that group."""
     curves = [getattr(own.table.routes, kind_of(route).curve) for own in timing.kinds]
-    sizes = {
-        p.size_bytes for curve in curves for points in curves_of(curve).values() for p in points if p.size_bytes > 0
-    }
+    sizes = {point.size_bytes for curve in curves for point in points_of(curve) if point.size_bytes > 0}
     return _least(timing, best_rate_sizes(sizes, largest), lambda own, size: own.fastest_us(route, size))
 
 
@@ -181,12 +179,7 @@ def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> l
         nodes, publish = own.crosses_nodes[pp_rank], own.table.publish
         if not own.costs.offers_publish(route) or (nodes > 1 and not own.costs.offers_publish("internode")):
             return []
-        of_kind = {
-            p.size_bytes
-            for curve in (getattr(publish, route), publish.internode)
-            for points in curves_of(curve or ()).values()
-            for p in points
-        }
+        of_kind = {p.size_bytes for p in points_of(getattr(publish, route)) + points_of(publish.internode)}
         sizes |= of_kind | ({-(-size * nodes // (nodes - 1)) for size in of_kind} if nodes > 1 else set())
     found = _least(timing, best_rate_sizes(sizes, largest), lambda own, size: own.publish_us(pp_rank, (route,), size))
     return [(size, us) for size, us in found if us]

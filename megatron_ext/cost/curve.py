@@ -100,6 +100,11 @@ def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, .
     return ({None: curve.points} if curve.points else {}) | named
 
 
+def points_of(curve: Curve | Sequence[Point] | None) -> list[Point]:
+    """All that a size can be looked up in, one curve after the other."""
+    return [point for points in curves_of(curve or ()).values() for point in points]
+
+
 def has_points(curve: Curve | Sequence[Point] | None) -> bool:
     """Whether a size can be looked up in it."""
     return curve is not None and bool(curves_of(curve))

@@ -1,6 +1,6 @@
 """Makes a schedule of decisions; used by every planner and baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ext.schedule.user_defined_schedule import (
@@ -59,12 +59,8 @@ def assemble(
         groups: all groups; the id of one is its index.
         placed: by pipeline rank, unshards in issue order.
         freed: by pipeline rank, reshards.
-
-    Groups are published, in the order of their first unshard, to wherever one of their
-    unshards reads from.
     """
     ranks = []
-    publish: dict[int, list[Copy]] = {}
     for pp_rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         unshards: dict[int, list[Unshard]] = {}
         stages: dict[int, list[StageIn]] = {}
@@ -72,10 +68,7 @@ def assemble(
         for item in placed[pp_rank]:
             need_by = -1 if item.need_by == item.issue else item.need_by
             unshards.setdefault(item.issue, []).append(Unshard(item.group, item.route, need_by, item.at))
-            kind = kind_of(item.route)
-            if kind.copy is not None and kind.copy not in (to := publish.setdefault(item.group, [])):
-                to.append(kind.copy)
-            if kind.staged:
+            if kind_of(item.route).staged:
                 stages.setdefault(item.stage, []).append(StageIn(item.group, item.slot))
         for item in freed[pp_rank] if freed else ():
             reshards.setdefault(item.step, []).append(Reshard(item.group, item.at))
@@ -87,18 +80,22 @@ def assemble(
         )
         start = Start(tuple(stages.get(-1, ())), tuple(unshards.get(-1, ())))
         ranks.append(Rank(pp_rank=pp_rank, start=start, steps=entries))
-    return schedule_of(workload, groups, ranks, planner, options, publish)
+    return schedule_of(workload, groups, ranks, planner, options)
+
+
+def published(ranks: Sequence[Rank]) -> tuple[PublishGroup, ...]:
+    """What is published where: groups in the order of their first unshard, to wherever one of them reads from."""
+    to: dict[int, dict[Copy, None]] = {}
+    for action in (action for rank in ranks for action in rank.unshards):
+        if (copy := kind_of(action.route).copy) is not None:
+            to.setdefault(action.group, {})[copy] = None
+    return tuple(PublishGroup(group=group, to=tuple(copies)) for group, copies in to.items())
 
 
 def schedule_of(
-    workload: Workload,
-    groups: Sequence[Group],
-    ranks: Sequence[Rank],
-    planner: str,
-    options: PlanOptions | None = None,
-    publish: Mapping[int, Sequence[Copy]] = {},
+    workload: Workload, groups: Sequence[Group], ranks: Sequence[Rank], planner: str, options: PlanOptions | None = None
 ) -> Schedule:
-    """The schedule of these steps; ``publish``: by group, where it is published to."""
+    """The schedule of these steps."""
     return Schedule(
         schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",
@@ -109,5 +106,5 @@ def schedule_of(
         limits=workload.limits,
         groups=tuple(groups),
         ranks=tuple(ranks),
-        publish=tuple(PublishGroup(group=group, to=tuple(to)) for group, to in publish.items()),
+        publish=published(ranks),
     )

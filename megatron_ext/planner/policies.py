@@ -43,7 +43,12 @@ class Found(NamedTuple):
     baselines_us: dict[str, float] = {}
 
 
-def plan(
+def plan(workload: Workload, table: CostTable, **how) -> Schedule:
+    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction: see :func:`planned`."""
+    return planned(workload, table, **how).schedule
+
+
+def planned(
     workload: Workload,
     table: CostTable,
     *,
@@ -51,8 +56,8 @@ def plan(
     cost_table_sha256: str | None = None,
     extrapolate: bool = False,
     compare: bool = True,
-) -> Schedule:
-    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction.
+) -> Candidate:
+    """A plan with its prediction, and with what every pass decided and why.
 
     Args:
         policy: one of :data:`POLICIES`.
@@ -65,22 +70,6 @@ def plan(
         InputError: the workload cannot fit, the limits contradict each other, the policy is
             unknown, or the table lacks a figure.
     """
-    found = planned(
-        workload, table, policy=policy, cost_table_sha256=cost_table_sha256, extrapolate=extrapolate, compare=compare
-    )
-    return found.schedule
-
-
-def planned(
-    workload: Workload,
-    table: CostTable,
-    *,
-    policy: str = "hybrid",
-    cost_table_sha256: str | None = None,
-    extrapolate: bool = False,
-    compare: bool = True,
-) -> Candidate:
-    """As :func:`plan`, with what every pass decided and why."""
     chosen = check_policy(policy)
     problem = problem_of(workload, table, offloads=chosen.offloads, extrapolate=extrapolate)
     problem = problem._replace(compares=compare)

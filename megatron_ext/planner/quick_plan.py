@@ -6,6 +6,7 @@ of many is simulated with two and with three rounds, and continued as a straight
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.place_choices import hosted_groups, staged_groups
 from megatron_ext.planner.problem import usable_routes
 from megatron_ext.planner.search import grouping_of
-from megatron_ext.planner.stock import SYNCHRONOUS, synchronous_schedule
 from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
@@ -31,7 +31,6 @@ from megatron_ext.workload.workload import Workload
 
 Make = Callable[[Workload, Timing], Schedule]
 
-MOST_OFTEN_BEST = ("all-gpu", "urgency", "hybrid-near", "hybrid-inf")
 RELIEVED = 2
 """Rules by which memory is relieved that are simulated: those whose transfers take least, of each kind of order."""
 ROOM_TRIED = 3
@@ -95,15 +94,10 @@ class FewRounds:
         )
 
 
-def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = False) -> Iterator[Plan]:
-    """Plans by every rule that fits, the first by all-gathers alone (zero stages 1 and 2: stock Megatron's with
-    ``--overlap-param-gather``).
-
-    Args:
-        fewest: only the rules that are best most often.
-    """
-    rules = _rules(rounds.parts[0][0].zero_stage)
-    for name, make in [rule for rule in rules if not fewest or rule[0] in MOST_OFTEN_BEST]:
+def quick_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Plan]:
+    """Plans by the rules that are best most often, of those that fit; the first by all-gathers alone (zero stages 1 and
+    2: stock Megatron's with ``--overlap-param-gather``)."""
+    for name, make in _rules(rounds.parts[0][0].zero_stage):
         try:
             schedules = tuple(make(part, timing) for (part, _), timing in zip(rounds.parts, timings))
             yield Plan(name, schedules, rounds.times(timings, schedules))
@@ -111,36 +105,20 @@ def quick_plans(rounds: FewRounds, timings: Sequence[Timing], *, fewest: bool = 
             continue
 
 
-def synchronous_plan(rounds: FewRounds, timings: Sequence[Timing]) -> Plan:
-    """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2)."""
-    schedules = tuple(synchronous_schedule(part) for part, _ in rounds.parts)
-    return Plan(SYNCHRONOUS, schedules, rounds.times(timings, schedules))
-
-
 def _rules(zero_stage: int) -> list[tuple[str, Make]]:
-    if zero_stage < 3:
-        names, placements = ("all-gpu", "urgency", "share-25", "share-50"), [("hybrid-inf", _placed(inf, divide=True))]
-    else:
-        names = ("urgency", "all-gpu", "all-cpu")
-        placements = [
-            ("hybrid-near", _placed(LAYERS_AHEAD, divide=False)),
-            ("hybrid-inf", _placed(inf, divide=False)),
-            ("hybrid-split", _placed(LAYERS_AHEAD, divide=True)),
-        ]
-    return [(name, BASELINES[name][1]) for name in names] + placements
+    names, near = ("all-gpu", "urgency"), []
+    if zero_stage == 3:
+        names, near = names[::-1], [("hybrid-near", partial(_placed, layers_ahead=LAYERS_AHEAD))]
+    return [*((name, BASELINES[name][1]) for name in names), *near, ("hybrid-inf", partial(_placed, layers_ahead=inf))]
 
 
-def _placed(layers_ahead: float, *, divide: bool) -> Make:
-    """By layer, over all routes; with ``divide`` every layer is divided between the links."""
-
-    def make(workload: Workload, timing: Timing) -> Schedule:
-        routes = usable_routes(workload, timing)
-        if len(routes) < 2:
-            raise InputError("has no second route", field="routes")
-        blocks = _blocks(workload, timing, splitter(timing, routes) if divide else None)
-        return _by_layer(workload, timing, blocks, routes, layers_ahead)
-
-    return make
+def _placed(workload: Workload, timing: Timing, layers_ahead: float) -> Schedule:
+    """By layer, over all routes; below zero stage 3 every layer is divided between the links."""
+    routes = usable_routes(workload, timing)
+    if len(routes) < 2:
+        raise InputError("has no second route", field="routes")
+    blocks = _blocks(workload, timing, splitter(timing, routes) if workload.zero_stage < 3 else None)
+    return _by_layer(workload, timing, blocks, routes, layers_ahead)
 
 
 def _blocks(workload: Workload, timing: Timing, divide: Divide | None = None) -> Blocks:

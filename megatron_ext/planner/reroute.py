@@ -4,32 +4,22 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from megatron_ext.planner.assemble import published
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards
-from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule, Unshard
-from megatron_ext.workload.route import SHARD_GATHER, Copy, Route, kind_of
+from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
+from megatron_ext.workload.route import SHARD_GATHER, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
 def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedule:
     """``schedule`` with every unshard by ``route_of`` it, and groups published where they are then read from."""
-    ranks = []
-    publish: dict[int, list[Copy]] = {}
 
-    def change(actions: tuple[Unshard, ...]) -> tuple[Unshard, ...]:
-        changed = tuple(replace(action, route=route_of(action)) for action in actions)
-        for action in changed:
-            copy = kind_of(action.route).copy
-            if copy is not None and copy not in publish.setdefault(action.group, []):
-                publish[action.group].append(copy)
-        return changed
+    def change(entry):
+        return replace(entry, unshard=tuple(replace(action, route=route_of(action)) for action in entry.unshard))
 
-    for rank in schedule.ranks:
-        start = replace(rank.start, unshard=change(rank.start.unshard))
-        steps = tuple(replace(e, unshard=change(e.unshard)) if e.unshard else e for e in rank.steps)
-        ranks.append(replace(rank, start=start, steps=steps))
-    published = tuple(PublishGroup(group=group, to=tuple(to)) for group, to in publish.items())
-    return replace(schedule, ranks=tuple(ranks), publish=published)
+    ranks = [replace(rank, start=change(rank.start), steps=tuple(map(change, rank.steps))) for rank in schedule.ranks]
+    return replace(schedule, ranks=tuple(ranks), publish=published(ranks))
 
 
 def by_cpu_shard(schedule: Schedule) -> Schedule:

@@ -114,6 +114,10 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     return schedule_of(workload, groups, ranks, planner="stock")
 
 
+STOCK_RULES = {OVERLAPPED: stock_schedule, SYNCHRONOUS: synchronous_schedule}
+"""By the option that Megatron trains with."""
+
+
 def _stock_zero3(workload: Workload, cut) -> Schedule:
     groups, of_stage = groups_of(workload, cut)
     parallel = workload.parallel

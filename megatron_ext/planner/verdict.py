@@ -14,7 +14,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.limit import limit_of, limit_text
-from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule, synchronous_schedule
+from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.planner.within_memory import gathers_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
@@ -100,9 +100,9 @@ def compare_with(
         as_trained: compare with ``--overlap-param-gather``, by which a measured run of stock Megatron trains, also
             where Megatron would be faster without it.
     """
-    stock = {OVERLAPPED: stock_schedule(workload)}
-    if workload.zero_stage < 3:
-        stock[SYNCHRONOUS] = synchronous_schedule(workload)
+    stock = {
+        name: rule(workload) for name, rule in STOCK_RULES.items() if workload.zero_stage < 3 or name == OVERLAPPED
+    }
     try:
         by_option_us = {name: run(workload, timing, each).iteration_time_us for name, each in stock.items()}
     except InputError:

@@ -73,8 +73,8 @@ def pinned_host_bytes(schedule: Schedule) -> list[int]:
 def pinned_need(
     of: Schedule | Workload, groups: Sequence[Group], hosted: Container[int], staged: Container[int] = ()
 ) -> list[int]:
-    """Pinned bytes of each node: one host copy of every group that is ``hosted``, staging slots of the ranks with groups
-    that are ``staged``, and shards that rest in host memory."""
+    """Pinned bytes of each node: one host copy of every ``hosted`` group, staging slots of ranks with ``staged`` ones,
+    and shards that rest in host memory."""
     parallel, limits = of.parallel, of.limits
     copies, slot_sizes, of_ranks = copies_of_nobody(parallel), [0] * parallel.pp, [0] * parallel.pp
     for index, group in enumerate(groups):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_ext.formats.trace import Lane
+from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.host_memory_link import HostMemoryLink
 from megatron_ext.simulator.lower import Gather
@@ -14,6 +14,7 @@ class EngineView(Protocol):
     """The engine as links see it. Times are microseconds since the last optimizer step."""
 
     now: float
+    events: list[Event] | None
     ranks: list[RankState]
     host_memory: HostMemoryLink | None
     early: EarlySteps | None

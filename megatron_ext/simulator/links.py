@@ -97,15 +97,19 @@ def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gat
     serve(engine, rank, CPU)
 
 
-def _reduced(engine: EngineView, rank: RankState, group: int) -> None:
-    """A gradient is reduced; behind its last reduce the host steps the group, where copies of its states have room."""
-    if engine.early is None or group not in engine.early.units:
-        return
-    unit = engine.early.units[group]
-    rank.visits[group] = rank.visits.get(group, 0) + 1
-    if rank.visits[group] == unit.visits:
-        rank.queues[HOST_STEP].append((group, unit.bytes, unit.us))
-        serve(engine, rank, HOST_STEP)
+def _added_up(engine: EngineView, rank: RankState, group: int, *, freed: bool = False) -> None:
+    """A gradient is reduced, and added up where it rests; behind its last reduce the host steps the group, where copies
+    of its states have room. ``freed``: its whole is freed now."""
+    rank.reducing -= 1
+    if freed:
+        engine.gradient_freed(rank)
+    unit = None if engine.early is None else engine.early.units.get(group)
+    if unit is not None:
+        rank.visits[group] = rank.visits.get(group, 0) + 1
+        if rank.visits[group] == unit.visits:
+            rank.queues[HOST_STEP].append((group, unit.bytes, unit.us))
+            serve(engine, rank, HOST_STEP)
+    engine.start_optimizer(rank)
 
 
 def delay_step(engine: EngineView, rank: RankState) -> None:
@@ -128,11 +132,23 @@ def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
     return True
 
 
+def _name_of(engine: EngineView, kind: int, item) -> str:
+    """Of a transport, in a trace."""
+    if kind in (GPU, CPU):
+        return str(item.group)
+    if kind in (NVME, REDUCE):
+        return str(item[1])
+    if kind == HOST_STEP and engine.delayed:
+        return "delayed"
+    return f"gradient {item[0]}" if kind == PUBLISH and len(item) == 4 else str(item[0])
+
+
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
     """Start what has waited for this transport."""
     item = activity.item
+    if engine.events is not None:  # names are made for a trace alone: most simulations keep none
+        engine.record(rank, KINDS[kind], _name_of(engine, kind, item), activity.started, lasted)
     if kind in (GPU, CPU):
-        engine.record(rank, KINDS[kind], str(item.group), activity.started, lasted)
         if item.flat:
             rank.communicator_of(item.group).popleft()
             serve(engine, rank, REDUCE)
@@ -145,40 +161,29 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
             serve(engine, rank, NVME)
         engine.gather_ended(rank, item)
     elif kind == NVME:
-        engine.record(rank, "nvme", str(item[1]), activity.started, lasted)
         rank.staged.add(item[1])
         serve(engine, rank, CPU)
     elif kind == PUBLISH and len(item) == 4:
-        engine.record(rank, "publish", f"gradient {item[0]}", activity.started, lasted)
         engine.gradient_freed(rank)
         rank.queues[HOST_ADD].append((item[0], item[1], item[3]))
         serve(engine, rank, HOST_ADD)
     elif kind == PUBLISH:
-        engine.record(rank, "publish", str(item[0]), activity.started, lasted)
         rank.published.add(item[0])
         delay_step(engine, rank)
         serve(engine, rank, CPU)
         serve(engine, rank, NVME)
-    elif kind == REDUCE:
-        engine.record(rank, "reduce", str(item[1]), activity.started, lasted)
+    elif kind == REDUCE and item[0] == REDUCE_VISIT and item[4] is not None:
         rank.communicator_of(item[1]).popleft()
         serve(engine, rank, GPU)
-        if item[0] == REDUCE_VISIT and item[4] is not None:
-            rank.queues[PUBLISH].append((item[1], *item[4]))
-            serve(engine, rank, PUBLISH)
-        else:
-            rank.reducing -= 1
-            if item[0] == REDUCE_VISIT:
-                engine.gradient_freed(rank)
-            _reduced(engine, rank, item[1])
-            engine.start_optimizer(rank)
+        rank.queues[PUBLISH].append((item[1], *item[4]))
+        serve(engine, rank, PUBLISH)
+    elif kind == REDUCE:
+        rank.communicator_of(item[1]).popleft()
+        serve(engine, rank, GPU)
+        _added_up(engine, rank, item[1], freed=item[0] == REDUCE_VISIT)
     elif kind == HOST_ADD:  # one gradient at a time; the optimizer waits for the last
-        engine.record(rank, "host_add", str(item[0]), activity.started, lasted)
-        rank.reducing -= 1
-        _reduced(engine, rank, item[0])
-        engine.start_optimizer(rank)
+        _added_up(engine, rank, item[0])
     elif kind == HOST_STEP:
-        engine.record(rank, "host_step", "delayed" if engine.delayed else str(item[0]), activity.started, lasted)
         rank.stepped = bool(engine.delayed)
         if rank.norm_at >= 0:
             engine.step_optimizer(rank, engine.now)

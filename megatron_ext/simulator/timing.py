@@ -4,7 +4,7 @@ import contextlib
 from typing import Literal, NamedTuple
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches, part_named
-from megatron_ext.cost.curve import curves_of, has_points
+from megatron_ext.cost.curve import has_points, points_of
 from megatron_ext.cost.environment import INSTANCES
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.expert_curves import table_of_experts
@@ -71,9 +71,7 @@ class Timing:
         own = table.launches or Launches()
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
         self.crosses_nodes = [nodes_spanned(parallel, rank, self.ranks) for rank in range(parallel.pp)]
-        self._reduce = sorted(
-            (p for points in curves_of(table.reduce or ()).values() for p in points), key=lambda p: p.size_bytes
-        )
+        self._reduce = sorted(points_of(table.reduce), key=lambda point: point.size_bytes)
         said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
         """How many times the reduce of a shard comes on top of the table's curve: there and back among instances."""
@@ -192,9 +190,7 @@ class Timing:
     def shard_copy_us(self, size_bytes: int) -> float:
         """Microseconds of the first part of ``cpu_shard``: copying the own shard of a group of ``size_bytes`` over the
         link of host copies. A shard smaller than the smallest copy measured takes as long as that copy."""
-        copies = self.table.routes.cpu
-        assert copies is not None  # the route is offered only where it was measured
-        least = min(point.size_bytes for points in curves_of(copies).values() for point in points)
+        least = min(point.size_bytes for point in points_of(self.table.routes.cpu))  # offered where it was measured
         return self.gather_us(HOST_COPY, max(size_bytes // self.ranks, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:
@@ -361,11 +357,10 @@ class Timing:
             return 0.0
         total = 0.0
         for what, curve in (("routes.nvme", self.table.routes.nvme), ("publish.nvme", self.table.publish.nvme)):
-            points = [point for points in curves_of(curve or ()).values() for point in points]
-            if not points:
+            sizes = [point.size_bytes for point in points_of(curve)]
+            if not sizes:
                 self.leave_out(what)
                 continue
-            sizes = [point.size_bytes for point in points]
             piece = min(max(slot_bytes, min(sizes)), max(sizes))
             total += size_bytes / piece * self._estimate(what, piece).us
         return total

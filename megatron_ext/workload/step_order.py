@@ -5,6 +5,7 @@ Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
 ``forward_backward_pipelining_without_interleaving`` for 1F1B.
 """
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -57,6 +58,47 @@ def steps_of_ranks(parallel: Parallel) -> tuple[tuple[Step, ...], ...]:
         steps += backward[steady:]
         ranks.append(tuple(steps))
     return tuple(ranks)
+
+
+def run_in_order(
+    parallel: Parallel,
+    orders: Sequence[Sequence[Step]],
+    hop_us: float,
+    run: Callable[[int, int, Step, float], float],
+    *,
+    backward: bool = False,
+) -> None:
+    """Go through the steps of all pipeline ranks, each as soon as what it needs of another step is known.
+
+    Args:
+        orders: by rank, its steps.
+        hop_us: from the end of a step to its arrival on another rank.
+        run: what a step does, (rank, its index, step, arrival of its input) -> its end.
+        backward: from the last steps to the first; a step needs what depends on its output.
+    """
+    last = parallel.pp * parallel.vp - 1
+    position = [0] * parallel.pp
+    done: dict[tuple, float] = {}
+    waiting: dict[tuple, int] = {}
+    ready = list(range(parallel.pp))
+    while ready:  # ends: a rank comes back once for each step that it waited for
+        rank = ready.pop()
+        steps = orders[rank]
+        while position[rank] < len(steps):  # ends: each turn raises the position or breaks
+            step = steps[position[rank]]
+            stage, kind, microbatch = step
+            source = (stage - 1 if (kind == "F") != backward else stage + 1, kind, microbatch)
+            arrival = 0.0
+            if 0 <= source[0] <= last:
+                end = done.get(source)
+                if end is None:
+                    waiting[source] = rank
+                    break
+                arrival = end + (hop_us if source[0] % parallel.pp != rank else 0.0)
+            done[step] = run(rank, position[rank], step, arrival)
+            position[rank] += 1
+            if step in waiting:
+                ready.append(waiting.pop(step))
 
 
 def in_flight(parallel: Parallel) -> tuple[int, ...]:

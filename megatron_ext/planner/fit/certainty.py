@@ -7,17 +7,15 @@ error as the verdict of ``plan`` is (:mod:`megatron_ext.planner.gain_interval`).
 interval of their ratio holds 1.
 """
 
-from collections.abc import Callable
 from math import hypot
 from typing import NamedTuple
 
 from megatron_ext.planner.fit.costs import Costs
 from megatron_ext.planner.fit.estimate_setting import Choice
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
-from megatron_ext.planner.stock import OVERLAPPED, stock_schedule, synchronous_schedule
+from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.verdict import answer_of
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.workload import Workload
 
 DRAWS, FEWEST_DRAWS = 12, 4
 EFFORT = 1_500_000
@@ -66,8 +64,7 @@ class Certainty:
         if choice.stock is None:
             return None
         name = min(choice.stock.by_option_us, key=choice.stock.by_option_us.__getitem__)
-        make: Callable[[Workload], Schedule] = stock_schedule if name == OVERLAPPED else synchronous_schedule
-        stock = self._times(choice, tuple(make(part) for part, _ in choice.rounds.parts))
+        stock = self._times(choice, tuple(STOCK_RULES[name](part) for part, _ in choice.rounds.parts))
         ratio = _ratio(choice.us / choice.stock.us, self.us(choice), stock)
         gains = Interval(1 - ratio.high, 1 - ratio.low)
         return 1 - choice.us / choice.stock.us, gains, answer_of(*gains)

@@ -16,8 +16,8 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
-from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans, synchronous_plan
-from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
+from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans
+from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.schedule.bill_by_step import activations
 from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes, step_gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -168,7 +168,7 @@ def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock 
         return list(relieved_plans(rounds, timings)), stock, error
     roomy = FewRounds(rounds.parts[-1][0])
     roomy.parts = parts
-    plans = list(quick_plans(roomy, timings, fewest=True))
+    plans = list(quick_plans(roomy, timings))
     if parts[-1][0].zero_stage == 3:
         plans += relieved_plans(rounds, timings)
     elif plans and parts[-1][0].zero_stage == 1:
@@ -178,11 +178,10 @@ def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock 
 
 def stock_of(rounds: FewRounds, timings: list[Timing]) -> Stock:
     """Stock Megatron at zero stage 1, whatever the limits."""
-    schedules = [stock_schedule(part) for part, _ in rounds.parts]
-    held = max(bill.memory.device_total_bytes for bill in memory_bill(schedules[-1], rounds.parts[-1][0]))
-    synchronous = synchronous_plan(rounds, timings).times
-    times = {OVERLAPPED: rounds.times(timings, schedules), SYNCHRONOUS: synchronous}
-    return Stock(held, {name: each.iteration_time_us for name, each in times.items()})
+    schedules = {name: [rule(part) for part, _ in rounds.parts] for name, rule in STOCK_RULES.items()}
+    bills = memory_bill(schedules[OVERLAPPED][-1], rounds.parts[-1][0])
+    times = {name: rounds.times(timings, made).iteration_time_us for name, made in schedules.items()}
+    return Stock(max(bill.memory.device_total_bytes for bill in bills), times)
 
 
 def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:

@@ -31,7 +31,7 @@ from megatron_ext.planner.rank_uses import GroupTimes, RankUses
 from megatron_ext.simulator.activity_kinds import CPU, GPU, OTHER_LINK, link_of
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Copy, Route, RouteKind, kind_of, shard_pieces
-from megatron_ext.workload.step_order import steps_of_ranks
+from megatron_ext.workload.step_order import run_in_order, steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
 
@@ -334,34 +334,15 @@ class GatherPlacer:
 
     def place(self, choices: Choices) -> Plan:
         """Run the placement pass of all ranks through one iteration."""
-        parallel, timing = self.workload.parallel, self.timing
-        pp, last = parallel.pp, parallel.pp * parallel.vp - 1
-        placements = [RankPlacement(given, self.times, timing, choices) for given in self.ranks]
-        order = steps_of_ranks(parallel)
-        position = [0] * pp
-        done: dict[tuple, float] = {}
-        waiting: dict[tuple, int] = {}
+        parallel = self.workload.parallel
+        placements = [RankPlacement(given, self.times, self.timing, choices) for given in self.ranks]
         for one in placements:
             one.start()
-        ready = list(range(pp - 1, -1, -1))
-        while ready:  # ends: a rank comes back once for each step that it waited for
-            rank = ready.pop()
-            steps = order[rank]
-            while position[rank] < len(steps):  # ends: each turn raises the position or breaks
-                step = steps[position[rank]]
-                stage, kind, microbatch = step
-                source = (stage - 1 if kind == "F" else stage + 1, kind, microbatch)
-                begin = 0.0
-                if 0 <= source[0] <= last:
-                    arrival = done.get(source)
-                    if arrival is None:
-                        waiting[source] = rank
-                        break
-                    begin = arrival + (timing.p2p_us if source[0] % pp != rank else 0.0)
-                done[step] = placements[rank].run_step(position[rank], begin)
-                position[rank] += 1
-                if step in waiting:
-                    ready.append(waiting.pop(step))
+
+        def run(rank: int, index: int, _, arrival: float) -> float:
+            return placements[rank].run_step(index, arrival)
+
+        run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         return Plan(
             [one.placed for one in placements],
             [one.freed for one in placements],
