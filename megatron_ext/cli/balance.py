@@ -20,8 +20,7 @@ def balance(cost_table: str, workload_path: str, extrapolate: bool, as_json: boo
     table, work = cost.load(cost_table), workload.load(workload_path)
     with naming_files(cost_table, workload_path):
         found = balancing.balance(work, table, extrapolate=extrapolate)
-        stage_us = balancing.present_stage_us(work, table, extrapolate=extrapolate)
-    before, after = max(stage_us), max(found.stage_us)
+    before, after = max(found.present_us), max(found.stage_us)
     payload = {
         "layout": found.layout,
         "layers": found.counts,

@@ -30,6 +30,7 @@ from megatron_ext.planner.effort import LastFound, judged_us
 from megatron_ext.planner.link_split import part_of
 from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.pipelined_groups import pipelined_cut
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import groups_of, stock_schedule
@@ -169,7 +170,9 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
     """
 
     def find() -> Schedule:
-        return _named(search(workload, timing, (ALL_GATHER,), lower_bound(workload, timing))[0], "gathers-only")
+        return _named(
+            search(Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing)))[0], "gathers-only"
+        )
 
     return _LAST_GATHERS.of(workload, timing, find)
 

@@ -67,12 +67,8 @@ def relieved_share(groups: Sequence[Group]) -> float:
 def visits_of_gradients(workload: Workload, groups: Sequence[Group]) -> int:
     """Transfers of gradients that come and go: each reduce, and in host memory the copy there and the addition. Where
     memory is short they are most of what is simulated."""
-    backwards = workload.parallel.num_microbatches
-    return sum(
-        -(-backwards // group.reduce_every) * (3 if group.gradients == "host" else 1)
-        for group in groups
-        if group.gradients is not None
-    )
+    visits, kinds = workload.parallel.num_microbatches, {None: 0, "sharded": 1, "host": 3}
+    return sum(group.reduces(visits) * kinds[group.gradients] for group in groups)
 
 
 def judged_us(workload: Workload, timing: Timing, schedule: Schedule) -> float:

@@ -24,6 +24,7 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
@@ -56,9 +57,7 @@ BETWEEN = Effort(choices=1000, work=0.1, models=8)
 """For the hybrid policy where memory is little, between two passes of changing decisions one by one."""
 
 
-def exact_schedule(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, bound_us: float
-) -> Schedule:
+def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedule:
     """The best schedule, with ``options.proven_gap``: how far above the proven bound of its groups it is.
 
     ``known`` is the hybrid policy's schedule, to start from.
@@ -66,27 +65,26 @@ def exact_schedule(
     Raises:
         InputError: no grouping fits the limits, each has too many choices, or a needed size was not measured.
     """
-    best, best_us, lowest = solve(workload, timing, routes, known, known_us, EXACT)
+    best, best_us, lowest = solve(problem, known, known_us, EXACT)
     if lowest is None:
-        raise InputError(f"{_why_unsolved(workload, timing, routes, EXACT)}; use hybrid", field="policy", value="exact")
-    options = PlanOptions(proven_gap=round(best_us / max(lowest, bound_us) - 1, 6))
+        raise InputError(f"{_why_unsolved(problem, EXACT)}; use hybrid", field="policy", value="exact")
+    options = PlanOptions(proven_gap=round(best_us / max(lowest, problem.bound_us) - 1, 6))
     return msgspec.structs.replace(
         best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options)
     )
 
 
-def solve(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, effort: Effort
-) -> tuple[Schedule, float, float | None]:
+def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) -> tuple[Schedule, float, float | None]:
     """The best of ``known`` and the optima of all groupings that are small enough.
 
     Returns:
         The schedule, its simulated iteration time, and the least proven bound of the groupings that
         were solved; None where none could be solved, see :func:`_why_unsolved`.
     """
+    workload, timing = problem.workload, problem.timing
     best, best_us, lowest, models = known, known_us, None, 0
     # The known schedule's own groups first, where the search can begin at it.
-    for made in sorted(_groupings(workload, timing, routes), key=lambda made: made.blocks.groups != known.groups):
+    for made in sorted(_groupings(problem), key=lambda made: made.blocks.groups != known.groups):
         if models == effort.models or not _small(workload, timing, made.blocks, effort.choices):
             continue
         try:
@@ -102,9 +100,9 @@ def solve(
     return best, best_us, lowest
 
 
-def _groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[Grouping]:
+def _groupings(problem: Problem) -> list[Grouping]:
     """Every way to cut and divide the blocks that fits the workload's limits."""
-    every = Search(workload, timing, routes)
+    every = Search(problem)
     made = (
         every.made(Settings(cut, divide, len(every.horizons) - 1, 0))
         for divide, cut in product(range(len(every.divides)), range(len(every.cuts)))
@@ -112,12 +110,12 @@ def _groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) ->
     return [one for one in made if one is not None]
 
 
-def _why_unsolved(workload: Workload, timing: Timing, routes: tuple[Route, ...], effort: Effort) -> str:
+def _why_unsolved(problem: Problem, effort: Effort) -> str:
     """Why :func:`solve` solved no grouping."""
-    groupings = _groupings(workload, timing, routes)
+    groupings = _groupings(problem)
     if not groupings:
         return "no grouping that this policy tries fits the limits"
-    if not any(_small(workload, timing, one.blocks, effort.choices) for one in groupings):
+    if not any(_small(*problem[:2], one.blocks, effort.choices) for one in groupings):
         return f"more than {effort.choices} choices of when to gather in each grouping that fits the limits"
     return "each grouping that is small enough has a group of a size that was not measured"
 

@@ -24,6 +24,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.passes.cut_groups import by_parameter
 from megatron_ext.planner.passes.offload_groups import OffloadCosts, Offloader, Relief, Residency, Rule
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import stock_schedule
@@ -32,7 +33,6 @@ from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.route import HOST_COPY, Route, kind_of
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
@@ -73,17 +73,18 @@ class Moment(NamedTuple):
     before: tuple[int, ...]
 
 
-def least_plan(workload: Workload, timing: Timing, routes: tuple[Route, ...], reliefs: frozenset[Relief]) -> Schedule:
+def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
     """The fastest plan of those that hold least, within ``limits.device_bytes`` and the limits of host memory.
 
     Raises:
         InputError: nothing fits; with what the rank, or the node, holds at least, and what is missing.
     """
-    models = [_Model(workload, timing, routes, reliefs, cut) for cut in (layer_buckets, _parameters)]
+    models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
     for model in models:
         found = model.plan()
         if found is not None:
             return found
+    workload = problem.workload
     raise _refusal(workload, models, what_helps(workload, relieved="shards" in reliefs))
 
 
@@ -132,8 +133,8 @@ class _Model:
         cut: makes the groups of a chunk.
     """
 
-    def __init__(self, workload: Workload, timing: Timing, routes: tuple[Route, ...], reliefs, cut):
-        self.workload, self.timing, self.routes = workload, timing, routes
+    def __init__(self, problem: Problem, reliefs, cut):
+        self.workload, self.timing, self.routes, *_ = workload, timing, *_ = problem
         first = workload.with_limits(whole_parameter_bytes=1)  # whole just before its layer
         self.streams = [replace(stock_schedule(work, cut), limits=workload.limits) for work in (workload, first)]
         groups = self.streams[0].groups

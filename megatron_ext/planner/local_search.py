@@ -14,6 +14,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.decisions import Decisions, RankGaps
 from megatron_ext.planner.passes.place_gathers import place_gathers
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -42,24 +43,22 @@ EXPOSED = 1e-3
 """Weight of exposed time beside iteration time: it tells schedules of the same length apart."""
 
 
-def improve(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule, known_us: float, bound_us: float
-) -> tuple[Schedule, float]:
+def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedule, float]:
     """A schedule that is no slower than ``known``, and its simulated iteration time.
 
     Args:
-        known, known_us: a schedule without staging slots and its simulated iteration time.
-        bound_us: a time that no schedule can beat; one that reaches it is not improved.
+        known, known_us: a schedule without staging slots and its simulated iteration time; one that reaches the bound
+            is not improved.
     """
     found = [
-        Annealing(workload, timing, made, known if made.blocks.groups == known.groups else None)
-        for made in groupings(workload, timing, routes, known)
+        Annealing(*problem[:2], made, known if made.blocks.groups == known.groups else None)
+        for made in groupings(problem, known)
     ]
     found = [one for one in found if one.us < inf]
     for part, number in ((0.5 / GROUPINGS, GROUPINGS), (0.5 / FINALISTS, FINALISTS)):
         found = sorted(found, key=lambda one: one.best_us)[:number]
         for one in found:
-            if known_us > bound_us * (1 + 1e-9):
+            if known_us > problem.bound_us * (1 + 1e-9):
                 one.run(int(min(CHANGES * one.number_of_gaps, MOST_CHANGES) * part))
     for one in found:
         if one.best is not None and one.best_us < known_us * (1 - 1e-9) and _valid(one.best):
@@ -76,9 +75,9 @@ def _valid(schedule: Schedule) -> bool:
     return True
 
 
-def groupings(workload: Workload, timing: Timing, routes: tuple[Route, ...], known: Schedule) -> list[Grouping]:
+def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
     """The groups of ``known``, and the best others by estimate; one of those that are the same."""
-    every = Search(workload, timing, routes)
+    every = Search(problem)
     every.also_halved()
     best: dict[tuple, tuple[float, Settings]] = {}
     cuts, divides, horizons, _, hosts = map(range, every.sizes)

@@ -151,22 +151,19 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
 
 
 def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
-    workload, timing, routes, bound_us = problem.workload, problem.timing, problem.routes, problem.bound_us
-    if problem.offloads and only_gathers:
-        return gathers_within_memory(workload, timing, bound_us)
     if problem.offloads:
-        return plan_within_memory(workload, timing, routes, bound_us)
-    found, found_us = search(workload, timing, routes, bound_us)
-    if found_us > bound_us * (1 + 1e-9) and is_tiny(workload):
+        return gathers_within_memory(problem) if only_gathers else plan_within_memory(problem)
+    workload, found, found_us = problem.workload, *search(problem)
+    if found_us > problem.bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
         by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes)
-        by_changes = by_changes and not any(kind_of(route).staged for route in routes)
+        by_changes = by_changes and not any(kind_of(route).staged for route in problem.routes)
         for _ in range(ROUNDS if by_changes else 1):
             if by_changes:
-                found, found_us = improve(workload, timing, routes, found, found_us, bound_us)
+                found, found_us = improve(problem, found, found_us)
             changed_us = found_us
-            found, found_us, _ = solve(workload, timing, routes, found, found_us, BETWEEN if by_changes else SMALL)
+            found, found_us, _ = solve(problem, found, found_us, BETWEEN if by_changes else SMALL)
             if found_us == changed_us:
                 break
     return found
@@ -176,10 +173,9 @@ def _exact(problem: Problem, _: str) -> Found:
     """The exact solver's schedule, and the baselines' times."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
-    workload, timing = problem.workload, problem.timing
     known, baselines_us = _hybrid(problem)
-    known_us = judged_us(workload, timing, known)
-    return Found(exact_schedule(workload, timing, problem.routes, known, known_us, problem.bound_us), baselines_us)
+    known_us = judged_us(problem.workload, problem.timing, known)
+    return Found(exact_schedule(problem, known, known_us), baselines_us)
 
 
 def _gathers_only(problem: Problem, policy: str) -> Found:

@@ -19,16 +19,17 @@ from megatron_ext.workload.workload import Workload
 class Problem(NamedTuple):
     """Attributes:
     workload: with the bytes of whole parameters and of host copies that its limits leave.
-    offloads: whether gradients, and at zero stage 3 shards, may go elsewhere to keep ``limits.device_bytes``.
+    routes: that may be used.
     bound_us: a time that no schedule can beat.
+    offloads: whether gradients, and at zero stage 3 shards, may go elsewhere to keep ``limits.device_bytes``.
     compares: whether, where groups are offloaded, all-gathers alone are planned as well.
     """
 
     workload: Workload
     timing: Timing
     routes: tuple[Route, ...]
-    offloads: bool
-    bound_us: float
+    bound_us: float = 0.0
+    offloads: bool = False
     compares: bool = True
 
 
@@ -50,7 +51,7 @@ def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapol
         workload, routes = _with_headroom(workload, timing)
     check_fits(workload)
     _check_routes(workload, timing, routes)
-    return Problem(workload, timing, routes, offloads, lower_bound(with_most_headroom(workload), timing))
+    return Problem(workload, timing, routes, lower_bound(with_most_headroom(workload), timing), offloads)
 
 
 def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:

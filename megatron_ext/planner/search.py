@@ -31,9 +31,9 @@ from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
 from megatron_ext.planner.place_choices import horizons, hosted_groups, route_sets, staged_groups
+from megatron_ext.planner.problem import Problem
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
@@ -73,7 +73,6 @@ class Search:
     """All settings of a workload, each estimated once; tries some by simulation and keeps the best schedule.
 
     Args:
-        bound_us: a time that no schedule can beat.
         offload: of the groups of every candidate; by default everything stays on the device.
         own_cuts: ways to cut beside :func:`cuttings`; the best settings of each are simulated, whatever their
             estimates.
@@ -82,15 +81,13 @@ class Search:
 
     def __init__(
         self,
-        workload: Workload,
-        timing: Timing,
-        routes: tuple[Route, ...],
-        bound_us: float = 0.0,
+        problem: Problem,
         offload: Offload | None = None,
         own_cuts: Sequence[list[list[int]]] = (),
         effort: float = 1.0,
     ):
-        self.workload, self.timing, self.bound_us, self.offload = workload, timing, bound_us, offload
+        workload, timing, routes, self.bound_us, *_ = problem
+        self.workload, self.timing, self.offload = workload, timing, offload
         self.rough, self.steps = shortened(workload), number_of_steps(workload)
         self.own_cuts, self.cuts = own_cuts, list(cuttings(workload, timing, routes))
         self.cuts += [cut for cut in own_cuts if cut not in self.cuts]
@@ -298,21 +295,13 @@ def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Groupin
     return Grouping(blocks, choices)
 
 
-def search(
-    workload: Workload,
-    timing: Timing,
-    routes: tuple[Route, ...],
-    bound_us: float = 0.0,
-    offload: Offload | None = None,
-    effort: float = 1.0,
-    own_cuts: Sequence[list[list[int]]] = (),
-) -> tuple[Schedule, float]:
+def search(problem: Problem, **how) -> tuple[Schedule, float]:
     """The best schedule found, and its simulated iteration time. Arguments: see :class:`Search`.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(workload, timing, routes, bound_us, offload, own_cuts, effort)
+    state = Search(problem, **how)
     state.descend()
     if all(us == inf for us in state.estimates.values()):
         raise state.refused or InputError(

@@ -42,10 +42,12 @@ class ModelLayer(NamedTuple):
 
 
 class Balanced(NamedTuple):
-    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch."""
+    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch, beside
+    those of the workload as it places the layers now."""
 
     counts: tuple[int, ...]
     stage_us: tuple[float, ...]
+    present_us: tuple[float, ...]
     layout: str
     workload: Workload
 
@@ -57,23 +59,21 @@ def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) 
         InputError: the workload names no ``layer_kinds``, or has one that Megatron's layout does not know; a layer that
             is tied to another one of its chunk; no placement fits the limits; or the table lacks a figure.
     """
-    layers = model_layers(workload, table, extrapolate=extrapolate)
-    stages = workload.parallel.pp * workload.parallel.vp
-    cost = StageCosts(workload, table, layers, extrapolate=extrapolate)
-    counts = place(len(layers), stages, cost)
+    cost = StageCosts(workload, table, extrapolate=extrapolate)
+    counts = place(len(cost.layers), workload.parallel.pp * workload.parallel.vp, cost)
     if counts is None:
         raise InputError(
             "cannot fit: no placement of the layers keeps it",
             field="limits.whole_parameter_bytes",
             value=workload.limits.whole_parameter_bytes,
         )
-    moved = _with_placement(workload, layers, counts)
-    return Balanced(counts, stage_costs(counts, cost), layout_text(layers, counts), moved)
+    present, now = (stage_costs(each, cost) for each in (_present_counts(workload), counts))
+    moved = _with_placement(workload, cost.layers, counts)
+    return Balanced(counts, now, present, layout_text(cost.layers, counts), moved)
 
 
-def model_layers(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> list[ModelLayer]:
+def _model_layers(workload: Workload, timing: Timing) -> list[ModelLayer]:
     """All layers of the model in execution order. Raises as :func:`balance`."""
-    timing = _layer_timing(workload, table, extrapolate)
     found = []
     for chunk in workload.chunks:
         where = f"chunks of pipeline rank {chunk.pp_rank}, model chunk {chunk.model_chunk_id}"
@@ -92,22 +92,17 @@ def model_layers(workload: Workload, table: CostTable, *, extrapolate: bool = Fa
     return found
 
 
-def _layer_timing(workload: Workload, table: CostTable, extrapolate: bool) -> Timing:
-    """Timing of the layers alone, without what a step costs beside them."""
-    rows = tuple(row for row in table.compute if row.layer_kind != STEP)
-    return Timing(workload, msgspec.structs.replace(table, compute=rows), extrapolate=extrapolate)
-
-
 class StageCosts:
-    """Microseconds a micro-batch of a stage with layers ``first`` to ``end - 1``; infinite where it does not fit."""
+    """Microseconds a micro-batch of a stage with layers ``first`` to ``end - 1``; infinite where it does not fit.
+    Raises as :func:`balance`."""
 
-    def __init__(
-        self, workload: Workload, table: CostTable, layers: Sequence[ModelLayer], *, extrapolate: bool = False
-    ):
-        self.workload, self.layers = workload, layers
-        self.timing = _layer_timing(workload, table, extrapolate)
-        self.routes = usable_routes(workload, self.timing)
-        self.step_us = sum(row.forward_us + row.backward_us for row in table.compute if row.layer_kind == STEP)
+    def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
+        self.workload = workload
+        steps = [row for row in table.compute if row.layer_kind == STEP]  # what a step costs beside its layers
+        alone = tuple(row for row in table.compute if row.layer_kind != STEP)
+        self.timing = Timing(workload, msgspec.structs.replace(table, compute=alone), extrapolate=extrapolate)
+        self.layers, self.routes = _model_layers(workload, self.timing), usable_routes(workload, self.timing)
+        self.step_us = sum(row.forward_us + row.backward_us for row in steps)
         limit = workload.limits.whole_parameter_bytes
         self.headroom = inf if limit is None else limit / workload.parallel.vp
         self._known: dict[tuple[int, int], float] = {}
@@ -181,7 +176,7 @@ def stage_costs(counts: Sequence[int], cost) -> tuple[float, ...]:
     return tuple(cost(end - count, end) for count, end in zip(counts, ends))
 
 
-def present_counts(workload: Workload) -> tuple[int, ...]:
+def _present_counts(workload: Workload) -> tuple[int, ...]:
     """Layers of each stage as the workload places them."""
     return tuple(len(chunk.layer_kinds) for chunk in workload.chunks)
 
@@ -212,10 +207,3 @@ def _with_placement(workload: Workload, layers: Sequence[ModelLayer], counts: Se
         )
         first += count
     return msgspec.structs.replace(workload, chunks=tuple(chunks))
-
-
-def present_stage_us(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> tuple[float, ...]:
-    """Cost of every stage as the workload places the layers now. Raises as :func:`balance`."""
-    layers = model_layers(workload, table, extrapolate=extrapolate)
-    cost = StageCosts(workload, table, layers, extrapolate=extrapolate)
-    return stage_costs(present_counts(workload), cost)

@@ -14,6 +14,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.limit import limit_of, limit_text
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.planner.within_memory import gathers_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
@@ -112,7 +113,9 @@ def compare_with(
     known = workload.zero_stage, option, by_option_us if workload.zero_stage < 3 else {}
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
-            best = _stepped_alike("gathers-only", gathers_within_memory(workload, timing), workload, timing)
+            best = _stepped_alike(
+                "gathers-only", gathers_within_memory(Problem(workload, timing, ())), workload, timing
+            )
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
         return Comparison(naive, naive_us if keeps_device_bytes(naive, workload) else None, best, *known)

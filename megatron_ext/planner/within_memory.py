@@ -12,6 +12,7 @@ from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.effort import POLISHED_STEPS, RELIEF_WEIGHT, LastFound, number_of_steps, relieved_share
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
@@ -42,53 +43,51 @@ FEW_STEPS = 4096
 MUCH_SLOWER = 0.02
 
 
-def plan_within_memory(
-    workload: Workload, timing: Timing, routes: tuple[Route, ...], bound_us: float, *, only_gathers: bool = False
-) -> Schedule:
+def plan_within_memory(problem: Problem, *, only_gathers: bool = False) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
-        routes: that may be used; shards are gathered from the host as well where they may rest there.
+        problem: shards are gathered from the host as well where they may rest there.
         only_gathers: by all-gathers alone, of shards that stay on the device.
 
     Raises:
         InputError: nothing fits, with what is missing and the settings that would help.
     """
-    if only_gathers:
-        reliefs = frozenset[Relief](("sharded", "host", "alone"))
-    else:
-        routes, reliefs = reliefs_of(workload, timing, routes)
-    estimated = _estimated(workload, timing, routes, reliefs, bound_us)
+    reliefs = frozenset[Relief](("sharded", "host", "alone"))
+    if not only_gathers:
+        routes, reliefs = reliefs_of(*problem[:3])
+        problem = problem._replace(routes=routes)
+    estimated = _estimated(problem, reliefs)
     found: list[tuple[float, Schedule]] = []
-    many = number_of_steps(workload) > FEW_STEPS
+    many = number_of_steps(problem.workload) > FEW_STEPS
     for us, rule in estimated:
         if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         try:
-            found.append(_searched(workload, timing, routes, rule, bound_us))
+            found.append(_searched(problem, rule))
         except InputError:
             continue
     if found:
         return min(found, key=lambda item: item[0])[1]
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
-    return least_plan(workload, timing, routes, reliefs)
+    return least_plan(problem, reliefs)
 
 
 _LAST_GATHERS = LastFound()
 
 
-def gathers_within_memory(workload: Workload, timing: Timing, bound_us: float = 0.0) -> Schedule:
+def gathers_within_memory(problem: Problem) -> Schedule:
     """The same by all-gathers alone; the last is kept. Raises InputError where the table has no such route."""
-    routes: tuple[Route, ...] = (ALL_GATHER,) if timing.offers(ALL_GATHER) else ()
-    find = partial(plan_within_memory, workload, timing, routes, bound_us, only_gathers=True)
-    return _LAST_GATHERS.of(workload, timing, find)
+    workload, timing = problem[:2]
+    alone = problem._replace(routes=(ALL_GATHER,) if timing.offers(ALL_GATHER) else ())
+    return _LAST_GATHERS.of(workload, timing, partial(plan_within_memory, alone, only_gathers=True))
 
 
-def _searched(workload, timing, routes, rule: Rule, bound_us: float) -> tuple[float, Schedule]:
-    limited = with_whole_bytes(workload, rule)
-    offloader = Offloader(workload, rule, timing)
-    schedule, us = search(limited, timing, routes, bound_us, offloader, 1 / SEARCHED, _own_cut(workload, offloader))
+def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
+    workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
+    limited, cuts = problem._replace(workload=with_whole_bytes(workload, rule)), _own_cut(workload, offloader)
+    schedule, us = search(limited, offload=offloader, own_cuts=cuts, effort=1 / SEARCHED)
     stepped = validate(with_states_on_drive(schedule, workload))
     match(stepped, workload)  # limits of device memory, and of host copies beside shards
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
@@ -112,14 +111,14 @@ def _own_cut(workload: Workload, offloader: Offloader) -> list[list[list[int]]]:
     return [cuts]
 
 
-def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: float) -> list[tuple[float, Rule]]:
+def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:
     """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one: that which gives
     whole parameters all that is left, or where that does not work the rule as it was."""
+    workload, seen, found = problem.workload, {}, []
     layers, _ = groups_of(workload, layer_buckets)
-    seen, found = {}, []
 
     def works(rule: Rule) -> bool:
-        offloader = Offloader(workload, rule, timing)
+        offloader = Offloader(workload, rule, problem.timing)
         placed = offloader(layers)
         if placed is None:
             return False
@@ -129,8 +128,8 @@ def _estimated(workload, timing, routes, reliefs: frozenset[Relief], bound_us: f
         filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            cut = _own_cut(workload, offloader)
-            us = _estimate(Search(with_whole_bytes(workload, rule), timing, routes, bound_us, offloader, cut))
+            limited = problem._replace(workload=with_whole_bytes(workload, rule))
+            us = _estimate(Search(limited, offloader, _own_cut(workload, offloader)))
             seen[key] = us < inf
             if us < inf:
                 found.append((us, len(found), rule))

@@ -16,6 +16,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.footprint import in_order
 from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, StageIn, StepActions, Unshard
 from megatron_ext.workload.route import ON_DRIVE, kind_of
+from megatron_ext.workload.step import Step
 
 
 class InvalidSchedule(InputError):
@@ -85,7 +86,7 @@ class RankCheck:
         for index, entry in enumerate(self.rank.steps):
             self.index = index
             self.where = f"ranks[{self.pp_rank}].steps[{self.index}]"
-            self.chunk = int(entry.step.partition("F")[0].partition("B")[0]) // self.schedule.parallel.pp
+            self.chunk = Step.parse(entry.step).model_chunk_id(self.schedule.parallel.pp)
             self._step(entry)
         if self.schedule.zero_stage < 3:
             for group, count in self.gathers.items():

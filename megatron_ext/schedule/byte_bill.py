@@ -101,9 +101,7 @@ class _RankBill:
 
     def _gradients(self, group: Group) -> Iterator[Row]:
         """Reduces, and what is added up in host memory."""
-        whole, visits = gradient_bytes(group, self.workload), 1
-        if group.gradients is not None:
-            visits = -(-self.workload.parallel.num_microbatches // group.reduce_every)
+        whole, visits = gradient_bytes(group, self.workload), group.reduces(self.workload.parallel.num_microbatches)
         yield "gradient", "network", visits * reduced_bytes(whole, group.ranks, self.workload.parallel.instances)
         if group.gradients == "host":
             yield "gradient", "to_host", visits * (whole // group.ranks)

@@ -27,16 +27,13 @@ def device_peaks(schedule: Schedule) -> list[int]:
             continue
         resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)
         peak = resident
-        whole = {a.group for a in rank.start.unshard}
         for entry in rank.steps:
             for action in in_order(entry):
                 size = schedule.groups[action.group].bytes
                 if hasattr(action, "route"):
-                    whole.add(action.group)
                     resident += size
                     peak = max(peak, resident)
                 else:
-                    whole.discard(action.group)
                     resident -= size
         peaks.append(peak)
     return peaks

@@ -144,6 +144,10 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         """How ``route`` gathers it; None: by one all-gather, or by none."""
         return self.algorithm if kind_of(route).by_algorithm else None
 
+    def reduces(self, microbatches: int) -> int:
+        """How often its gradient is reduced in an iteration of so many micro-batches."""
+        return 1 if self.gradients is None else -(-microbatches // self.reduce_every)
+
 
 class StateSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Pinned host memory of each rank through which optimizer states on the drive pass: ``slots`` of ``slot_bytes``."""

@@ -62,7 +62,6 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
     """Of a schedule whose optimizer steps beside the backward; None where it waits, or the table does not know it."""
     if schedule.rollback_bytes is None or not timing.knows_host_step():
         return None
-    backwards = workload.parallel.num_microbatches
     cast = schedule.step_slots.cast if schedule.step_slots is not None else "host"
     units = {}
     for index, group in enumerate(schedule.groups):
@@ -75,7 +74,6 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
                 us = max(step_us, drive_us)
             else:
                 drive_us, us = 0.0, step_us + timing.saved_states_us(size)
-            visits = -(-backwards // group.reduce_every) if group.gradients is not None else 1
-            saved = saved_bytes(group, workload)
-            units[index] = EarlyUnit(size, us, saved, step_us, drive_us, visits)
+            visits = group.reduces(workload.parallel.num_microbatches)
+            units[index] = EarlyUnit(size, us, saved_bytes(group, workload), step_us, drive_us, visits)
     return EarlySteps(units, schedule.rollback_bytes)

@@ -64,10 +64,6 @@ def _tensors(workload: Workload, pp_rank: int) -> int:
 
 def _calls_us(schedule: Schedule, workload: Workload, timing: Timing, program: RankProgram) -> float:
     """Gathers, and reduces, which every group has once or behind its visits."""
-    visits = workload.parallel.num_microbatches
-    reduces = sum(
-        1 if group.gradients is None else -(-visits // group.reduce_every)
-        for group in schedule.groups
-        if group.pp_rank == program.pp_rank
-    )
+    own = [group for group in schedule.groups if group.pp_rank == program.pp_rank]
+    reduces = sum(group.reduces(workload.parallel.num_microbatches) for group in own)
     return sum(gather.call_us for gather in program.gathers) + reduces * timing.reduce_call_us

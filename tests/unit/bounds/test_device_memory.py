@@ -13,6 +13,7 @@ from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.planner import plan
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import search
 from megatron_ext.simulator.timing import Timing
 
@@ -54,7 +55,7 @@ def test_steps_are_longer_where_a_chunk_does_not_fit():
     assert bound > 7 * sum(least.steps[0][0]), (
         "a pipeline of four, four microbatches: seven steps forward, seven back, one after another"
     )
-    assert search(work, timing, ("gpu",))[1] <= 1.05 * bound
+    assert search(Problem(work, timing, ("gpu",)))[1] <= 1.05 * bound
 
 
 def test_steps_of_two_chunks_wait_for_each_other():

@@ -12,6 +12,7 @@ from megatron_ext.planner import exact, plan
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.exact import EXACT, solve_groups
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.simulator.timing import Timing
@@ -61,7 +62,7 @@ def test_the_proof_knows_that_a_block_waits_where_its_group_is_used():
     work = workload.check(replace(made, chunks=(replace(chunk, parameters=late),)))
     table = make_table(work, gpu=(20.0, 1000.0), cpu=None, forward=400.0, backward=800.0)
     timing = Timing(work, table)
-    given = Search(work, timing, ("gpu",)).made(Settings(0, 0, 0, 0))
+    given = Search(Problem(work, timing, ("gpu",))).made(Settings(0, 0, 0, 0))
     assert given is not None
     blocks = given.blocks
     assert len(blocks.blocks) == 1 and len(blocks.groups) == 2  # coarsest cut, a group a dtype
@@ -87,7 +88,7 @@ def test_what_is_not_solved_is_said_to_be_so_for_the_reason_it_has(monkeypatch, 
     monkeypatch.setattr(Search, "made", made)
     monkeypatch.setattr(exact, "EXACT", EXACT._replace(choices=choices))
     with pytest.raises(InputError, match=f"policy = 'exact': {said}"):
-        exact.exact_schedule(work, Timing(work, table), ("gpu",), known, known.predicted.iteration_time_us, 0.0)
+        exact.exact_schedule(Problem(work, Timing(work, table), ("gpu",)), known, known.predicted.iteration_time_us)
 
 
 def test_exact_proves_no_more_than_is_so_where_gradients_are_reduced():
@@ -97,5 +98,7 @@ def test_exact_proves_no_more_than_is_so_where_gradients_are_reduced():
     work = make_workload(pp=1, vp=1, order="no_pipeline", microbatches=2, layers=4)
     table = make_table(work, cpu=None, reduce=line(1, 2e3), forward=100, backward=400)
     known = plan(work, table, policy="all-gpu")
-    _, found, proven = solve(work, Timing(work, table), ("gpu",), known, known.predicted.iteration_time_us, EXACT)
+    _, found, proven = solve(
+        Problem(work, Timing(work, table), ("gpu",)), known, known.predicted.iteration_time_us, EXACT
+    )
     assert proven <= found < known.predicted.iteration_time_us

@@ -13,6 +13,7 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.least_memory import least_plan
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.group_facts import steps_on_host_shards
@@ -69,7 +70,7 @@ def everything(work) -> set[tuple[int, int]]:
 
 def least(work, table):
     reliefs = frozenset(("sharded", "host", "alone", *(["shards"] if work.zero_stage == 3 else [])))
-    return least_plan(work, Timing(work, table), ROUTES, reliefs)
+    return least_plan(Problem(work, Timing(work, table), ROUTES), reliefs)
 
 
 def within(work, device: int, host: int):

@@ -10,6 +10,7 @@ from variations import ALL, some
 from megatron_ext.planner import local_search, plan, search_note
 from megatron_ext.planner.local_search import Annealing, groupings, improve
 from megatron_ext.planner.passes.cut_groups import by_parameter, halves
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import search
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
@@ -65,8 +66,8 @@ def test_every_change_keeps_the_limits_and_the_best_is_what_it_says(monkeypatch,
     timing = Timing(work, table)
     routes = ("gpu", "cpu") if table.routes.cpu else ("gpu",)
     monkeypatch.setattr(local_search, "CHANGES", 2)
-    found, us = search(work, timing, routes, effort=0.02)
-    better, better_us = improve(work, timing, routes, found, us, 0.0)
+    found, us = search(Problem(work, timing, routes), effort=0.02)
+    better, better_us = improve(Problem(work, timing, routes), found, us)
     match(validate(better), work)
     assert better_us <= us
     assert run(work, timing, better, bound_us=0.0).iteration_time_us == better_us
@@ -76,7 +77,8 @@ def test_a_group_gives_up_its_host_copy_to_one_of_another_rank(monkeypatch):
     """Pinned memory is full, so no host copy can be added: only an exchange changes which groups have one."""
     work, table = random_case(9)
     timing = Timing(work, table)
-    given = groupings(work, timing, ("gpu", "cpu"), search(work, timing, ("gpu", "cpu"), effort=0.02)[0])[0]
+    problem = Problem(work, timing, ("gpu", "cpu"))
+    given = groupings(problem, search(problem, effort=0.02)[0])[0]
     monkeypatch.setattr(local_search, "EXCHANGES", 1.0)
     one = Annealing(work, timing, given)
 
@@ -108,7 +110,8 @@ def test_groups_are_tried_in_halves_too():
 def test_decisions_of_a_schedule_give_this_schedule():
     work, table = uneven_case(257)
     timing = Timing(work, table)
-    for found in groupings(work, timing, ("gpu",), search(work, timing, ("gpu",), effort=0.02)[0]):
+    problem = Problem(work, timing, ("gpu",))
+    for found in groupings(problem, search(problem, effort=0.02)[0]):
         one = Annealing(work, timing, found)
         again = [rank.decisions_of(one.best, number) for number, rank in enumerate(one.ranks)]
         before = one.best_us
@@ -124,5 +127,5 @@ def test_annealing_beats_the_placement_pass_where_layers_are_unequal(monkeypatch
     work, table = uneven_case(257)
     timing = Timing(work, table)
     monkeypatch.setattr(local_search, "CHANGES", 20)
-    found, us = search(work, timing, ("gpu",), effort=0.1)
-    assert improve(work, timing, ("gpu",), found, us, 0.0)[1] < 0.98 * us
+    found, us = search(Problem(work, timing, ("gpu",)), effort=0.1)
+    assert improve(Problem(work, timing, ("gpu",)), found, us)[1] < 0.98 * us

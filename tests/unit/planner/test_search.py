@@ -10,6 +10,7 @@ from variations import some
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, search_note
+from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import search
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
@@ -25,12 +26,12 @@ def test_gathers_keep_out_of_the_way_of_gradients_that_are_reduced():
         work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 300.0), publish=(0.1, 1e9), forward=600.0, backward=900.0
     )
     table = cost.check(replace(table, reduce=line(1.0, layer / 900.0)))
-    found, found_us = search(work, Timing(work, table), ("gpu", "cpu"))
+    found, found_us = search(Problem(work, Timing(work, table), ("gpu", "cpu")))
     for rank in found.ranks:
         *before, last = [[action.route for action in entry.unshard] for entry in rank.steps if entry.unshard]
         assert {route for routes in before for route in routes} == {"gpu", "cpu"}
         assert 2 * last.count("gpu") < last.count("cpu"), "some may be on their way before the first reduce"
-    assert found_us < 0.85 * search(work, Timing(work, table), ("cpu",))[1]
+    assert found_us < 0.85 * search(Problem(work, Timing(work, table), ("cpu",)))[1]
     assert found_us < 1.1 * lower_bound(work, Timing(work, table))
 
 

@@ -12,7 +12,7 @@ from planning_cases import make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.stage_balance import StageCosts, balance, model_layers, place, present_stage_us, stage_costs
+from megatron_ext.planner.stage_balance import StageCosts, balance, place, stage_costs
 from megatron_ext.workload import workload
 
 
@@ -64,15 +64,15 @@ def test_no_placement_has_a_faster_slowest_stage(seed):
             **shape,
             **limits,
         )
-        layers = model_layers(work, table)
-        cost_of = StageCosts(work, table, layers)
+        cost_of = StageCosts(work, table)
+        layers = cost_of.layers
         best = by_exhaustion(len(layers), len(work.chunks), cost_of)
         found = balance(work, table)
     except InputError:
         assert best == float("inf")
         return
     assert max(found.stage_us) == pytest.approx(best)
-    assert max(found.stage_us) <= max(present_stage_us(work, table)) * (1 + 1e-9)
+    assert max(found.stage_us) <= max(found.present_us) * (1 + 1e-9)
     assert sum(found.counts) == len(layers)
 
 
@@ -107,14 +107,14 @@ def test_an_expensive_output_layer_gives_its_stage_fewer_layers_and_the_iteratio
     assert found.layout == "Et*3|t*4|t*4|tL"
     workload.check(found.workload)
     before, after = (evaluate(each, table).iteration_time_us for each in (work, found.workload))
-    assert max(present_stage_us(work, table)) == 3 * 300 + 600 and max(found.stage_us) == 1200
+    assert max(found.present_us) == 3 * 300 + 600 and max(found.stage_us) == 1200
     assert after < 0.9 * before
 
 
 def test_a_limit_moves_layers_to_stages_with_headroom():
     """At zero stage 1 a rank holds all of its parameters: no more than four layers and the embedding have room."""
     work, table = gpt(pp=2, vp=1, layers=3, order="1f1b", output=(900.0, 1800.0))
-    layer = max(layer.bytes for layer in model_layers(work, table))
+    layer = max(layer.bytes for layer in StageCosts(work, table).layers)
     assert balance(work, table).counts == (7, 1)
     tight = replace(work, limits=workload.Limits(whole_parameter_bytes=4 * layer + 8192))
     assert balance(tight, table).counts == (5, 3)

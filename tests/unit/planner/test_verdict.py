@@ -217,7 +217,7 @@ def test_a_verdict_does_not_search_anew_what_the_plan_has_searched(monkeypatch):
     planned = plan(work, table)
     best = replace(planned, predicted=replace(planned.predicted, baselines_us={"gathers-only": 1.0}))
     searched = []
-    monkeypatch.setattr(baselines, "search", lambda *given: searched.append(given) or search(*given))
+    monkeypatch.setattr(baselines, "search", lambda *given, **how: searched.append(given) or search(*given, **how))
     assert verdict(work, table, best).figures["gathers_only"] == "gathers-only" and not searched
     other = replace(table, group_overhead=cost.GroupOverhead(call_us=0.25))
     assert verdict(work, other, best).figures["gathers_only"] == "gathers-only" and len(searched) == 1
@@ -227,7 +227,7 @@ def test_nor_does_a_verdict_on_a_plan_within_device_memory(monkeypatch):
     work = make_workload(zero_stage=3, pp=1, vp=1, order="no_pipeline", layers=3, device_bytes=1 << 22)
     table = make_table(work, **WHOLE)
     planned, searched = plan(work, table), []
-    monkeypatch.setattr(within_memory, "search", lambda *given: searched.append(given) or search(*given))
+    monkeypatch.setattr(within_memory, "search", lambda *given, **how: searched.append(given) or search(*given, **how))
     figures = verdict(work, table, planned).figures
     assert figures["gathers_only_us"] == planned.predicted.baselines_us["gathers-only"] and not searched
 
