@@ -161,10 +161,6 @@ HOOKS = (
 SCHEDULE_FUNCTIONS = {hook.place.split(",")[0] for hook in HOOKS if hook.file == SCHEDULES}
 """Megatron's pipeline schedules that have hooks in them."""
 
-FORMER_LINES: tuple[str, ...] = ()
-"""Whole lines, without indentation, that an earlier version inserted and this one does not: ``revert`` takes them out.
-A line whose text changes moves here."""
-
 LINES = {hook.line(name): hook.text for hook in HOOKS for name in ("virtual_microbatch_id", "microbatch_id")}
 """Every inserted line without indentation -> the text of its hook, which several hooks may share."""
 

@@ -1,17 +1,11 @@
-"""What ``megatron-ext patch`` prints: a report as one JSON object, or as a few lines."""
+"""What ``megatron-ext patch`` prints."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.patching import Report
 from megatron_ext.checkout.patchset import blob_id, manifest
 from megatron_ext.checkout.tree import Tree
-
-
-def as_dict(report: Report) -> dict:
-    """The report with names as in the report's class."""
-    return asdict(report)
 
 
 def as_text(report: Report, verb: str) -> str:

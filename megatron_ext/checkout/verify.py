@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.gaps import Gap
-from megatron_ext.checkout.hook_table import FILES, FORMER_LINES, LINES, hooks_of
+from megatron_ext.checkout.hook_table import FILES, LINES, hooks_of
 from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 
@@ -36,8 +36,8 @@ class Problem:
 
 
 def is_hook_line(line: str) -> bool:
-    """Whether a physical line is, by its whole text, one that ``apply`` writes or has written."""
-    return line.strip() in LINES or line.strip() in FORMER_LINES
+    """Whether a physical line is, by its whole text, one that ``apply`` writes."""
+    return line.strip() in LINES
 
 
 def count_hooks(text: str) -> int:
@@ -150,9 +150,7 @@ def verify_text(file: str, text: str) -> list[Problem]:
     problems = []
     for number, row in enumerate(text.split("\n"), start=1):
         if is_hook_line(row) and number not in in_place:
-            former = row.strip() in FORMER_LINES
-            what = "is a hook line of an earlier version" if former else "is not where its hook belongs"
-            problems.append(Problem(file, "", f"line {number} {what}"))
+            problems.append(Problem(file, "", f"line {number} is not where its hook belongs"))
     there = {gap.hook.name for gap in in_place.values()}
     problems += [Problem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
     return problems

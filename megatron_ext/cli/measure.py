@@ -145,7 +145,7 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
     if imported:
         from megatron_ext.cost import importers
 
-        table = importers.read(*imported, **of_import)
+        table = importers.read(*imported, **{name: of_import[name] for name in READ_BY.get(imported[0], ())})
     else:
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.announcement import announcement

@@ -1,5 +1,7 @@
 """``megatron-ext patch``: insert the hook lines into a Megatron tree, check them, take them out."""
 
+from dataclasses import asdict
+
 import click
 
 from megatron_ext.checkout import apply, check, patch_text, revert
@@ -40,7 +42,7 @@ def _changing(verb: str, change, said: str) -> None:
         said = _look_at(entry, checkout)
         report = change(checkout, dry_run=dry_run)
         text = patch_text.as_text(report, verb)
-        emit(as_json, {**patch_text.as_dict(report), "entry": said}, "\n".join(filter(None, (text, said))))
+        emit(as_json, {**asdict(report), "entry": said}, "\n".join(filter(None, (text, said))))
 
 
 _changing("apply", apply, "Insert the hook lines; a patched tree stays as it is.")
@@ -52,7 +54,7 @@ _changing("apply", apply, "Insert the hook lines; a patched tree stays as it is.
 def patch_check(checkout: str, as_json: bool) -> int:
     """Say whether the tree is clean, applied, drifted or in conflict; the last two end with exit code 1."""
     report = check(checkout)
-    emit(as_json, patch_text.as_dict(report), patch_text.as_text(report, "check"))
+    emit(as_json, asdict(report), patch_text.as_text(report, "check"))
     return 1 if report.state in ("drifted", "conflict") else 0
 
 

@@ -67,8 +67,13 @@ def table_of(path, collective: str, curve: Curve, **metadata) -> CostTable:
     """A table that holds one collective's curve, of the file ``path``, where it belongs."""
     if collective == "reduce_scatter":
         curve = msgspec.structs.replace(curve, counts="gradients")
+    return made_of(path, {COLLECTIVES[collective]: curve}, **metadata)
+
+
+def made_of(path, parts: dict[str, object], **metadata) -> CostTable:
+    """A table of ``parts`` by their names, of the file ``path``."""
     empty = CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata))
-    return check(with_parts(empty, {COLLECTIVES[collective]: curve}), file=path)
+    return check(with_parts(empty, parts), file=path)
 
 
 def named(points: tuple[Point, ...], algorithm: str | None, **fields) -> Curve:

@@ -14,7 +14,7 @@ import re
 from typing import NamedTuple
 
 from megatron_ext.cost.cost_table import CostTable, Point, Source
-from megatron_ext.cost.imported_table import check_rising, line_error, lines_of, named, size_of, table_of
+from megatron_ext.cost.imported_table import COLLECTIVES, check_rising, line_error, lines_of, named, size_of, table_of
 from megatron_ext.formats.errors import InputError
 
 RATE_ERROR = 0.05
@@ -36,7 +36,15 @@ class Row(NamedTuple):
 def read(
     path, *, placement: str = "in_place", collective: str | None = None, algorithm: str | None = None
 ) -> CostTable:
-    """Read one log. Raises InputError naming the line that is wrong."""
+    """Read one log. Raises InputError naming the line that is wrong.
+
+    Args:
+        placement: ``in_place`` or ``out_of_place``.
+        collective: what was measured, where the log does not say.
+        algorithm: name the curve, so that tables of several can be combined.
+    """
+    if collective is not None and collective not in COLLECTIVES:
+        raise InputError(f"known: {', '.join(COLLECTIVES)}", file="--collective", value=collective)
     lines = lines_of(path)
     header = _header(path, lines)
     rows = _rows(path, lines, header, placement)

@@ -13,19 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_ext.cost.cost_table import (
-    SCHEMA_VERSION,
-    Contention,
-    CostTable,
-    Curve,
-    Metadata,
-    Point,
-    Publish,
-    Routes,
-    Source,
-    check,
-)
-from megatron_ext.cost.imported_table import line_error, lines_of, size_of
+from megatron_ext.cost.cost_table import Contention, CostTable, Curve, Point, Source
+from megatron_ext.cost.imported_table import line_error, lines_of, made_of, size_of
 from megatron_ext.formats.errors import InputError
 
 BUFFER_BYTES = 512 << 20
@@ -89,21 +78,13 @@ def read(path) -> CostTable:
         for measured, busy, both, alone in PAIRS
         if both in tests and alone in tests
     )
-    return check(
-        CostTable(
-            schema_version=SCHEMA_VERSION,
-            kind="cost_table",
-            metadata=Metadata(
-                source=Source(program="nvbandwidth", description=f"tests {', '.join(sorted(tests))}"),
-                hardware={"device": devices[0], "devices": len(devices)} if devices else None,
-                software=log.versions or None,
-                notes=tuple(notes),
-            ),
-            routes=Routes(cpu=cpu),
-            publish=Publish(cpu=publish),
-            contention=contention,
-        ),
-        file=path,
+    return made_of(
+        path,
+        {"routes.cpu": cpu, "publish.cpu": publish, "contention": contention},
+        source=Source(program="nvbandwidth", description=f"tests {', '.join(sorted(tests))}"),
+        hardware={"device": devices[0], "devices": len(devices)} if devices else None,
+        software=log.versions or None,
+        notes=tuple(notes),
     )
 
 

@@ -96,6 +96,11 @@ def not_tried(check: str, why: str, advice: str = "", figures: Figures = None) -
     return Finding(check=check, status="could not try", found=why, advice=advice, figures=figures or {})
 
 
+def not_reached(check: str) -> Finding:
+    """A finding of a check to which the processes have not come."""
+    return not_tried(check, NOT_REACHED)
+
+
 def no_time(check: str, seconds: float) -> Finding:
     """A finding of a check for which no time was left of ``seconds``."""
     return not_tried(check, f"the {seconds:.0f} s for all checks were over", "--seconds gives more")

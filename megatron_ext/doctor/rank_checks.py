@@ -28,6 +28,7 @@ from megatron_ext import __version__
 from megatron_ext.doctor import (
     communicators,
     direct_reads,
+    finding,
     node_limits,
     overlap,
     shared_pinning,
@@ -37,19 +38,7 @@ from megatron_ext.doctor import (
     training_check,
 )
 from megatron_ext.doctor import stacks as stacks_of_ranks
-from megatron_ext.doctor.finding import (
-    DID_NOT_END,
-    KIND,
-    NOT_REACHED,
-    Finding,
-    Report,
-    failed,
-    merged,
-    no_time,
-    not_tried,
-    save,
-    text,
-)
+from megatron_ext.doctor.finding import Finding, Report
 from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
@@ -126,7 +115,7 @@ class _Checks:
             faulthandler.enable(stacks)
             for number, (title, check) in enumerate(wanted):
                 if not self._part(title, check, tuple(later for later, _ in wanted[number + 1 :]), stacks):
-                    return self._write(*(not_tried(later, NOT_REACHED) for later, _ in wanted[number + 1 :]))
+                    return self._write(*(finding.not_reached(later) for later, _ in wanted[number + 1 :]))
             faulthandler.enable()
         return self._write()
 
@@ -138,10 +127,10 @@ class _Checks:
         """Whether these processes can go on."""
         left = self.options.deadline - time.monotonic()
         if self._agreed(left <= 0):
-            self.findings.append(no_time(title, self.options.seconds))
+            self.findings.append(finding.no_time(title, self.options.seconds))
             return True
         advice = "the processes ended or hung in this check: send this report, and what they printed"
-        begun = failed(title, DID_NOT_END, advice), *(not_tried(name, NOT_REACHED) for name in later)
+        begun = (finding.failed(title, finding.DID_NOT_END, advice), *(finding.not_reached(name) for name in later))
         self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
@@ -152,10 +141,10 @@ class _Checks:
                 own, raised = check(), False
             except (InputError, RuntimeError, OSError) as error:
                 traceback.print_exc()
-                own = [failed(title, one_line(f"{type(error).__name__}: {error}", 300), "send this report")]
+                own = [finding.failed(title, one_line(f"{type(error).__name__}: {error}", 300), "send this report")]
                 raised = not isinstance(error, InputError)
             of_ranks = gather_objects((own, raised), self.place.everyone)
-        self.findings += merged([findings for findings, _ in of_ranks])
+        self.findings += finding.merged([findings for findings, _ in of_ranks])
         return not (self.options.stacks and any(raised for _, raised in of_ranks))
 
     def _agreed(self, value: bool) -> bool:
@@ -171,7 +160,7 @@ class _Checks:
             stacks.seek(0)
             where = " < ".join(stacks_of_ranks.main_thread(stacks.read()))
             hung = replace(begun[0], found=f"did not end in {seconds:.0f} s: rank 0 in {where}")
-            self.say(text(self._write(hung, *begun[1:])))
+            self.say(finding.text(self._write(hung, *begun[1:])))
 
     def fabric(self) -> Fabric:
         """What transfers are issued by, made when it is first needed. Collective."""
@@ -192,7 +181,7 @@ class _Checks:
     def _write(self, *more: Finding) -> Report:
         report = Report(
             schema_version=SCHEMA_VERSION,
-            kind=KIND,
+            kind=finding.KIND,
             created_at=self._created_at,
             version=__version__,
             ranks=self.place.world_size,
@@ -201,7 +190,7 @@ class _Checks:
             findings=(*self.findings, *more),
         )
         if self.place.rank == 0:
-            save(self.options.out, report)
+            finding.save(self.options.out, report)
         return report
 
 

@@ -58,9 +58,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
                 found += (_ended_in(ended_in, folder, nproc),)
         if time.monotonic() > options.deadline:
             found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
-        report = replace(
-            report, findings=found + tuple(finding.not_tried(title, finding.NOT_REACHED) for title in left)
-        )
+        report = replace(report, findings=found + tuple(finding.not_reached(title) for title in left))
         finding.save(options.out, report)
         if not left:
             return report, printed

@@ -1,7 +1,5 @@
 """What one rank of a measurement holds: its place, its process groups, the board where ranks
 meet, and memory shared with the node's other ranks.
-
-The CUDA half (nccl groups, pinned host memory, copy streams) has not yet been run on a GPU.
 """
 
 import mmap

@@ -7,26 +7,22 @@ def add_arguments(parser):
     group.add_argument(
         "--user-defined-schedule",
         metavar="FILE",
-        default=None,
         help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule. A "
         "directory holds a schedule for every number of micro-batches that a growing batch reaches.",
     )
     group.add_argument(
         "--user-defined-schedule-trace",
         metavar="FILE",
-        default=None,
         help="Write a trace of what ran when, in Chrome's format. Works without a schedule as well.",
     )
     group.add_argument(
         "--user-defined-schedule-nvme-path",
         metavar="DIR",
-        default=None,
         help="Directory on the drive for NVMe copies of parameters; used by schedules with the nvme route.",
     )
     group.add_argument(
         "--user-defined-schedule-check",
         metavar="FILE",
-        default=None,
         help="Equality check. While FILE is not there, train with Megatron's own gather at the schedule's bucket "
         "layout and write FILE; afterwards train by the schedule, and fail where it differs from FILE in any bit.",
     )
@@ -34,7 +30,6 @@ def add_arguments(parser):
         "--user-defined-schedule-step-timeout",
         metavar="SECONDS",
         type=float,
-        default=None,
         help="End a scheduled run, and say what every group and thread is doing, when no step has ended for so long "
         "within an iteration; 0: never. Default: nine tenths of --distributed-timeout-minutes.",
     )
@@ -42,7 +37,6 @@ def add_arguments(parser):
         "--delayed-parameter-update",
         metavar="N",
         type=int,
-        default=None,
         help="After N iterations, step the host's optimizer (--optimizer-cpu-offload) beside the next iteration, whose "
         "parameters are then one update old. Changes training. Default: never.",
     )

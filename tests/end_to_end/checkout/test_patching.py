@@ -14,7 +14,7 @@ import toy_megatron
 from places import ROOT, pinned_core
 from toy_megatron import git, snapshot
 
-from megatron_ext.checkout import apply, check, revert, transaction, verify, verify_hooks
+from megatron_ext.checkout import apply, check, revert, transaction, verify_hooks
 from megatron_ext.checkout.hook_table import ARGUMENTS, DDP, FILES, HOOKS, MARKER, PRETRAIN, SCHEDULES, TRAINING
 from megatron_ext.checkout.transaction import STAGE, locked
 from megatron_ext.cli import main as cli
@@ -172,17 +172,6 @@ def test_a_half_applied_tree_says_what_to_do(archive):
     assert snapshot(archive) == before
     revert(archive)
     assert apply(archive).state == "applied"
-
-
-def test_an_earlier_version_of_us_is_reverted_like_this_one(archive, monkeypatch):
-    before = snapshot(archive)
-    line = f"from megatron_ext.megatron import hooks; hooks.old(model)  {MARKER}"
-    monkeypatch.setattr(verify, "FORMER_LINES", (line,))
-    change(archive, TRAINING, '    log.append("train")\n', f'    {line}\n    log.append("train")\n')
-    with pytest.raises(InputError, match="line 5 is a hook line of an earlier version.*patch revert"):
-        apply(archive)
-    revert(archive)
-    assert snapshot(archive) == before
 
 
 def test_revert_leaves_lines_of_the_owner_that_end_in_the_same_mark(archive):
