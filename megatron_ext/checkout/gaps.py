@@ -62,8 +62,8 @@ def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list
     return Gap(hook, indentation + hook.line(**names), *bounds)
 
 
-def check_reached(function: FunctionNode, gap: Gap) -> None:
-    """Control comes to the gap whenever the function ends without an exception."""
+def reached(function: FunctionNode, gap: Gap) -> Gap:
+    """``gap``, to which control comes whenever the function ends without an exception."""
     for node in own_nodes(function):
         if isinstance(node, ast.Return) and node.lineno <= gap.first:
             raise PlaceError(f"{function.name} may return at line {node.lineno}, before the hook is reached")
@@ -72,6 +72,7 @@ def check_reached(function: FunctionNode, gap: Gap) -> None:
             leaves = isinstance(statement, (ast.Raise, ast.Continue, ast.Break)) and index + 1 < len(body)
             if leaves and statement.lineno <= gap.first < end_line(body[-1]):
                 raise PlaceError(f"the hook is never reached, because of line {statement.lineno}")
+    return gap
 
 
 def check_above(gap: Gap, lines: list[int], what: str) -> None:

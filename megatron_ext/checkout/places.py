@@ -11,7 +11,7 @@ import ast
 import sys
 from collections.abc import Callable
 
-from megatron_ext.checkout.gaps import Gap, check_above, check_below, check_names, check_reached, gap_after, gap_before
+from megatron_ext.checkout.gaps import Gap, check_above, check_below, check_names, gap_after, gap_before, reached
 from megatron_ext.checkout.hook_table import Hook, hooks_of
 from megatron_ext.checkout.syntax import (
     FunctionNode,
@@ -82,8 +82,7 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         return "extra_args_provider" in tested and assigned_name(s.body[-1]) == "parser"
 
     body, index = statement_where(function, applies_provider, "`parser = extra_args_provider(parser)` in an `if`")
-    gap = gap_after(hook, body, index, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_after(hook, body, index, lines))
     check_above(gap, calls(function, "parse_args", "parse_known_args"), "the options are parsed")
     check_names([function], gap.chosen, {"parser"}, set())
     return gap
@@ -98,8 +97,7 @@ def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     body, index = statement_where(
         function, sets_param_sync, "`if args.overlap_param_gather and args.align_param_gather`"
     )
-    gap = gap_before(hook, body, index, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_before(hook, body, index, lines))
     loops = [node.lineno for node in own_nodes(function) if isinstance(node, ast.While)]
     check_above(gap, loops, "the loop of train begins")
     check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
@@ -119,8 +117,7 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
     # A training that a limit or a signal has ended leaves the process in front of the return.
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
-    gap = gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines))
     check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
     check_names([function], gap.chosen, set(), set())
     return gap
@@ -143,8 +140,7 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
             f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
             f"but with the statement at line {function.body[-1].lineno}"
         )
-    gap = gap_after(hook, body, index, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_after(hook, body, index, lines))
     check_names([function], gap.chosen, {"self"}, set())
     return gap
 
@@ -179,8 +175,7 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
     wanted = "`update_successful = super().step_with_ready_grads()`"
     body, index = _unconditional(function, parents_step, wanted)
-    gap = gap_after(hook, body, index, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_after(hook, body, index, lines))
     check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
     check_names([function], gap.chosen, {"self", "update_successful"}, set())
     return gap
@@ -198,8 +193,7 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
     wanted = "`if config.param_sync_func is not None`"
     body, index = _unconditional(function, synchronises_two_chunks, wanted)
-    gap = gap_before(hook, body, index, lines)
-    check_reached(function, gap)
+    gap = reached(function, gap_before(hook, body, index, lines))
     check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
     needed = {"config", "model", "num_microbatches", "forward_only"}
     check_names([function], gap.chosen, needed, {"gather_schedule"})
@@ -224,8 +218,7 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = _unconditional(helper, test, what)
     microbatch = _microbatch_name(helper)
-    gap = gap_before(hook, body, index, lines, microbatch=microbatch)
-    check_reached(helper, gap)
+    gap = reached(helper, gap_before(hook, body, index, lines, microbatch=microbatch))
     _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     # Only the helper's own names count: the outer function's model_chunk_id is a loop variable.
     check_names([helper], gap.chosen, needed | {microbatch}, set())
@@ -272,8 +265,7 @@ def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Ga
     gap = gap_before(hook, function.body, found[-1], lines)
     check_below(gap, [begin.last + 1], "the iteration begins")
     # An early return between begin and end would leave the iteration open.
-    check_reached(function, gap)
-    return gap
+    return reached(function, gap)
 
 
 def _interleaved_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -286,8 +278,7 @@ def _plain_begin(name: str):
         # As early as config is known: later releases pick their backward function early, too.
         found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
         index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
-        gap = gap_after(hook, function.body, index, lines)
-        check_reached(function, gap)
+        gap = reached(function, gap_after(hook, function.body, index, lines))
         needed = {"config", "model", "num_microbatches", "forward_only"}
         rebound = {"forward_step", "backward_step"}
         check_names([function], gap.last, needed, rebound)

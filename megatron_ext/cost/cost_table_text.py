@@ -11,6 +11,9 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
+HOLDS_FOR = ("hardware", "software", "world_sizes", "model")
+"""Of the metadata, what a table holds for."""
+
 OTHERS = tuple(name for name in CURVES if not name.startswith("routes."))
 
 
@@ -78,12 +81,7 @@ def summary(table: CostTable) -> dict:
         "contention": len(table.contention),
         "compute": len(table.compute),
         **{name: msgspec.to_builtins(getattr(table, name)) for name in ("host_memory", "launches")},
-        "synthetic": metadata.synthetic,
-        "created_at": metadata.created_at,
-        "hardware": metadata.hardware,
-        "software": metadata.software,
-        "world_sizes": metadata.world_sizes,
-        "model": metadata.model,
+        **{name: getattr(metadata, name) for name in ("synthetic", "created_at", *HOLDS_FOR)},
         "notes": list(metadata.notes),
     }
 
@@ -95,7 +93,7 @@ def text(table: CostTable) -> str:
     lines.append(f"measured {metadata.created_at}" if metadata.created_at else "no date")
     if metadata.synthetic:
         lines.append("SYNTHETIC: not measured on any machine")
-    for part in ("hardware", "software", "world_sizes", "model"):
+    for part in HOLDS_FOR:
         value = getattr(metadata, part)
         if value:
             lines.append(

@@ -62,9 +62,9 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     )
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
-    model.add_argument("--recompute-granularity", choices=("full", "selective"), default=None)
+    model.add_argument("--recompute-granularity", choices=("full", "selective"))
     model.add_argument("--recompute-activations", dest="recompute_granularity", action="store_const", const="selective")
-    model.add_argument("--recompute-method", choices=("uniform", "block"), default=None)
+    model.add_argument("--recompute-method", choices=("uniform", "block"))
     for name, how in expert_options.OPTIONS.items():
         experts.add_argument(flag(name), **how)
     parallel.add_argument("--sequence-parallel", action="store_true")
@@ -72,22 +72,16 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         how: dict[str, Any] = {"action": "store_true"} if name.startswith("account") else {"type": int}
         parallel.add_argument(flag(name), **how)
     parallel.add_argument(
-        "--data-parallel-size",
-        type=int,
-        default=None,
-        help="Number of replicas; by default what the number of processes leaves.",
+        "--data-parallel-size", type=int, help="Number of replicas; by default what the number of processes leaves."
     )
     _add_gpus_per_node(parallel)
     parallel.add_argument(
-        "--distributed-backend",
-        choices=("nccl", "gloo"),
-        default=None,
-        help="Default: nccl where there is a CUDA device, else gloo.",
+        "--distributed-backend", choices=("nccl", "gloo"), help="Default: nccl where there is a CUDA device, else gloo."
     )
     parallel.add_argument("--distributed-timeout-minutes", type=float, default=10)
     batch = parser.add_argument_group("batch")
     batch.add_argument("--micro-batch-size", type=int, default=1)
-    batch.add_argument("--global-batch-size", type=int, default=None)
+    batch.add_argument("--global-batch-size", type=int)
     precision = parser.add_argument_group("precision")
     precision.add_argument("--bf16", action="store_true")
     precision.add_argument("--fp16", action="store_true")
@@ -95,19 +89,15 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def _add_gpus_per_node(group) -> None:
-    group.add_argument(
-        "--gpus-per-node", type=int, default=None, help="Ranks that share one node; by default all of them."
-    )
+    group.add_argument("--gpus-per-node", type=int, help="Ranks that share one node; by default all of them.")
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add what a plan may use, which Megatron has no option for, and return ``parser``."""
     plan = parser.add_argument_group("plan")
     plan.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=1)
-    plan.add_argument("--limit-device-bytes", type=int, default=None)
-    plan.add_argument("--limit-whole-parameter-bytes", type=int, default=None)
-    plan.add_argument("--limit-host-bytes", type=int, default=None)
-    plan.add_argument("--limit-pinned-host-bytes", type=int, default=None)
+    for name in ("device", "whole-parameter", "host", "pinned-host"):
+        plan.add_argument(f"--limit-{name}-bytes", type=int)
     plan.add_argument("--limit-nvme-slots", type=int, default=0)
     if "--gpus-per-node" not in parser._option_string_actions:
         _add_gpus_per_node(plan)

@@ -7,66 +7,50 @@ Megatron made of the command line is written down in these, and the layers are c
 from collections import defaultdict
 from math import prod
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.megatron import expert_options, gpt_arguments
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import gpt_workload
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Chunk, Workload
 
+VALUED = (
+    *("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length", "max_position_embeddings"),
+    *("position_embedding_type", "normalization", "attention_dropout", "hidden_dropout", "transformer_impl"),
+    *("tensor_model_parallel_size", "micro_batch_size"),
+)
+FLAGS = ("add_qkv_bias", "qk_layernorm", "swiglu", "untie_embeddings_and_output_weights", "bf16", "fp16")
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+"""Options that are as they are in Megatron's own arguments."""
+
 
 def options_of_layers(args) -> tuple[str, ...]:
     """Options of one pipeline rank's layers, for Megatron's own validated arguments."""
-    stages = args.pipeline_model_parallel_size
-    valued = {
-        "num-layers": max(args.num_layers // stages, 1),
-        "hidden-size": args.hidden_size,
-        "ffn-hidden-size": args.ffn_hidden_size,
-        "num-attention-heads": args.num_attention_heads,
-        "kv-channels": args.kv_channels,
-        "seq-length": args.seq_length,
-        "max-position-embeddings": args.max_position_embeddings,
-        "vocab-size": args.padded_vocab_size,
-        "make-vocab-size-divisible-by": 1,
-        "position-embedding-type": args.position_embedding_type,
-        "normalization": args.normalization,
-        "attention-dropout": args.attention_dropout,
-        "hidden-dropout": args.hidden_dropout,
-        "transformer-impl": args.transformer_impl,
-        "tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "micro-batch-size": args.micro_batch_size,
-    }
-    flags = {
-        "disable-bias-linear": not args.add_bias_linear,
-        "add-qkv-bias": getattr(args, "add_qkv_bias", False),
-        "qk-layernorm": getattr(args, "qk_layernorm", False),
-        "swiglu": args.swiglu,
-        "untie-embeddings-and-output-weights": args.untie_embeddings_and_output_weights,
-        "bf16": args.bf16,
-        "fp16": args.fp16,
-    }
+    layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
+    valued = {"num_layers": layers, "vocab_size": args.padded_vocab_size, "make_vocab_size_divisible_by": 1}
+    valued |= {name: getattr(args, name) for name in VALUED}
+    flags = {name: getattr(args, name, False) for name in FLAGS}
+    flags["disable_bias_linear"] = not args.add_bias_linear
     if args.group_query_attention:
-        flags["group-query-attention"], valued["num-query-groups"] = True, args.num_query_groups
+        flags["group_query_attention"], valued["num_query_groups"] = True, args.num_query_groups
     if args.recompute_granularity:
-        for name in ("granularity", "method", "num_layers"):
-            value = getattr(args, f"recompute_{name}")
-            if value is not None:
-                valued["recompute-" + name.replace("_", "-")] = value
+        given = {name: getattr(args, name) for name in RECOMPUTE}
+        valued |= {name: value for name, value in given.items() if value is not None}
         if args.recompute_method == "block":  # counts layers of a chunk; here a rank's are one chunk
             chunks = args.virtual_pipeline_model_parallel_size or 1
-            valued["recompute-num-layers"] = min(args.recompute_num_layers * chunks, valued["num-layers"])
+            valued["recompute_num_layers"] = min(args.recompute_num_layers * chunks, layers)
     if getattr(args, "num_experts", None):
-        pattern = expert_options.shortened(expert_options.pattern(args), valued["num-layers"])
-        valued["num-layers"], flags["sequence-parallel"] = len(pattern), args.sequence_parallel
+        pattern = expert_options.shortened(expert_options.pattern(args), layers)
+        valued["num_layers"], flags["sequence_parallel"] = len(pattern), args.sequence_parallel
         for name, how in expert_options.OPTIONS.items():
             value = pattern if name == "moe_layer_freq" else getattr(args, name, None)
             into = flags if "action" in how else valued
             if isinstance(value, list) and name != "moe_layer_freq":  # several of a kind, in later releases
                 value = value[0]
             if value is not None:
-                into[name.replace("_", "-")] = value
-    found = [text for name, value in valued.items() for text in (f"--{name}", str(value))]
-    return (*found, *(f"--{name}" for name, given in flags.items() if given))
+                into[name] = value
+    found = [text for name, value in valued.items() for text in (flag(name), str(value))]
+    return (*found, *(flag(name) for name, given in flags.items() if given))
 
 
 def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:

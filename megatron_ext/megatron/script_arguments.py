@@ -82,7 +82,7 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     """
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     add_plan_arguments(parser)
-    parser.add_argument("--data-parallel-size", "--dp", type=int, default=None)
+    parser.add_argument("--data-parallel-size", "--dp", type=int)
     for name in ("", "-trace", "-nvme-path", "-check"):
         parser.add_argument(f"--user-defined-schedule{name}")
     ours, megatron = parser.parse_known_args(list(options))
@@ -90,7 +90,7 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     for names, default in ((REPLICA_SIZES, 1 if of_megatron else None), (MODEL_SIZES, None)):
         for name in names:
             parser.add_argument(flag(name), type=int, default=default)
-    parser.add_argument("--transformer-impl", default=None)
+    parser.add_argument("--transformer-impl")
     sizes, _ = parser.parse_known_args(megatron)
     transformer_impl = vars(sizes).pop("transformer_impl")
     for name, value in [*vars(sizes).items(), ("data_parallel_size", ours.data_parallel_size)]:
