@@ -1,6 +1,7 @@
 """``megatron-ext doctor``: can this machine train by a schedule, and what is to be done where it cannot?"""
 
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -51,7 +52,8 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
             raise InputError("a launcher has started the ranks", field="--nproc", value=nproc)
         if os.environ["RANK"] == "0":
             json_files.check_writable(out)
-        _use(checkout)
+        if checkout is not None:
+            sys.path.insert(0, checkout)
         report = start_ranks.join(options)
         if os.environ["RANK"] != "0":
             return int(report.failed)
@@ -92,13 +94,6 @@ def _require_tree(checkout: str) -> str:
     if not os.path.isdir(tree / "megatron" / "core"):
         raise InputError("holds no megatron/core", field="--checkout", value=checkout)
     return str(tree)
-
-
-def _use(checkout: str | None) -> None:
-    if checkout is not None:
-        import sys
-
-        sys.path.insert(0, checkout)
 
 
 def _devices(device: str) -> int:

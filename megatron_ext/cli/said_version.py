@@ -14,13 +14,6 @@ HELP = "Say version, commit and releases of Megatron-LM that there are patches f
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def option(function):
-    """Adds ``--version`` to a click command."""
-    return click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_say, help=HELP)(
-        function
-    )
-
-
 def _say(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
     if wanted:
         commit = _commit()
@@ -42,3 +35,6 @@ def _commit() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return None
     return json.loads(origin or "{}").get("vcs_info", {}).get("commit_id")
+
+
+option = click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_say, help=HELP)

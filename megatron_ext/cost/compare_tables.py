@@ -18,14 +18,8 @@ def compare(first: CostTable, second: CostTable) -> dict:
         ``only``: parts that one table lacks.
         ``environment``: what differs.
     """
-    result: dict = {
-        "curves": {},
-        "figures": {},
-        "contention": {},
-        "compute": {},
-        "only": {"first": [], "second": []},
-        "environment": [],
-    }
+    result: dict = {name: {} for name in ("curves", "figures", "contention", "compute")}
+    result |= {"only": {"first": [], "second": []}, "environment": []}
     for part in (*PARTS, "experts.gpu", "experts.reduce"):
         one, other = part_named(first, part), part_named(second, part)
         if has(one) != has(other):

@@ -2,15 +2,13 @@
 bytes, whatever ranks do in between?
 
 On a GPU the training thread issues all of a run's collectives, in one order on all ranks; see [Note: One order over all
-communicators] in routes.py. On a CPU a thread of its own issues those of the second communicator (route ``cpu_shard``,
-the hierarchical all-gather). Ranks are held up here by different times. Collectives that ranks order differently never
+communicators] in routes.py. Ranks are held up here by different times. Collectives that ranks order differently never
 end; the doctor then gives up and says so. Not yet run on a GPU.
 """
 
 import contextlib
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -27,16 +25,10 @@ ELEMENTS = 1 << 16
 
 
 def check(place: Place, fabric: Fabric) -> list[Finding]:
-    """All-gathers by two communicators from two threads, late now on this rank, now on that. Collective."""
+    """All-gathers by two communicators, late now on this rank, now on that. Collective."""
     if place.world_size == 1:
         return [not_tried(NAME, "one rank gathers from nobody")]
-    both = [(fabric.data, 0), (fabric.data_busy, 1)]
-    if place.on_cuda:
-        wrong = _wrong(place, fabric, both)
-    else:
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            other = pool.submit(_wrong, place, fabric, both[1:])
-            wrong = _wrong(place, fabric, both[:1]) + other.result()
+    wrong = _wrong(place, fabric)
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     backend = "nccl" if place.on_cuda else "gloo"
     where = f"{2 * ROUNDS} all-gathers by two {backend} communicators, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
@@ -45,12 +37,13 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     return [passed(NAME, f"{where}: ended, and hold the right bytes")]
 
 
-def _wrong(place: Place, fabric: Fabric, groups: list[tuple[dist.ProcessGroup, int]]) -> int:
-    """How many of :data:`ROUNDS` all-gathers by each of ``groups`` hold wrong bytes; issued by this thread, in turn."""
+def _wrong(place: Place, fabric: Fabric) -> int:
+    """How many of :data:`ROUNDS` all-gathers by each communicator, in turn, hold wrong bytes."""
+    groups = fabric.data, fabric.data_busy
     streams = [torch.cuda.Stream(place.device) if place.on_cuda else None for _ in groups]
     wholes = []
     for number in range(ROUNDS):
-        for (group, which), stream in zip(groups, streams):
+        for which, (group, stream) in enumerate(zip(groups, streams)):
             if (number + which) % place.world_size == place.rank:
                 time.sleep(LATE_SECONDS)
             with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):

@@ -51,6 +51,11 @@ class Event(NamedTuple):
     duration_us: float
     iteration: int = 0
 
+    @property
+    def end_us(self) -> float:
+        """When it ends."""
+        return self.start_us + self.duration_us
+
 
 class _Args(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     iteration: int = 0

@@ -62,16 +62,9 @@ def arguments(
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
     hooks.add_arguments(parser)
-    options = [
-        *SIZES,
-        *(LARGE if large else []),
-        "--zero-stage",
-        str(zero_stage),
-        "--gpus-per-node",
-        str(ranks_per_node),
-    ]
-    options += ["--transformer-impl", "transformer_engine"] if engine else []
-    options += ["--user-defined-schedule-nvme-path", str(nvme)] if nvme is not None else []
+    options = [*SIZES, *(LARGE if large else []), f"--zero-stage={zero_stage}", f"--gpus-per-node={ranks_per_node}"]
+    options += ["--transformer-impl=transformer_engine"] if engine else []
+    options += [f"--user-defined-schedule-nvme-path={nvme}"] if nvme is not None else []
     args = parser.parse_args(options)
     gpt_arguments.check(args, world_size=world_size)
     args.overlap_param_gather = args.use_distributed_optimizer = True

@@ -49,7 +49,7 @@ def hidden(
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
     links = moving(events, parallel, groups)
     for event in (*(event for event in events if event.lane not in LINKS), *links):
-        spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.start_us + event.duration_us))
+        spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.end_us))
     compute, waits = spans.pop("compute", {}), spans.pop("wait", {})
     ranks, found = len({rank for own in (compute, *spans.values()) for rank in own}), {}
     for name in (name for name in NAMES.values() if name in spans):

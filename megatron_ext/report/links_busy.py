@@ -29,7 +29,7 @@ def busy(
     found: dict[int, dict[str, Intervals]] = {}
     spans: dict[tuple[int, str], Intervals] = defaultdict(list)
     for event in moving(events, parallel, groups):
-        begin, end = max(event.start_us, 0.0), min(event.start_us + event.duration_us, end_us)
+        begin, end = max(event.start_us, 0.0), min(event.end_us, end_us)
         if begin < end:
             spans[event.rank, event.lane].append((begin, end))
     used = [link for link in LINKS if any(link == lane for _, lane in spans)]
@@ -60,7 +60,7 @@ def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] 
     sets = {str(index): of_instance // group.ranks for index, group in enumerate(groups)}
     times, issued, found = Counter(), {}, []
     for event in reversed(transfers):  # the last rank to issue one comes first
-        begin, end = event.start_us, event.start_us + event.duration_us
+        begin, end = event.start_us, event.end_us
         if event.lane == "gpu":
             times[event.rank, event.name] += 1
             own = event.rank % sets.get(event.name.rpartition(" ")[2], parallel.tensor_model_parallel_size)

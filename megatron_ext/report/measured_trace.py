@@ -81,7 +81,7 @@ class MeasuredTrace:
     def busy_us(self, lane: str, name: str) -> float:
         """Microseconds in which at least one rank was at an event of ``lane`` whose name begins with ``name``."""
         found = [e for trace in self._ranks.values() for e in trace.links if e.lane == lane and e.name.startswith(name)]
-        return sum(end - begin for begin, end in union((e.start_us, e.start_us + e.duration_us) for e in found))
+        return sum(end - begin for begin, end in union((e.start_us, e.end_us) for e in found))
 
     def periods_us(self) -> dict[int, float]:
         """By iteration: microseconds since the end of the one before, that is the pause, in
@@ -148,7 +148,7 @@ class _RankTrace:
             if event.lane not in THREAD_LANES:
                 continue
             step = self.optimizer.get(event.iteration)
-            if step is not None and event.start_us > step.start_us + step.duration_us:
+            if step is not None and event.start_us > step.end_us:
                 self.outside[event.iteration] |= event.lane == "compute"
                 continue
             self.thread[event.iteration].append(event)
@@ -171,8 +171,7 @@ class _RankTrace:
 
     def end_us(self, iteration: int) -> float:
         """When this rank's optimizer step ends."""
-        step = self.optimizer[iteration]
-        return step.start_us + step.duration_us
+        return self.optimizer[iteration].end_us
 
     def fresh_us(self, iteration: int) -> float:
         """When this rank had the parameters that ``iteration`` made: its first issue within the

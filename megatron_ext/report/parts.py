@@ -50,12 +50,12 @@ def apart(events: Iterable[Event], on_device: bool) -> list[Event]:
     events, inner = list(events), defaultdict(list)
     for event in events:
         if event.lane == WAIT or (event.lane == ISSUE and not on_device):
-            inner[event.rank].append((event.start_us, event.start_us + event.duration_us))
+            inner[event.rank].append((event.start_us, event.end_us))
     spans = {rank: union(found) for rank, found in inner.items()}
     ends = {rank: [end for _, end in found] for rank, found in spans.items()}
 
     def alone(event: Event) -> Event:
-        begin, end, within = event.start_us, event.start_us + event.duration_us, 0.0
+        begin, end, within = event.start_us, event.end_us, 0.0
         own = spans.get(event.rank, [])
         for place in range(bisect_right(ends.get(event.rank, []), begin), len(own)):
             if own[place][0] >= end:

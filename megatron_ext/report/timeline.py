@@ -143,7 +143,7 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
     from_us, until_us = span_us
     by_kind: dict[tuple[str, bool], list] = {}
     for bar in row.bars:
-        if bar.start_us < until_us and bar.start_us + bar.duration_us >= from_us:
+        if bar.start_us < until_us and bar.end_us >= from_us:
             by_kind.setdefault((bar.kind, bar.end_known), []).append(bar)
     for (kind, known), bars in by_kind.items():
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
@@ -154,7 +154,7 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
             style = dict(facecolors="white", edgecolor=KINDS[kind][0], hatch=HATCH)
         axes.broken_barh(spans, (y, tall * part), linewidth=0.6, zorder=3, **style)
     for bar in row.bars:
-        start, end = max(bar.start_us, from_us), min(bar.start_us + bar.duration_us, until_us)
+        start, end = max(bar.start_us, from_us), min(bar.end_us, until_us)
         if bar.kind in "FB" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
             color = "white" if bar.kind == "B" else "black"
             axes.text(

@@ -26,12 +26,7 @@ class Panel(NamedTuple):
 
     def end_us(self, lanes: tuple[str, ...] | None = None) -> float:
         """When the last bar of ``lanes`` (of all rows) ends."""
-        ends = [
-            bar.start_us + bar.duration_us
-            for row in self.rows
-            for bar in row.bars
-            if lanes is None or row.lane in lanes
-        ]
+        ends = [bar.end_us for row in self.rows for bar in row.bars if lanes is None or row.lane in lanes]
         return max(ends, default=0.0)
 
     def first_gather_us(self) -> float:

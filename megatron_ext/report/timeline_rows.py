@@ -21,6 +21,11 @@ class Bar(NamedTuple):
     duration_us: float
 
     @property
+    def end_us(self) -> float:
+        """When it ends."""
+        return self.start_us + self.duration_us
+
+    @property
     def end_known(self) -> bool:
         """Whether the bar ends where the transfer did, and not where something had waited for it."""
         return self.name != END_NOT_KNOWN
@@ -76,5 +81,5 @@ def _steps(events: list[Event]) -> list[Bar]:
     spans: dict[str, tuple[float, float]] = {}
     for event in events:
         start, end = spans.get(event.name, (event.start_us, 0.0))
-        spans[event.name] = (min(start, event.start_us), max(end, event.start_us + event.duration_us))
+        spans[event.name] = (min(start, event.start_us), max(end, event.end_us))
     return [Bar("F" if "F" in name else "B", name, start, end - start) for name, (start, end) in spans.items()]
