@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from megatron_ext.formats.errors import InputError, option_error
+from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron import gpt_arguments, releases
 from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL, REASONS
 
@@ -73,7 +73,7 @@ LISTS = (
 ).split()
 """Options with one value or more."""
 
-TOKENIZER = "tokenizer-type tokenizer-model vocab-file merge-file vocab-extra-ids legacy-tokenizer".split()
+TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids legacy_tokenizer".split()
 """They decide the size of the vocabulary, hence of two parameters."""
 
 REFUSED = """
@@ -85,10 +85,10 @@ REFUSED = """
     multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
     relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
     use-legacy-models yaml-cfg
-""".split()
+""".replace("-", "_").split()
 """Options that change parameters, who holds them, or the order of steps."""
 
-BATCH = "rampup-batch-size step-batch-size-schedule".split()
+BATCH = "rampup_batch_size step_batch_size_schedule".split()
 """Options that change the number of micro-batches in the course of training."""
 
 
@@ -156,12 +156,7 @@ def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
         if name not in given:
             raise option_error(name, "is needed: a schedule takes the place of its gathers")
     uneven = any(given.get(name) for name in gpt_arguments.UNEVEN)
-    if (
-        sizes_taken(options)
-        or uneven
-        or args.num_experts
-        or any(name.replace("-", "_") in given for name in (*REFUSED, *BATCH))
-    ):
+    if sizes_taken(options) or uneven or args.num_experts or any(name in given for name in (*REFUSED, *BATCH)):
         return None
     given |= {name: value for name, value in known.items() if value is not None}
     if args.global_batch_size is None:
@@ -177,27 +172,23 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     return add_other_options(parser)
 
 
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")
-
-
 def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Let ``parser`` accept the options above; :func:`check_other_options` judges them."""
     group = parser.add_argument_group("Megatron's other options")
     known = set(parser._option_string_actions)
-    judged = [*REFUSED, *BATCH, *map(_dashes, NEUTRAL), "optimizer"]
+    judged = [*REFUSED, *BATCH, *NEUTRAL, "optimizer"]
     options: tuple[tuple[Iterable[str], dict[str, Any]], ...] = (
-        (FLAGS, {"action": "store_true"}),
-        (VALUES, {}),
-        (LISTS, {"nargs": "+"}),
-        (TOKENIZER, {"nargs": "?", "const": True}),
-        (judged, {"nargs": "*"}),
+        (map("--{}".format, FLAGS), {"action": "store_true"}),
+        (map("--{}".format, VALUES), {}),
+        (map("--{}".format, LISTS), {"nargs": "+"}),
+        (map(flag, TOKENIZER), {"nargs": "?", "const": True}),
+        (map(flag, judged), {"nargs": "*"}),
     )
     for names, how in options:
-        for name in names:
-            if f"--{name}" not in known:
-                known.add(f"--{name}")
-                group.add_argument(f"--{name}", default=argparse.SUPPRESS, **how)
+        for option in names:
+            if option not in known:
+                known.add(option)
+                group.add_argument(option, default=argparse.SUPPRESS, **how)
     return parser
 
 
@@ -211,20 +202,17 @@ def check_other_options(args, verb: str = "describe") -> None:
     _refuse_neutral(given)
     for name in REFUSED:
         # One rank of a kind is what there is without the option; one layer of a kind is not.
-        without = (None, ["1"]) if name.endswith(("parallel-size", "weight-shards")) else (None,)
-        if given.get(name.replace("-", "_")) not in without:
-            _refuse(
-                given,
-                name.replace("-", "_"),
-                f"changes parameters or the order of steps; {_CHECKOUT.get(verb, _CHECKOUT['describe'])}",
-            )
-        given.pop(name.replace("-", "_"), None)
+        without = (None, ["1"]) if name.endswith(("parallel_size", "weight_shards")) else (None,)
+        if given.get(name) not in without:
+            how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
+            _refuse(given, name, f"changes parameters or the order of steps; {how}")
+        given.pop(name, None)
     if verb == "fit" and args.num_experts:
         raise option_error("num_experts", f"changes what layers compute; {_CHECKOUT[verb]}", args.num_experts)
-    tokenizers = [name for name in TOKENIZER if name.replace("-", "_") in given]
+    tokenizers = [name for name in TOKENIZER if name in given]
     if tokenizers and args.vocab_size is None:
-        name = tokenizers[0].replace("-", "_")
-        raise option_error(name, "is not read here; give --vocab-size, the tokenizer's own size", given[name])
+        why = "is not read here; give --vocab-size, the tokenizer's own size"
+        raise option_error(tokenizers[0], why, given[tokenizers[0]])
     if given.get("tokenizer_type") == "NullTokenizer":
         args.vocab_size += releases.null_tokenizer_adds()
 
