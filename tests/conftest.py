@@ -1,6 +1,8 @@
 """What all tests share: the patched Megatron tree, and a corpus to train on."""
 
+import contextlib
 import fcntl
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -24,6 +26,21 @@ TOGETHER = ("tests/end_to_end/adopting/",)
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_collection(session):
+    """Import some test files before the others: every process of pytest-xdist other ones, so that in a fresh checkout
+    each file is rewritten and compiled by one of them and not by all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:
+        return
+    places = [Path(place.partition("::")[0]) for place in session.config.args]
+    files = sorted(file for place in places for file in place.rglob("test_*.py"))
+    for file in files[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))  # as pytest does
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # collection says what it is
+            importlib.import_module(file.stem)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -59,14 +76,27 @@ def megatron_tree() -> Path:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory):
-    """``made_once(name, make)``: a directory that ``make(directory)`` fills once, for all processes of pytest-xdist."""
+def shared_folder(tmp_path_factory) -> Path:
+    """One for all processes of pytest-xdist."""
     root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_servers(shared_folder):
+    """Torch and Megatron are imported for forks once, not by every process of pytest-xdist."""
+    from warm_python import WarmPython
+
+    WarmPython.folder = shared_folder
+
+
+@pytest.fixture(scope="session")
+def made_once(shared_folder):
+    """``made_once(name, make)``: a directory that ``make(directory)`` fills once, for all processes of pytest-xdist."""
 
     def directory(name: str, make) -> Path:
-        folder, done = root / name, root / f"{name}.done"
-        with (root / f"{name}.lock").open("w") as lock:
+        folder, done = shared_folder / name, shared_folder / f"{name}.done"
+        with (shared_folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
                 folder.mkdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from cases import ALL_LAYOUTS, MODELS
 from places import HELPERS
-from training import ranks_command, run
+from training import ranks_command, run_warm
 
 MODEL = "bf16-offload"
 OPTIONS = [*ALL_LAYOUTS["two_replicas"], *MODELS[MODEL]]
@@ -16,4 +16,4 @@ def failing_run(folder: Path, rank: str, fault: str, number: int, *more: str) ->
     (folder / "drive").mkdir(exist_ok=True)
     options = [*OPTIONS, "--user-defined-schedule", folder / "s.json", "--metrics-path", folder / "metrics.json"]
     options += ["--user-defined-schedule-nvme-path", folder / "drive", *more]
-    return run(ranks_command(str(HELPERS / "failing_rank.py"), [rank, fault, number, *options], nproc=2))
+    return run_warm(ranks_command(str(HELPERS / "failing_rank.py"), [rank, fault, number, *options], nproc=2))

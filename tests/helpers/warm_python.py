@@ -6,13 +6,16 @@ what is imported.
 """
 
 import array
+import fcntl
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import ClassVar
 
@@ -27,23 +30,29 @@ IMPORTED = "parity_worker"
 """The module, beside this file, that imports what most programs need."""
 
 
-def serve(control: socket.socket) -> None:
-    """Import :data:`IMPORTED`, then fork a process for every message, until the other side closes ``control``."""
+def serve(listener: socket.socket) -> None:
+    """Import :data:`IMPORTED`, then fork a process for every message, until all that have connected have ended."""
     import_for_forks(IMPORTED)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks report by themselves and are reaped by the kernel
-    while True:
-        message, files, _, _ = socket.recv_fds(control, 1 << 20, 4)
-        if not message:
-            return
-        if os.fork() == 0:
-            _keep_code(control, json.loads(message), *files)
-        for file in files:
-            os.close(file)
+    ends = [listener, listener.accept()[0]]
+    while len(ends) > 1:
+        for end in select.select(ends, [], [])[0]:
+            if end is listener:
+                ends.append(listener.accept()[0])
+                continue
+            message, files, _, _ = socket.recv_fds(end, 1 << 20, 4)
+            if not message:
+                ends.remove(end)
+            elif os.fork() == 0:
+                _keep_code(ends, json.loads(message), *files)
+            for file in files:
+                os.close(file)
 
 
-def _keep_code(control: socket.socket, asked: dict, out: int, error: int, result: int) -> None:
+def _keep_code(ends: list[socket.socket], asked: dict, out: int, error: int, result: int) -> None:
     """Between server and program: write the program's number and its exit code, and end it when the test ends."""
-    control.close()
+    for end in ends:
+        end.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server = os.getppid()
     parent = os.getpid()
@@ -80,13 +89,15 @@ def _run(asked: dict, out: int, error: int) -> None:
 
 
 class WarmPython(ForkedRank):
-    """One process; the first starts a server, which ends with this process.
+    """One process; the first starts a server, which ends with the last process that has used it.
 
     Args:
         arguments: ``[SCRIPT, ...]`` or ``["-m", MODULE, ...]``.
         cwd, environment, stdout, stderr: as of :class:`subprocess.Popen`; files only.
     """
 
+    folder: ClassVar[Path | None] = None
+    """Where processes that share servers find them; None: a directory of this process alone."""
     _servers: ClassVar[dict[bool, socket.socket]] = {}
 
     def __init__(self, arguments: list[str], cwd: Path, environment: dict[str, str], stdout, stderr):
@@ -103,15 +114,15 @@ class WarmPython(ForkedRank):
 
     @classmethod
     def _server(cls, environment: dict[str, str]) -> socket.socket:
-        server = orderings.VARIABLE in environment  # what a test takes away is prepared at the import
-        if server not in cls._servers:
-            cls._servers[server], theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            places = [str(ROOT / "examples"), str(ROOT), environment.get("PYTHONPATH", "")]
-            own = {**allocator.environment(), **environment, "PYTHONPATH": os.pathsep.join(places)}
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            subprocess.Popen(command, env=own, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-            theirs.close()
-        return cls._servers[server]
+        strict = orderings.VARIABLE in environment  # what a test takes away is prepared at the import
+        if strict not in cls._servers:
+            if cls.folder is None:
+                cls._own = tempfile.TemporaryDirectory()
+                cls.folder = Path(cls._own.name)
+            with (cls.folder / "warm.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                cls._servers[strict] = _connected(cls.folder / ("strict" if strict else "warm"), environment)
+        return cls._servers[strict]
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -122,6 +133,24 @@ class WarmPython(ForkedRank):
             os.close(self._result)
             self.returncode = int.from_bytes(code, sys.byteorder, signed=True) if code else -signal.SIGKILL
         return self.returncode
+
+
+def _connected(place: Path, environment: dict[str, str]) -> socket.socket:
+    """A connection to the server that listens at ``place``; it is started where there is none."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(place))
+    except (FileNotFoundError, ConnectionRefusedError):  # none yet, or it has ended
+        place.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(place))
+            listener.listen()
+            paths = [str(ROOT / "examples"), str(ROOT), environment.get("PYTHONPATH", "")]
+            own = {**allocator.environment(), **environment, "PYTHONPATH": os.pathsep.join(paths)}
+            command = [sys.executable, __file__, str(listener.fileno())]
+            subprocess.Popen(command, env=own, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
+        connection.connect(str(place))
+    return connection
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """A model of Transformer Engine's layers is described without Transformer Engine, with Megatron's names and shapes."""
 
-import json
 import os
 import random
 import sys
@@ -44,21 +43,50 @@ def published(hs: int, tp: int) -> dict:
     }
 
 
+TENSOR_PARALLEL = some((2, 1), 1)
+SAVE_MORE = {
+    "usual": "",
+    "parts of sequences": "--sequence-parallel",
+    "attention dropout": "--attention-dropout 0.1",
+    "hidden dropout": "--hidden-dropout 0.1",
+    "norms": "--qk-layernorm",
+}
+MODELS = (
+    {tp: f"--tensor-model-parallel-size {tp}" for tp in TENSOR_PARALLEL}
+    | {
+        "variants": "--swiglu --normalization RMSNorm --disable-bias-linear --use-rotary-position-embeddings "
+        "--group-query-attention --num-query-groups 2 --ffn-hidden-size 96"
+    }
+    | {
+        name: f"--bf16 --swiglu --normalization RMSNorm --tensor-model-parallel-size 2 {more}"
+        for name, more in SAVE_MORE.items()
+    }
+)
+"""Options by name."""
+
+MANY = (
+    "import sys; from megatron_ext.cli.main import main; sys.exit(sum(main(words.split()) for words in sys.argv[1:]))"
+)
+"""Several command lines, for which Megatron is imported once."""
+
+
 @pytest.fixture(scope="module")
-def layer(megatron_tree, tmp_path_factory):
-    """``layer(*options)``: by name, the shapes of the second layer, in the order of the workload, and its
-    activations."""
-    out = tmp_path_factory.mktemp("described") / "workload.json"
+def chunks(megatron_tree, tmp_path_factory) -> dict:
+    """The one chunk of each of :data:`MODELS`."""
+    folder = tmp_path_factory.mktemp("described")
+    files = {name: folder / f"{number}.json" for number, name in enumerate(MODELS)}
+    words = [f"describe --out {files[name]} {' '.join(BASE)} {options}" for name, options in MODELS.items()]
+    done = run([sys.executable, "-c", MANY, *words])
+    assert done.returncode == 0, done.stderr
+    works = {name: workload_file.load(file) for name, file in files.items()}
+    assert all(len(work.chunks) == 1 for work in works.values())
+    return {name: work.chunks[0] for name, work in works.items()}
 
-    def layer(*options) -> tuple[dict, int]:
-        result = command_line("describe", "--out", out, *BASE, *options)
-        assert result.returncode == 0, result.stderr
-        (chunk,) = json.loads(out.read_text())["chunks"]
-        start = "decoder.layers.1."
-        own = [p for p in chunk["parameters"] if p["name"].startswith(start)]
-        return {p["name"].removeprefix(start): tuple(p["shape"]) for p in own}, chunk["activation_bytes"][2]
 
-    return layer
+def second_layer(chunk) -> dict:
+    """By name, the shapes of its parameters, in the order of the workload."""
+    start = "decoder.layers.1."
+    return {p.name.removeprefix(start): p.shape for p in chunk.parameters if p.name.startswith(start)}
 
 
 def test_what_megatron_imports_in_one_go_is_there():
@@ -77,10 +105,10 @@ def test_what_megatron_imports_in_one_go_is_there():
             pass
 
 
-@pytest.mark.parametrize("tp", some((2, 1), 1))
-def test_names_and_shapes_are_the_published_ones(layer, tp):
-    shapes, activations = layer("--tensor-model-parallel-size", tp)
-    assert shapes == published(64, tp) and activations > 0
+@pytest.mark.parametrize("tp", TENSOR_PARALLEL)
+def test_names_and_shapes_are_the_published_ones(chunks, tp):
+    shapes = second_layer(chunks[tp])
+    assert shapes == published(64, tp) and chunks[tp].activation_bytes[2] > 0
     # Order of registration: by it buckets are filled.
     assert list(shapes)[:6] == [
         f"self_attention.{name}"
@@ -95,15 +123,13 @@ def test_names_and_shapes_are_the_published_ones(layer, tp):
     ]
 
 
-def test_variants_have_what_their_options_say(layer):
+def test_variants_have_what_their_options_say(chunks):
     """A gate doubles fc1, RMSNorm has no bias, grouped queries have fewer keys and values (arXiv:2305.13245)."""
-    options = "--swiglu --normalization RMSNorm --disable-bias-linear --use-rotary-position-embeddings".split()
-    shapes, activations = layer(*options, "--group-query-attention", "--num-query-groups", 2, "--ffn-hidden-size", 96)
     # As `advise` counts by sizes: norms and SwiGLU save their inputs alone (arXiv 2205.05198), and statistics of rows.
     config = GptShape(2, 64, 96, 4, 2, 128, 16, gated=True, rms_norm=True, linear_bias=False, dtype="float32")
     (chunk,) = gpt_workload(config, Parallel.of(pp=1, vp=1, dp=1, microbatches=1), MicroBatch(32)).chunks
-    assert activations == pytest.approx(chunk.activation_bytes[2], rel=0.02)
-    assert shapes == {
+    assert chunks["variants"].activation_bytes[2] == pytest.approx(chunk.activation_bytes[2], rel=0.02)
+    assert second_layer(chunks["variants"]) == {
         "self_attention.linear_proj.weight": (64, 64),
         "self_attention.linear_qkv.layer_norm_weight": (64,),
         "self_attention.linear_qkv.weight": (64 + 2 * 2 * 16, 64),
@@ -113,28 +139,9 @@ def test_variants_have_what_their_options_say(layer):
     }
 
 
-SAVE_MORE = {
-    "usual": "",
-    "parts of sequences": "--sequence-parallel",
-    "attention dropout": "--attention-dropout 0.1",
-    "hidden dropout": "--hidden-dropout 0.1",
-    "norms": "--qk-layernorm",
-}
-MANY = (
-    "import sys; from megatron_ext.cli.main import main; sys.exit(sum(main(words.split()) for words in sys.argv[1:]))"
-)
-"""Several command lines, for which Megatron is imported once."""
-
-
-def test_layers_save_what_kernels_of_a_gpu_save(megatron_tree, tmp_path):
-    model = " ".join(BASE) + " --bf16 --swiglu --normalization RMSNorm --tensor-model-parallel-size 2"
-    files = {name: tmp_path / f"{number}.json" for number, name in enumerate(SAVE_MORE)}
-    words = [f"describe --out {files[name]} {model} {more}" for name, more in SAVE_MORE.items()]
-    done = run([sys.executable, "-c", MANY, *words])
-    assert done.returncode == 0, done.stderr
+def test_layers_save_what_kernels_of_a_gpu_save(chunks):
     # In halves of what one activation between two matrices takes, beside tensor parallelism of two ranks.
-    chunks = {name: workload_file.load(file).chunks[0] for name, file in files.items()}
-    saved = {name: round(chunk.activation_bytes[1] / (32 * 64), 1) for name, chunk in chunks.items()}
+    saved = {name: round(chunks[name].activation_bytes[1] / (32 * 64), 1) for name in SAVE_MORE}
     assert saved["parts of sequences"] == saved["usual"] - 2  # inputs of two norms
     assert saved["attention dropout"] == saved["usual"]  # the state of a random generator
     assert saved["hidden dropout"] == saved["usual"] + 2  # two masks of one byte an element

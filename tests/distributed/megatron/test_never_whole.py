@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from parity_service import differences
 from places import HELPERS
 from strict_cases import findings
-from training import environment, ranks_command, run
+from training import ranks_command, run_warm
 from variations import some
 
 from megatron_ext.workload.workload import Limits
@@ -22,7 +22,7 @@ PLACES = [*some(["host", "nvme", "device"], 1), "optimizer"]
 def found(megatron_tree, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("never_whole")
     command = ranks_command(str(HELPERS / "never_whole.py"), [str(folder), *PLACES], 2)
-    result = run(command, env={"PYTHONPATH": f"{environment()['PYTHONPATH']}:{HELPERS}"}, timeout=300)
+    result = run_warm(command, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])
 
