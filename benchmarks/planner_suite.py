@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 
+from machine import write
 from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 
 from megatron_ext.formats.errors import InputError
@@ -83,7 +84,7 @@ def main() -> int:
                     "worse_than_best_baseline": sum(r["over_best_baseline"] > 1e-9 for r in rows),
                 }
                 result = {"asked": {"median_gap": MEDIAN}, "summary": summary, "rows": rows}
-                machine.write(RESULT, result, load_before=load)
+                write(RESULT, result, load_before=load)
     print(
         f"median gap {100 * summary['median_gap']:.2f} %, worst {100 * summary['worst_gap']:.2f} %, "
         f"{summary['worse_than_best_baseline']} rows worse than their best baseline"

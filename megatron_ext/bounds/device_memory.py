@@ -44,8 +44,8 @@ def with_device_memory(
         wait_us: by pipeline rank.
     """
     least = compute_durations(workload, timing)
-    limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage < 3 or limit is None:
+    limit = workload.streamed_bytes
+    if limit is None:
         return least
     pp = workload.parallel.pp
     steps, gaps, spans = [], [], []

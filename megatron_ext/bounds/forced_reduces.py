@@ -11,9 +11,8 @@ is what is on the device by any schedule (main parameters and optimizer states),
 3. The reduces of a rank run one after another, and the first begins after the rank's first backward does.
 """
 
+from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.bounds.reduce_tail import least_cost_of_groups
-from megatron_ext.schedule.memory_bill import resting_bytes
-from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Workload
@@ -27,7 +26,7 @@ def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
         return 0.0
     parameters = [p for chunk in chunks for p in chunk.parameters]
     item_bytes = workload.optimizer.gradient_item_bytes
-    room = limit - _always_there(workload, pp_rank)
+    room = limit - least_of_states(workload, pp_rank)
     forced = sum(p.numel for p in parameters) * item_bytes - max(room, 0)
     least = [(p, us) for chunk in chunks for p, us in least_cost_of_groups(workload, chunk, timing)]
     if forced <= 0 or not least:
@@ -35,21 +34,3 @@ def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
     per_byte = min(us / (p.bytes // ITEM_BYTES[p.dtype] * item_bytes) for p, us in least)
     visits = workload.parallel.num_microbatches
     return (visits - 1) * forced * per_byte + sum(us for _, us in least)
-
-
-def _always_there(workload: Workload, pp_rank: int) -> int:
-    groups = []
-    for chunk in workload.chunks_of_rank(pp_rank):
-        for expert, dtype in sorted({(p.expert, p.dtype) for p in chunk.parameters}):
-            members = [p for p in chunk.parameters if (p.expert, p.dtype) == (expert, dtype)]
-            groups.append(
-                Group(
-                    pp_rank=pp_rank,
-                    model_chunk_id=chunk.model_chunk_id,
-                    parameters=tuple(p.name for p in members),
-                    bytes=sum(p.bytes for p in members),
-                    ranks=workload.parallel.ranks_of(expert),
-                )
-            )
-    held, _ = resting_bytes(groups, workload)
-    return held.get("main_parameters", 0) + held.get("optimizer_states", 0)

@@ -8,7 +8,7 @@ from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:
     """Bytes of the largest group that these chunks can have: at most a bucket, and at most what the device may hold."""
     largest = max((group_bytes(part, workload.parallel) for chunk in chunks for part in buckets(chunk)), default=0)
-    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    limit = workload.streamed_bytes
     return largest if limit is None else min(largest, limit)
 
 

@@ -33,7 +33,7 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
     At zero stage 3 at most ``limits.whole_parameter_bytes`` may be whole. Zero stage 1 brings everything once.
     """
     pp = workload.parallel.pp
-    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    limit = workload.streamed_bytes
     sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
     steps = steps_of_ranks(workload.parallel)[pp_rank]
     if limit is None or sum(map(sum, sizes)) <= limit:

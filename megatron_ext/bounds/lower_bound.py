@@ -53,7 +53,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     )
     needs = [least_loads(workload, timing, rank) if rates[rank].routes else [] for rank in range(pp)]
     begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, rates, needs)])
-    last = last_backwards(workload, timing)
+    last = [last_backwards(workload, timing, rank) for rank in range(pp)]
     tail_us = [least_tail_us(workload, timing, rank) for rank in range(pp)]
     bound = max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us))
     for rank, backwards in enumerate(last):

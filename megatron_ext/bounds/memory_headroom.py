@@ -65,17 +65,20 @@ def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: boo
     ]
 
 
+def least_of_states(workload: Workload, pp_rank: int, *, single: bool = False) -> int:
+    """Bytes of main parameters and optimizer states on the device of a rank by any schedule."""
+    least, _ = resting_bytes(groups_of_rank(workload, pp_rank, None, single=single), workload)
+    return least["main_parameters"] + least["optimizer_states"]
+
+
 def with_most_headroom(workload: Workload) -> Workload:
     """The workload with ``limits.whole_parameter_bytes`` at most what ``limits.device_bytes`` leaves for them by any
     schedule: gradients and shards may be elsewhere, and when a step begins no activations are there."""
     limits = workload.limits
     if limits.device_bytes is None or workload.zero_stage < 3:
         return workload
-    left = []
-    for pp_rank in range(workload.parallel.pp):
-        least, _ = resting_bytes(groups_of_rank(workload, pp_rank, "host", single=False), workload)
-        left.append(limits.device_bytes - least.get("main_parameters", 0) - least.get("optimizer_states", 0))
-    most = max(max(left), *largest_layers(workload), 1)
+    left = limits.device_bytes - min(least_of_states(workload, pp_rank) for pp_rank in range(workload.parallel.pp))
+    most = max(left, *largest_layers(workload), 1)
     if limits.whole_parameter_bytes is not None:
         most = min(most, limits.whole_parameter_bytes)
     return workload.with_limits(whole_parameter_bytes=most)

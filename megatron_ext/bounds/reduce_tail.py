@@ -41,12 +41,8 @@ class LastBackward(NamedTuple):
     from_start_us: float
 
 
-def last_backwards(workload: Workload, timing: Timing) -> list[list[LastBackward]]:
-    """By pipeline rank, the last backward of each of its chunks, the last first."""
-    return [_last_backwards_of(workload, timing, rank) for rank in range(workload.parallel.pp)]
-
-
-def _last_backwards_of(workload: Workload, timing: Timing, rank: int) -> list[LastBackward]:
+def last_backwards(workload: Workload, timing: Timing, rank: int) -> list[LastBackward]:
+    """The last backward of each chunk of a rank, the last first."""
     pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
     tail_us = least_tail_us(workload, timing, rank)
     total_us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches

@@ -91,7 +91,7 @@ def window(workload: Workload, ahead: int) -> Schedule:
         InputError: they do not fit the device.
     """
     groups, of_stage = groups_of(workload)
-    pp, limit = workload.parallel.pp, workload.limits.whole_parameter_bytes
+    pp, limit = workload.parallel.pp, workload.streamed_bytes
     placed, freed = [], []
     for rank, steps in enumerate(steps_of_ranks(workload.parallel)):
         stages = [step.stage for step in steps]
@@ -107,7 +107,7 @@ def window(workload: Workload, ahead: int) -> Schedule:
                     mine += [Placed(g, ALL_GATHER, index, index + distance) for g in of_stage[stage]]
                     whole.add(stage)
             need = sum(groups[g].bytes for stage in whole for g in of_stage[stage])
-            if workload.zero_stage == 3 and limit is not None and need > limit:
+            if limit is not None and need > limit:
                 raise InputError(
                     f"a window of {ahead} needs {need} bytes on pipeline rank {rank}",
                     field="limits.whole_parameter_bytes",
@@ -126,15 +126,15 @@ def urgency(workload: Workload, timing: Timing) -> Schedule:
 
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
     """As :func:`urgency`, in groups that trade calls against waiting."""
-    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    limit = workload.streamed_bytes
     cuts = [pipelined_cut(timing, chunk, ALL_GATHER, limit) for chunk in workload.chunks]
     return _placed(workload, timing, cuts, "pipeswitch")
 
 
 def _placed(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
     blocks = make_blocks(workload, cuts)
-    limit = workload.limits.whole_parameter_bytes
-    if workload.zero_stage == 3 and limit is not None and any(block.bytes > limit for block in blocks.blocks):
+    limit = workload.streamed_bytes
+    if limit is not None and any(block.bytes > limit for block in blocks.blocks):
         raise InputError(f"a group of {name} does not fit", field="limits.whole_parameter_bytes", value=limit)
     plan = place_gathers(workload, timing, blocks, Choices(inf, (ALL_GATHER,), frozenset()))
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner=name)

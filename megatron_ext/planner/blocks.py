@@ -1,6 +1,6 @@
 """Blocks: contiguous layers of a chunk whose groups are unsharded and resharded together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_ext.bounds.least_loads import layer_bytes
@@ -65,13 +65,17 @@ def cut_within(workload: Workload, chunk: Chunk, limit: float) -> list[int]:
 
 def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> int:
     """Bytes of one block of these layers, with what they borrow."""
-    members: dict[tuple, list[Parameter]] = {}
-    for parameter in chunk.parameters:
-        if parameter.uses[-1] >= first and parameter.layer <= last:
-            alone = parameter.shared_embedding or parameter.borrowed_by
-            key = parameter.expert, parameter.dtype, parameter.name if alone else None
-            members.setdefault(key, []).append(parameter)
-    return sum(group_bytes(part, workload.parallel) for part in members.values())
+    inside = [p for p in chunk.parameters if p.uses[-1] >= first and p.layer <= last]
+    return sum(group_bytes(part, workload.parallel) for part in _by_kind(inside, lambda p: bool(p.borrowed_by)))
+
+
+def _by_kind(parameters: Iterable[Parameter], alone: Callable[[Parameter], bool]) -> list[list[Parameter]]:
+    """Parameters that may share a group: by dtype, experts apart, and some alone as the shared embedding is."""
+    found: dict[tuple, list[Parameter]] = {}
+    for p in parameters:
+        key = p.expert, p.dtype, p.name if p.shared_embedding or alone(p) else None
+        found.setdefault(key, []).append(p)
+    return list(found.values())
 
 
 def make_blocks(
@@ -88,13 +92,8 @@ def make_blocks(
     for chunk, starts in zip(workload.chunks, cuts):
         spans: dict[int, tuple[int, int]] = {}
         for first, end in zip(starts, [*starts[1:], chunk.num_layers]):
-            members: dict[tuple, list[Parameter]] = {}
-            for parameter in chunk.parameters:
-                if first <= parameter.layer < end:
-                    alone = parameter.shared_embedding or parameter.uses[-1] >= end
-                    key = parameter.expert, parameter.dtype, parameter.name if alone else None
-                    members.setdefault(key, []).append(parameter)
-            for whole in members.values():
+            inside = [parameter for parameter in chunk.parameters if first <= parameter.layer < end]
+            for whole in _by_kind(inside, lambda parameter, end=end: parameter.uses[-1] >= end):
                 for part in split(whole) if split else [whole]:
                     spans[len(groups)] = first, max(parameter.uses[-1] for parameter in part)
                     groups.append(make_group(workload, chunk.pp_rank, chunk.model_chunk_id, part, algorithm))

@@ -78,8 +78,7 @@ class RankGaps:
         self.of_group: dict[int, list[int]] = {}
         for number, gap in enumerate(self.gaps):
             self.of_group.setdefault(gap.group, []).append(number)
-        limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
-        self.limit = inf if limit is None else limit
+        self.limit = inf if workload.streamed_bytes is None else workload.streamed_bytes
 
     def whole_bytes(self, kept: frozenset[int]) -> list[int]:
         """Bytes that are whole before each use, and at index 0 at the start, if every gather came at its use."""

@@ -300,8 +300,8 @@ class _Model:
         return end
 
     def _memory_limit(self) -> None:
-        limit = self.workload.limits.whole_parameter_bytes
-        if self.workload.zero_stage < 3 or limit is None:
+        limit = self.workload.streamed_bytes
+        if limit is None:
             return
         groups = self.blocks.groups
         for rank, block_uses in enumerate(self.block_uses):

@@ -4,10 +4,21 @@ from math import inf
 
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.planner.blocks import Blocks
+from megatron_ext.planner.passes.place_gathers import Choices
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
+
+
+def choices_of(
+    workload: Workload, blocks: Blocks, horizon_us: float, routes: tuple[Route, ...], order: int = 0
+) -> Choices:
+    """Host copies and staging slots for as many groups as may have them, where ``routes`` read them."""
+    kinds = [kind_of(route) for route in routes]
+    copied, slots = any(kind.reads_host_copy for kind in kinds), any(kind.staged for kind in kinds)
+    hosted = hosted_groups(workload, blocks, order) if copied else frozenset()
+    return Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted) if slots else frozenset())
 
 
 def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:

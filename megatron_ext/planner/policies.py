@@ -157,8 +157,7 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     if found_us > problem.bound_us * (1 + 1e-9) and is_tiny(workload):
         from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
-        by_changes = workload.zero_stage == 3 and bool(workload.limits.whole_parameter_bytes)
-        by_changes = by_changes and not any(kind_of(route).staged for route in problem.routes)
+        by_changes = workload.streamed_bytes and not any(kind_of(route).staged for route in problem.routes)
         for _ in range(ROUNDS if by_changes else 1):
             if by_changes:
                 found, found_us = improve(problem, found, found_us)

@@ -18,15 +18,15 @@ from megatron_ext.planner.blocks import Blocks, cut_by_layer
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, cut_groups
 from megatron_ext.planner.passes.offload_groups import Offloader, Rule
-from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
-from megatron_ext.planner.place_choices import hosted_groups, staged_groups
+from megatron_ext.planner.passes.place_gathers import place_gathers
+from megatron_ext.planner.place_choices import choices_of
 from megatron_ext.planner.problem import usable_routes
 from megatron_ext.planner.search import grouping_of
 from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route, kind_of
+from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 Make = Callable[[Workload, Timing], Schedule]
@@ -129,10 +129,7 @@ def _by_layer(
     workload: Workload, timing: Timing, blocks: Blocks, routes: tuple[Route, ...], layers_ahead: float = LAYERS_AHEAD
 ) -> Schedule:
     layers = [us for row in timing.layers for times in row for us in times.forward]
-    copied = any(kind_of(route).reads_host_copy for route in routes)
-    hosted = hosted_groups(workload, blocks) if copied else frozenset()
-    staged = staged_groups(workload, blocks, hosted)
-    choices = Choices(layers_ahead * sum(layers) / len(layers), routes, hosted, staged)
+    choices = choices_of(workload, blocks, layers_ahead * sum(layers) / len(layers), routes)
     made = grouping_of(workload, blocks, choices)
     if made is None:
         raise InputError("a layer does not fit", field="limits.whole_parameter_bytes")

@@ -30,7 +30,7 @@ from megatron_ext.planner.effort import (
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
-from megatron_ext.planner.place_choices import horizons, hosted_groups, route_sets, staged_groups
+from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -96,9 +96,7 @@ class Search:
         if len(links) > 1:
             self.divides.append(splitter(timing, links))
         limits = workload.limits
-        if (
-            workload.zero_stage == 3 and limits.whole_parameter_bytes is not None
-        ) or limits.pinned_host_bytes is not None:
+        if workload.streamed_bytes is not None or limits.pinned_host_bytes is not None:
             self.divides.append(by_parameter)
         self.horizons, self.sets = horizons(workload, timing), route_sets(routes)
         orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
@@ -139,11 +137,8 @@ class Search:
         blocks = self._blocks[key]
         if blocks is None:
             return None
-        kinds = [kind_of(route) for route in allowed]
-        copied = any(kind.reads_host_copy for kind in kinds)
-        hosted = hosted_groups(workload, blocks, settings.hosts) if copied else frozenset()
-        staged = staged_groups(workload, blocks, hosted) if any(kind.staged for kind in kinds) else frozenset()
-        return grouping_of(workload, blocks, Choices(self.horizons[settings.horizon], allowed, hosted, staged))
+        choices = choices_of(workload, blocks, self.horizons[settings.horizon], allowed, settings.hosts)
+        return grouping_of(workload, blocks, choices)
 
     def _place(self, given: Grouping, workload: Workload) -> Plan:
         """The pass place, of the whole workload or of :func:`shortened` one."""

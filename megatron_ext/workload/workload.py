@@ -148,6 +148,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         parallel = msgspec.structs.replace(self.parallel, num_microbatches=number)
         return msgspec.structs.replace(self, parallel=parallel, ramp=())
 
+    @property
+    def streamed_bytes(self) -> int | None:
+        """``limits.whole_parameter_bytes`` where whole parameters come and go, at zero stage 3."""
+        return self.limits.whole_parameter_bytes if self.zero_stage == 3 else None
+
     def with_limits(self, **limits: int | None) -> "Workload":
         """The workload with these limits in place of its own."""
         return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, **limits))

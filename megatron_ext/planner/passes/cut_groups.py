@@ -43,7 +43,7 @@ def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> I
     starts the first compute early at few calls. By layer every workload fits that fits at all.
     """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
-    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    limit = workload.streamed_bytes
     chunks, seen = workload.chunks, []
     found = [[cut_evenly(chunk, 2**n) for chunk in chunks] for n in range((deepest - 1).bit_length())]
     found.append([cut_by_layer(chunk) for chunk in chunks])
@@ -64,7 +64,7 @@ def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) ->
     if not routes:
         return None
     route = next((route for route in routes if kind_of(route).needs_device_shard), routes[0])
-    limit = workload.limits.whole_parameter_bytes if workload.zero_stage == 3 else None
+    limit = workload.streamed_bytes
     try:
         return [
             pipelined_cut(timing, chunk, route, limit)

@@ -17,11 +17,12 @@ from typing import Literal, NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.bounds.host_room import least_of_optimizer
+from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import make_group, steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.group_facts import steps_on_host_shards, uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
-from megatron_ext.schedule.memory_bill import on_nodes, resting_bytes
+from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
@@ -156,7 +157,7 @@ class Offloader:
         for rank, indices, weighed in self.by_rank(groups):
             own = [groups[index] for index in indices]
             kept = [Residency.of(group) for group in own]
-            left.append(self.limit - sum(self.held(rank, weighed, kept).values()))
+            left.append(self.limit - self.held(rank, weighed, kept))
         most = self.workload.limits.whole_parameter_bytes
         whole = self.rule.whole_bytes + max(min(left), 0)
         return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
@@ -249,7 +250,7 @@ class Offloader:
                         fits = self._fits(rank, weighed, first(middle))
                         low, high = (low, middle) if fits else (middle + 1, high)
                     return self._given_back(rank, weighed, first(low))
-                least = min(least, first(end), key=lambda way: sum(self.held(rank, weighed, way).values()))
+                least = min(least, first(end), key=lambda way: self.held(rank, weighed, way))
                 begin = end
             kept = least
         return None
@@ -280,28 +281,28 @@ class Offloader:
         return self._rounding[key]
 
     def _fits(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> bool:
-        return sum(self.held(rank, weighed, kept).values()) <= self.limit
+        return self.held(rank, weighed, kept) <= self.limit
 
-    def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> dict[str, int]:
-        """By kind, at least what the rank holds at its peak: in a step of the pipeline, where all kinds are taken to be
-        largest at once, or while its optimizer steps."""
+    def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
+        """At least what the rank holds at its peak: in a step of the pipeline, where all kinds are taken to be largest
+        at once, or while its optimizer steps."""
         zero_3, on_host = self.workload.zero_stage == 3, self.workload.optimizer.on_host
-        both = list(zip(weighed, kept))
         whole = sum(one.group.bytes for one in weighed) if self.rule.whole_bytes is None else self.rule.whole_bytes
-        pieces = max((piece_buffer_bytes(one.group.bytes) for one, way in both if way.shard_on_host), default=0)
-        legs = [2 * one.group.bytes for one, way in both if one.group.algorithm and not way.shard_on_host]
-        rounding = max((self.rounding(one.group) for one, way in both if way.shard_on_host), default=0)
-        coming = self._coming_and_going([(one, way.alone) for one, way in both if way.gradients is not None])
-        brought = sum(one.gradient // one.group.ranks for one, way in both if way.gradients == "host" and not on_host)
-        return {
-            "whole_parameters": 0 if zero_3 else whole,
-            "shards": sum(one.group.bytes // one.group.ranks for one, way in both if zero_3 and not way.shard_on_host),
-            "gradients": sum(one.gradient for one, way in both if way.gradients is None),
-            "gradient_shards": sum(one.gradient // one.group.ranks for one, way in both if way.gradients == "sharded"),
-            "optimizer": self.fixed[rank],
-            "buffers": pieces + max(legs, default=0) + rounding,
-            "coming_and_going": max(self.activations[rank] + coming + (whole if zero_3 else 0), brought),
-        }
+        resting, brought, coming = self.fixed[rank] + (0 if zero_3 else whole), 0, []
+        pieces = legs = rounding = 0  # of buffers
+        for one, way in zip(weighed, kept):
+            size, ranks = one.group.bytes, one.group.ranks
+            if way.shard_on_host:
+                pieces, rounding = max(pieces, piece_buffer_bytes(size)), max(rounding, self.rounding(one.group))
+            else:
+                resting += size // ranks if zero_3 else 0
+                legs = max(legs, 2 * size if one.group.algorithm else 0)
+            resting += {None: one.gradient, "sharded": one.gradient // ranks, "host": 0}[way.gradients]
+            brought += one.gradient // ranks if way.gradients == "host" and not on_host else 0
+            if way.gradients is not None:
+                coming.append((one, way.alone))
+        moving = self.activations[rank] + self._coming_and_going(coming) + (whole if zero_3 else 0)
+        return resting + pieces + legs + rounding + max(moving, brought)
 
     def _coming_and_going(self, weighed: list[tuple[OffloadCosts, bool]]) -> int:
         """At least the bytes of whole gradients that come and go at their peak; with each, whether it is alone.
@@ -363,10 +364,4 @@ def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int)
 @lru_cache(maxsize=4)
 def _fixed_bytes(workload: Workload) -> tuple[int, ...]:
     """Main parameters and optimizer states on the device of each pipeline rank; no grouping has less."""
-    found = []
-    for rank in range(workload.parallel.pp):
-        pairs = [(chunk, p) for chunk in workload.chunks_of_rank(rank) for p in chunk.parameters]
-        groups = [make_group(workload, rank, chunk.model_chunk_id, [p]) for chunk, p in pairs]
-        by_parameter, _ = resting_bytes(groups, workload)
-        found.append(by_parameter.get("main_parameters", 0) + by_parameter.get("optimizer_states", 0))
-    return tuple(found)
+    return tuple(least_of_states(workload, rank, single=True) for rank in range(workload.parallel.pp))

@@ -88,8 +88,7 @@ class RankPlacement:
         self.given, self.times, self.timing, self.choices = given, times, timing, choices
         self.workload, self.blocks, self.pp_rank = given.workload, given.blocks, given.pp_rank
         self.block_uses, self.sizes, self.stays = given.block_uses, given.sizes, given.stays
-        limit = self.workload.limits.whole_parameter_bytes if self.workload.zero_stage == 3 else None
-        self.free = inf if limit is None else limit
+        self.free = inf if self.workload.streamed_bytes is None else self.workload.streamed_bytes
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
         self.possible: dict[int, list[RouteKind]] = {}  # group -> routes by which it may go
