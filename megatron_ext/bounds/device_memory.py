@@ -15,6 +15,7 @@ divided (:mod:`megatron_ext.bounds.whole_parameters`). The iteration takes at le
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 from megatron_ext.bounds.belady import missing_bytes
@@ -131,13 +132,10 @@ def _spans(order, runs, least, gaps, limit, window) -> Iterator[tuple[int, int, 
     """Steps ``(i, j, us)`` between which windows say more than all steps one after the other do."""
     if sum(size for forward, _ in runs for size, _ in forward) <= limit:
         return
-    known: dict[tuple, list[float]] = {}
+    across = cache(lambda ahead: list(_across(ahead, runs, least, limit, window)))
     for start in range(len(order)):
-        ahead = tuple(order[start : start + STEPS_AHEAD])
-        if ahead not in known:
-            known[ahead] = list(_across(ahead, runs, least, limit, window))
         plain = least[order[start][0]][order[start][1]]
-        for index, us in enumerate(known[ahead], start + 1):
+        for index, us in enumerate(across(tuple(order[start : start + STEPS_AHEAD])), start + 1):
             plain += gaps[index] + least[order[index][0]][order[index][1]]
             if us > plain * (1 + 1e-9):
                 yield start, index, us
@@ -175,14 +173,8 @@ def _brought(ahead, runs, limit, skipped) -> list[list[int]]:
 
 
 def _window_rule(bring_us: BringUs | None, limit: int) -> BringUs:
-    known: dict[int, float] = {}
-
+    @cache
     def window(needed: int) -> float:
-        size = needed - limit
-        if size <= 0 or bring_us is None:
-            return 0.0
-        if size not in known:
-            known[size] = bring_us(size)
-        return known[size]
+        return bring_us(needed - limit) if needed > limit and bring_us is not None else 0.0
 
     return window

@@ -1,5 +1,6 @@
 """The least bytes that any schedule must bring onto a device, at every moment of an iteration."""
 
+from math import inf
 from typing import NamedTuple
 
 from megatron_ext.bounds.belady import missing_bytes
@@ -32,15 +33,15 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
 
     At zero stage 3 at most ``limits.whole_parameter_bytes`` may be whole. Zero stage 1 brings everything once.
     """
-    pp = workload.parallel.pp
-    limit = workload.streamed_bytes
+    pp, limit = workload.parallel.pp, workload.streamed_bytes
     sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
-    steps = steps_of_ranks(workload.parallel)[pp_rank]
-    if limit is None or sum(map(sum, sizes)) <= limit:
-        return _once(steps, sizes, timing, pp_rank, pp)
-    requests = []
-    for index, step in enumerate(steps):
+    limit = inf if limit is None or sum(map(sum, sizes)) <= limit else limit
+    requests, begun = [], set()
+    for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
         chunk = step.stage // pp
+        if limit == inf and chunk in begun:  # it stays
+            continue
+        begun.add(chunk)
         layers = range(len(sizes[chunk]))
         requests += [
             (index, step.kind, chunk, layer)
@@ -48,9 +49,8 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
             if sizes[chunk][layer]
         ]
     loaded, fresh, needs, seen = 0, 0, [], set()
-    for (index, kind, chunk, layer), missing in zip(
-        requests, missing_bytes([((c, layer), sizes[c][layer]) for _, _, c, layer in requests], limit)
-    ):
+    pages = [((chunk, layer), sizes[chunk][layer]) for _, _, chunk, layer in requests]
+    for (index, kind, chunk, layer), missing in zip(requests, missing_bytes(pages, limit)):
         if not missing:
             continue
         if (chunk, layer) not in seen:
@@ -58,23 +58,6 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
             fresh += missing
         loaded += missing
         needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded, fresh))
-    return needs
-
-
-def _once(steps, sizes, timing, pp_rank, pp) -> list[Need]:
-    needs, seen, loaded = [], set(), 0
-    for index, step in enumerate(steps):
-        chunk = step.stage // pp
-        if chunk in seen:
-            continue
-        seen.add(chunk)
-        layers = range(len(sizes[chunk]))
-        for layer in layers if step.kind == "F" else reversed(layers):
-            if sizes[chunk][layer]:
-                loaded += sizes[chunk][layer]
-                needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, step.kind), loaded, loaded))
-        if len(seen) == len(sizes):
-            break
     return needs
 
 

@@ -91,23 +91,15 @@ class LinkRates:
 
     def least_us(self, size: float, *, first: bool = False) -> float:
         """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
-        low, high = doubled(size / self.best_rate, lambda us: self._brings(us, size, first))
-        for _ in range(40):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._brings(middle, size, first) else (middle, high)
-        return low
+        return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=40)
 
     def least_alone_us(self, route: str, size: float) -> float:
         """No time shorter than this brings ``size`` bytes by ``route`` alone; no gather in it takes longer."""
         if not size:
             return 0.0
+        points = self.curves[route]
         start = size / self.best_rates[route]
-        low, high = doubled(start, lambda us: us * _best_rate_within(self.curves[route], us) >= size)
-        for _ in range(20):
-            middle = (low + high) / 2
-            enough = middle * _best_rate_within(self.curves[route], middle) >= size
-            low, high = (low, middle) if enough else (middle, high)
-        return low
+        return least_enough(start, lambda us: us * _best_rate_within(points, us) >= size, halvings=20)
 
     def _brings(self, us: float, size: float, first: bool) -> bool:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
@@ -138,14 +130,20 @@ class LinkRates:
         return compute_us + best
 
 
-def doubled(us: float, enough: Callable[[float], bool]) -> tuple[float, float]:
-    """The first of ``us``, twice ``us``, four times ``us``... that is enough, and the one before it."""
-    low = us
+def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int) -> float:
+    """A time that is not enough, or ``start``, as near as so many halvings bring it to the least that is: between the
+    first of ``start``, twice ``start``, four times ``start``... that is enough, and the one before it."""
+    low = high = start
     for _ in range(MOST_DOUBLINGS):
-        if enough(us):
-            return low, us
-        low, us = us, us * 2
-    raise AssertionError(f"{us} us do not bring what was asked for: a cost outside the plausible range")
+        if enough(high):
+            break
+        low, high = high, high * 2
+    else:
+        raise AssertionError(f"{high} us do not bring what was asked for: a cost outside the plausible range")
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return low
 
 
 def _kinds(route: str) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ the later layer that are whole, or on their way, while the earlier one computes.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 
 from megatron_ext.bounds.link_rates import LinkRates
@@ -30,9 +31,7 @@ class LeastWait:
     """
 
     def __init__(self, rates: LinkRates):
-        self.rates = rates
-        self._known: dict[tuple, float] = {}
-        self._alone: dict[tuple[str, int], float] = {}
+        self.rates, self._known, self._alone_us = rates, cache(self._least), cache(rates.least_alone_us)
 
     def __call__(self, free_bytes: int, sizes: Sequence[int]) -> float:
         """``free_bytes``: what the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
@@ -41,10 +40,7 @@ class LeastWait:
             return 0.0
         if HOST_COPY not in rates.routes and any(kind_of(route).staged for route in rates.routes):
             return 0.0  # what lies in a staging slot already is not bounded by the drive
-        key = (free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
-        if key not in self._known:
-            self._known[key] = self._least(*key)
-        return self._known[key]
+        return self._known(free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
 
     def _least(self, free_bytes: int, sizes: tuple[int, ...]) -> float:
         routes = self.rates.best_rates
@@ -64,9 +60,3 @@ class LeastWait:
             both = min(gather_us * slower[0], copy_us * slower[1]) if together > 0 else 0.0
             best = min(best, gather_us + copy_us - both * together)
         return best
-
-    def _alone_us(self, route: str, size: int) -> float:
-        key = (route, size)
-        if key not in self._alone:
-            self._alone[key] = self.rates.least_alone_us(route, size)
-        return self._alone[key]

@@ -30,7 +30,7 @@ class Gap(NamedTuple):
         return self.after + 1 if self.after >= 0 else -1
 
 
-def gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
+def _gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
     """All gaps of a rank in the order of their uses; at zero stage 1 the first of each group alone."""
     gaps, last = [], {}
     for number, block_use in enumerate(block_uses):
@@ -67,7 +67,7 @@ class RankGaps:
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, rank: int):
         self.uses = block_uses_of_rank(workload, timing, blocks, rank)
-        self.gaps = gaps_of_rank(workload, blocks, self.uses, rank)
+        self.gaps = _gaps_of_rank(workload, blocks, self.uses, rank)
         self.sizes = [blocks.groups[gap.group].bytes for gap in self.gaps]
         self.first = tuple(gap.first for gap in self.gaps)
         self.fixed = frozenset(

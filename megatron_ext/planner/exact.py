@@ -185,11 +185,12 @@ class _Model:
         self._pipeline()
         self._gathers()
         self._memory_limit()
-        ends = [self.reach[rank][-1] + self._units(after) for rank, after in enumerate(self._after())]
         makespan = self._time("makespan")
-        for end in ends:
-            self.model.add(makespan >= end)
-        self.model.minimize(makespan + self._units(self._optimizer()))
+        for rank in range(parallel.pp):  # groups are reduced while the last backward goes on: one must come behind it
+            after = self._units(least_tail_us(workload, timing, rank))
+            self.model.add(makespan >= self.reach[rank][-1] + after)
+        optimizer_us = max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(parallel.pp))
+        self.model.minimize(makespan + self._units(optimizer_us))
 
     def _time(self, name: str):
         return self.model.new_int_var(0, self.horizon, name)
@@ -197,14 +198,6 @@ class _Model:
     def _units(self, us: float) -> int:
         """Whole units, rounded down so that the optimum stays a bound."""
         return int(us / self.unit)
-
-    def _after(self) -> list[float]:
-        # Groups are reduced while the last backward goes on: only one of them must come behind it.
-        return [least_tail_us(self.workload, self.timing, rank) for rank in range(self.workload.parallel.pp)]
-
-    def _optimizer(self) -> float:
-        workload = self.workload
-        return max(self.timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(workload.parallel.pp))
 
     def _pipeline(self) -> None:
         """Uses in order, inputs before steps."""

@@ -60,17 +60,18 @@ class Gain(NamedTuple):
     missing: tuple[str, ...]
 
 
-class GainOnTables:
+class GainOnTables(NamedTuple):
     """The gain of ``plan`` over ``other`` on one table after another."""
 
-    def __init__(self, workload: Workload, plan: Schedule, other: Schedule, extrapolate: bool):
-        self.workload, self.plan, self.other, self.extrapolate = workload, plan, other, extrapolate
+    workload: Workload
+    plan: Schedule
+    other: Schedule
+    extrapolate: bool
 
-    def results(self, table: CostTable) -> tuple[Result, Result]:
+    def results(self, table: CostTable) -> list[Result]:
         """The plan's simulated iteration and the other's."""
         timing = Timing(self.workload, table, extrapolate=self.extrapolate)
-        ours, theirs = (run(self.workload, timing, each, peaks=False) for each in (self.plan, self.other))
-        return ours, theirs
+        return [run(self.workload, timing, each, peaks=False) for each in (self.plan, self.other)]
 
     def on(self, table: CostTable) -> float:
         """The gain on ``table``."""

@@ -5,6 +5,7 @@ A placement pass keeps what is used next (Belady 1966) and prefetches by one hor
 memory is tight, the best schedule does neither everywhere.
 """
 
+import contextlib
 import random
 from functools import lru_cache
 from itertools import product
@@ -61,18 +62,10 @@ def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedul
             if known_us > problem.bound_us * (1 + 1e-9):
                 one.run(int(min(CHANGES * one.number_of_gaps, MOST_CHANGES) * part))
     for one in found:
-        if one.best is not None and one.best_us < known_us * (1 - 1e-9) and _valid(one.best):
-            known, known_us = one.best, one.best_us
+        if one.best is not None and one.best_us < known_us * (1 - 1e-9):
+            with contextlib.suppress(InputError):  # not valid: changes keep memory and order only
+                known, known_us = validate(one.best), one.best_us
     return known, known_us
-
-
-def _valid(schedule: Schedule) -> bool:
-    """Whether the schedule is valid: changes keep memory and order only."""
-    try:
-        validate(schedule)
-    except InputError:
-        return False
-    return True
 
 
 def groupings(problem: Problem, known: Schedule) -> list[Grouping]:

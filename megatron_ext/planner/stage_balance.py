@@ -9,6 +9,7 @@ A stage of rank ``r`` and chunk ``c`` is one of ``pp * vp``. The limit of a rank
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from math import inf
 from typing import NamedTuple
 
@@ -105,13 +106,10 @@ class StageCosts:
         self.step_us = sum(row.forward_us + row.backward_us for row in steps)
         limit = workload.limits.whole_parameter_bytes
         self.headroom = inf if limit is None else limit / workload.parallel.vp
-        self._known: dict[tuple[int, int], float] = {}
+        self._known = cache(self._cost)
 
     def __call__(self, first: int, end: int) -> float:
-        key = (first, end)
-        if key not in self._known:
-            self._known[key] = self._cost(first, end)
-        return self._known[key]
+        return self._known(first, end)
 
     def _cost(self, first: int, end: int) -> float:
         layers = self.layers[first:end]

@@ -1,5 +1,7 @@
 """By how much activities of a rank slow each other, as a cost table says."""
 
+from functools import cache
+
 from megatron_ext.cost.cost_table import KINDS, CostTable
 from megatron_ext.cost.estimates import Costs
 
@@ -27,23 +29,19 @@ class Disturbance:
         """By kind and kind beside it: whether the second slows the first."""
         self.disturbed = tuple(map(any, self._pairs))
         self.disturbs = tuple(map(any, zip(*self._pairs)))
-        self._excess: dict[tuple[int, int], tuple[float, ...]] = {}
+        self.excess = cache(self._excess)
 
-    def excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
+    def _excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
         """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
 
         Shares add up over busy kinds, which is exact for one fairly shared link. A NIC on
         the PCIe link of the host copies is such a link: two transfers at once take twice as
         long each, unless the pair was measured.
         """
-        key = (kind, size_bytes)
-        found = self._excess.get(key)
-        if found is None:
-            found = self._excess[key] = tuple(
-                self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
-                for busy, there in zip(KINDS, self._pairs[kind])
-            )
-        return found
+        return tuple(
+            self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
+            for busy, there in zip(KINDS, self._pairs[kind])
+        )
 
     def least_excess(self, measured: int, busy: int) -> float:
         """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""

@@ -1,6 +1,7 @@
 """Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
 
 import contextlib
+from functools import cache
 from typing import Literal, NamedTuple
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, Launches, part_named
@@ -82,7 +83,7 @@ class Timing:
         )
         if self._apart and self.ranks == 1:  # its curve knows no other rank
             self.leave_out("reduce")
-        self._unshard: dict[tuple[str, int, str | None], float] = {}
+        self.unshard_us = cache(self._unshard_us)
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
         self.disturbance = Disturbance(table, self.costs, other_experts=other_experts)
         self.experts = self
@@ -208,16 +209,14 @@ class Timing:
             rest_us = pieces * (both_us - copy_us)
         return max(rest_us, gather_us)
 
-    def unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
+    def _unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
-        key = route, size_bytes, algorithm if kind_of(route).by_algorithm else None
-        if key not in self._unshard:
-            if kind_of(route).shard_from_host:
-                self._unshard[key] = self._shard_gather_us(size_bytes)
-            else:
-                staged = kind_of(route).staged
-                self._unshard[key] = self._slot_copy_us(size_bytes) if staged else self.gather_us(*key)
-        return self._unshard[key]
+        kind = kind_of(route)
+        if kind.shard_from_host:
+            return self._shard_gather_us(size_bytes)
+        if kind.staged:
+            return self._slot_copy_us(size_bytes)
+        return self.gather_us(route, size_bytes, algorithm if kind.by_algorithm else None)
 
     def stage_us(self, size_bytes: int) -> float:
         """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""

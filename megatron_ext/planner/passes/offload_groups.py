@@ -8,8 +8,9 @@ on, whose reduces hide behind the rest of the backward. Groups are relieved in t
 those that fit as they were are given back, the dearest first. The order that costs less by the cost table counts.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
@@ -244,12 +245,9 @@ class Offloader:
             least, begin = kept, 0
             for end in ends:
                 if self._fits(rank, weighed, first(end)):
-                    low, high = begin + 1, end
-                    while low < high:  # ends: each turn halves the range
-                        middle = (low + high) // 2
-                        fits = self._fits(rank, weighed, first(middle))
-                        low, high = (low, middle) if fits else (middle + 1, high)
-                    return self._given_back(rank, weighed, first(low))
+                    fits = partial(self._fits, rank, weighed)
+                    least = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
+                    return self._given_back(rank, weighed, first(least))
                 least = min(least, first(end), key=lambda way: self.held(rank, weighed, way))
                 begin = end
             kept = least

@@ -3,7 +3,7 @@
 import pytest
 from planning_cases import make_table, make_workload
 
-from megatron_ext.bounds.link_rates import LinkRates, doubled
+from megatron_ext.bounds.link_rates import LinkRates, least_enough
 from megatron_ext.simulator.timing import Timing
 
 
@@ -41,4 +41,4 @@ def test_bounds_end_at_both_ends_of_what_is_plausible(us, us_per_byte):
 
 def test_a_search_for_a_time_that_is_never_enough_ends():
     with pytest.raises(AssertionError, match="outside the plausible range"):
-        doubled(1.0, lambda us: False)
+        least_enough(1.0, lambda us: False, halvings=1)
