@@ -47,11 +47,20 @@ Times = list[list[float]]
 """By rank and step index, microseconds."""
 
 
-def _sweep(
-    workload: Workload, timing: Timing, least: Durations, by_links: Sequence[Mapping[int, float]], *, backward: bool
+def earliest(
+    workload: Workload,
+    timing: Timing,
+    least: Durations,
+    by_links: Sequence[Mapping[int, float]] = (),
+    *,
+    backward: bool = False,
 ) -> tuple[Times, Times]:
-    """Longest path to the begin and to the end of every step; with ``backward``, from the end and from the begin of
-    every step to the end of all."""
+    """The earliest begin and end of every step, if no gather held a step up but as ``least`` and ``by_links`` say: the
+    longest paths to them. With ``backward``, those from the end and from the begin of every step to the end of all.
+
+    Args:
+        by_links: by rank, the earliest end of some of its steps, by step index.
+    """
     pp, orders, gaps, spans = workload.parallel.pp, steps_of_ranks(workload.parallel), least.gaps, least.spans
     if backward:
         orders, gaps = [steps[::-1] for steps in orders], [mine[::-1] for mine in gaps]
@@ -79,17 +88,6 @@ def _sweep(
     return begins, ends
 
 
-def earliest(
-    workload: Workload, timing: Timing, least: Durations, by_links: Sequence[Mapping[int, float]] = ()
-) -> tuple[Times, Times]:
-    """The earliest begin and end of every step, if no gather held a step up but as ``least`` and ``by_links`` say.
-
-    Args:
-        by_links: by rank, the earliest end of some of its steps, by step index.
-    """
-    return _sweep(workload, timing, least, by_links, backward=False)
-
-
 def tails(workload: Workload, timing: Timing, least: Durations) -> Times:
     """By rank and step index: the least time from the begin of a step to the end of all steps."""
-    return [mine[::-1] for mine in _sweep(workload, timing, least, (), backward=True)[1]]
+    return [mine[::-1] for mine in earliest(workload, timing, least, backward=True)[1]]

@@ -7,8 +7,8 @@ from msgspec.structs import replace
 from megatron_ext.bounds.feasibility import check_limits
 from megatron_ext.bounds.memory_headroom import groups_of_rank
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.host_slots import LEAST_SLOTS
-from megatron_ext.schedule.memory_bill import gradient_bytes, host_add_bytes, on_nodes, resting_bytes
+from megatron_ext.schedule.host_slots import LEAST_SLOTS, host_add_bytes, host_gradients
+from megatron_ext.schedule.memory_bill import on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.workload import Workload
@@ -62,11 +62,8 @@ def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: 
     limits = workload.limits
     if limits.host_bytes is None:
         return limits.pinned_host_bytes
-    of_ranks = [0] * workload.parallel.pp
-    for pp_rank in range(workload.parallel.pp):
-        own = [group for group in groups if group.pp_rank == pp_rank and group.gradients == "host"]
-        of_ranks[pp_rank] = sum(gradient_bytes(group, workload) // group.ranks for group in own)
-        of_ranks[pp_rank] += host_add_bytes(own, workload)
+    owned = ([group for group in groups if group.pp_rank == rank] for rank in range(workload.parallel.pp))
+    of_ranks = [sum(host_gradients(own, workload)) + host_add_bytes(own, workload) for own in owned]
     optimizer = optimizer_on_host(workload, on_drive=False) if states_in_memory else least_of_optimizer(workload)
     held = max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))
     left = limits.host_bytes - held

@@ -13,7 +13,7 @@
 
 import contextlib
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, permutations
 from math import inf
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
@@ -59,14 +59,10 @@ class LinkRates:
             for route in self.routes
             if (copy := kind_of(route).copy) is not None
         }
-        pairs = [(a, b) for a in self.routes for b in self.routes if link_of(a) != link_of(b)]
-        self.excess = {(a, b): self._least_excess(_kinds(a), _kinds(b)) for a, b in pairs}
-        self.excess |= {("publish", a): self._least_excess((PUBLISH,), _kinds(a)) for a in self.routes}
-        self.excess |= {(a, "publish"): self._least_excess(_kinds(a), (PUBLISH,)) for a in self.routes}
-        self.slows_compute = {
-            route: min(timing.disturbance.least_excess(COMPUTE, kind) for kind in _kinds(route))
-            for route in self.routes
-        }
+        kinds = {route: _kinds(route) for route in self.routes}
+        self.slows_compute = {route: self._least_excess((COMPUTE,), of_route) for route, of_route in kinds.items()}
+        kinds["publish"] = (PUBLISH,)
+        self.excess = {(a, b): self._least_excess(kinds[a], kinds[b]) for a, b in permutations(kinds, 2)}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
 

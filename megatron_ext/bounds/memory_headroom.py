@@ -31,12 +31,9 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
     activations, layers = activation_peaks(workload), largest_layers(workload)
     left = []
     for pp_rank in range(workload.parallel.pp):
-        parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
         least, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=False), workload)
-        if workload.zero_stage < 3:
-            whole = sum(p.bytes for p in parameters)
-        else:
-            whole = layers[pp_rank]
+        everything = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
+        whole = layers[pp_rank] if workload.zero_stage == 3 else everything
         held = least | {"whole_parameters": whole, "activations": activations[pp_rank]}
         short = sum(held.values()) - limits.device_bytes
         if short > 0:
@@ -52,8 +49,8 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
         left.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
     if workload.zero_stage < 3:
         return workload
-    headroom = max(min(left), 0) if limits.whole_parameter_bytes is None else min(limits.whole_parameter_bytes, *left)
-    return workload.with_limits(whole_parameter_bytes=max(headroom, 0))
+    asked = [] if limits.whole_parameter_bytes is None else [limits.whole_parameter_bytes]
+    return workload.with_limits(whole_parameter_bytes=max(min(asked + left), 0))
 
 
 def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:

@@ -122,18 +122,11 @@ def _why_unsolved(problem: Problem, effort: Effort) -> str:
 
 def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
     """Whether a model of these blocks has at most so many choices of issue places."""
-    total = 0
-    for rank in range(workload.parallel.pp):
-        block_uses = block_uses_of_rank(workload, timing, blocks, rank)
-        per_use = sum(
-            len(blocks.blocks[b].groups)
-            for c in range(workload.parallel.vp)
-            for b in blocks.of_stage[c * workload.parallel.pp + rank]
-        )
-        total += len(block_uses) * per_use
-        if total > choices:
-            return False
-    return True
+    total, pp = 0, workload.parallel.pp
+    for rank in range(pp):
+        groups = sum(len(blocks.blocks[block].groups) for ids in blocks.of_stage[rank::pp] for block in ids)
+        total += groups * len(block_uses_of_rank(workload, timing, blocks, rank))
+    return total <= choices
 
 
 def solve_groups(

@@ -39,8 +39,7 @@ def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
     """Index among the rank's forwards at which stock Megatron starts the gather of ``chunk``;
     -1 is before warm-up."""
     parallel = workload.parallel
-    if parallel.order != "interleaved":
-        raise AssertionError("only the interleaved order looks ahead")
+    assert parallel.order == "interleaved", "only the interleaved order looks ahead"
     if chunk < 2:
         return -1
     table = schedule_table(parallel.num_microbatches, parallel.vp, parallel.microbatch_group_size)

@@ -56,17 +56,20 @@ def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group
     return slots.slots * (slots.slot_bytes + room)
 
 
+def host_gradients(groups: Iterable[Group], workload: Workload) -> list[int]:
+    """Bytes of the shards of gradients that rest in host memory."""
+    return [gradient_bytes(group, workload) // group.ranks for group in groups if group.gradients == "host"]
+
+
 def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
-    shards = [gradient_bytes(g, workload) // g.ranks for g in groups if g.gradients == "host"]
-    return GRADIENT_SLOTS * max(shards, default=0)
+    return GRADIENT_SLOTS * max(host_gradients(groups, workload), default=0)
 
 
 def step_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Of gradients that rest in host memory and that an optimizer on the device gets there for its step: all at a time,
     since their norm comes before the first update."""
-    stepped = () if workload.optimizer.on_host else groups
-    return sum(gradient_bytes(g, workload) // g.ranks for g in stepped if g.gradients == "host")
+    return 0 if workload.optimizer.on_host else sum(host_gradients(groups, workload))
 
 
 def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:

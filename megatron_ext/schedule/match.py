@@ -9,8 +9,9 @@ from megatron_ext.schedule.footprint import device_peaks, over_limit, pinned_hos
 from megatron_ext.schedule.group_facts import members_of, uses_of_groups
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.rest_checks import check_rests_of_run
-from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Reshard, Schedule, Unshard
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.step import Step
 from megatron_ext.workload.workload import Parameter, Workload, fingerprint, group_bytes, group_ranks
 
 
@@ -188,36 +189,32 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
         InvalidSchedule: naming the action.
     """
     uses = uses_of_groups(schedule.groups, workload)
-    pp = schedule.parallel.pp
     for rank in schedule.ranks:
         for index, entry in enumerate(rank.steps):
-            if all(action.at < 0 for action in (*entry.unshard, *entry.reshard)):
-                continue
-            backward = "B" in entry.step
-            chunk = int(entry.step.partition("B" if backward else "F")[0]) // pp
-            num_layers = workload.chunk(rank.pp_rank, chunk).num_layers
-
-            def fail(message: str, field: str, at: int, entry=entry, rank=rank, index=index):
-                said = f"step {entry.step}: {message}"
-                raise InvalidSchedule.at_step(rank.pp_rank, index, said, f"{field}.at", at, file)
-
+            step = Step.parse(entry.step)
+            chunk = workload.chunk(rank.pp_rank, step.model_chunk_id(schedule.parallel.pp))
             for kind in ("unshard", "reshard"):
                 for n, action in enumerate(getattr(entry, kind)):
-                    if action.at < 0:
-                        continue
-                    field = f"{kind}[{n}]"
-                    if action.at >= num_layers:
-                        fail(f"the chunk has {num_layers} layers", field, action.at)
-                    if schedule.groups[action.group].model_chunk_id != chunk:
-                        continue
-                    first, last = uses[action.group]
-                    if kind == "unshard" and (action.need_by < 0 or action.need_by == index):
-                        if action.at < last if backward else action.at > first:
-                            fail(
-                                f"layer {last if backward else first} computes on group {action.group} before that",
-                                field,
-                                action.at,
-                            )
-                    elif kind == "reshard" and (action.at > first if backward else action.at < last):
-                        layer = first if backward else last
-                        fail(f"layer {layer} still computes on group {action.group} after that", field, action.at)
+                    group = schedule.groups[action.group]
+                    span = uses[action.group] if group.model_chunk_id == chunk.model_chunk_id else None
+                    if action.at >= 0 and (said := _wrong_layer(action, index, step.kind, chunk.num_layers, span)):
+                        field = f"{kind}[{n}].at"
+                        said = f"step {entry.step}: {said}"
+                        raise InvalidSchedule.at_step(rank.pp_rank, index, said, field, action.at, file)
+
+
+def _wrong_layer(
+    action: Unshard | Reshard, index: int, kind: str, num_layers: int, span: tuple[int, int] | None
+) -> str | None:
+    """What is wrong with the layer at which an action stands in step ``index``; ``span``: the first and the last layer
+    that use its group, where these are of the step's chunk."""
+    if action.at >= num_layers:
+        return f"the chunk has {num_layers} layers"
+    if span is None:
+        return None
+    sign, (first, last) = (-1, span[::-1]) if kind == "B" else (1, span)  # as the step runs
+    if isinstance(action, Reshard):
+        late = sign * action.at >= sign * last
+        return None if late else f"layer {last} still computes on group {action.group} after that"
+    early = action.need_by not in (-1, index) or sign * action.at <= sign * first
+    return None if early else f"layer {first} computes on group {action.group} before that"

@@ -304,18 +304,18 @@ class Engine:
         self._push_message(start + us, sender, receiver, slot)
 
     def _push_message(self, arrival: float, sender: RankState, receiver: RankState, slot: int) -> None:
-        if self.messages_disturb:
-            for rank in (sender, receiver):
-                rank.messages += 1
-                self._set_rates(rank)
+        self._count_messages(1, sender, receiver)
         self._push(arrival, _ARRIVE, (sender, receiver, slot))
+
+    def _count_messages(self, more: int, *ranks: RankState) -> None:
+        """Messages that are on their way, of either end."""
+        for rank in ranks if self.messages_disturb else ():
+            rank.messages += more
+            self._set_rates(rank)
 
     def _message_arrived(self, sender: RankState, receiver: RankState, slot: int) -> None:
         self.arrived[slot] = 1
-        if self.messages_disturb:
-            for rank in (sender, receiver):
-                rank.messages -= 1
-                self._set_rates(rank)
+        self._count_messages(-1, sender, receiver)
         if receiver.index < 0 or receiver.steps_done or receiver.position or receiver.operations:
             return
         stage, backward, microbatch, operations = receiver.program.steps[receiver.index]
