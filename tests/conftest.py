@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import os
 import sys
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(config, items):
     if len(chosen) < len(items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def pytest_collection_finish():
+    """Python's collector leaves alone what lives to the end: a million objects of torch, Megatron and all tests."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

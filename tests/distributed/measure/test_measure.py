@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from training import stays_in_shared_memory, verb
 from variations import some
+from warm_python import WarmPython
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table
@@ -165,12 +166,12 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        ranks.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    first, *others = [rank.communicate(timeout=300) for rank in ranks]
-    assert {rank.returncode for rank in ranks} == {0}, first[1] + others[0][1]
-    assert json.loads(first[0])["cost_table"] == str(out) and {output for output, _ in others} == {""}
+        files = [(tmp_path / f"{rank}.{name}").open("w+") for name in ("out", "error")]
+        ranks.append((WarmPython(command[1:], tmp_path, environment, *files), files))
+    codes = {process.wait(300) for process, _ in ranks}
+    (said, *others), errors = zip(*[[Path(file.name).read_text() for file in files] for _, files in ranks])
+    assert codes == {0}, errors[:2]
+    assert json.loads(said)["cost_table"] == str(out) and set(others) == {""}
     table = cost_table.load(out)
     assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
     assert Costs(table).routes == ("gpu", "cpu")  # cpu_shard is not among the links
