@@ -123,7 +123,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
 )
 def test_a_bad_factory_is_the_users_error(name, said):
     with pytest.raises(InputError, match=said):
-        measure(Options(**QUICK, modules=f"layers:{name}"))
+        measure(Options(**QUICK | {"data_parallel_size": 1}, modules=f"layers:{name}"))
 
 
 @pytest.mark.parametrize(
