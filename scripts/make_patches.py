@@ -10,7 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ext import checkout
+import core_tree
+
 from megatron_ext.checkout.hook_table import CORE_FILES, FILES, HOOKS
 from megatron_ext.checkout.patchset import MANIFEST, SCHEMA_VERSION, HookEntry, Manifest, PatchedFile, Release, blob_id
 from megatron_ext.checkout.places import find_gaps
@@ -68,7 +69,7 @@ def make_release(mirror: Path, version: str, ref: str) -> tuple[Release, str]:
 def compare_package(release: Release, folder: Path) -> bool | None:
     """Whether the package's core files are the tag's; None where there is no such package."""
     try:
-        tree = checkout.obtain(release.version, folder / release.version)
+        tree = core_tree.obtain(release.version, folder / release.version)
     except InputError:
         return None
     ids = {f.path: f.preimage for f in release.files}

@@ -111,7 +111,7 @@ if [ -n "${MEGATRON_PATH:-}" ]; then
     [ -d "$MEGATRON_PATH" ] || die "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
     .venv/bin/megatron-ext patch apply "$MEGATRON_PATH" >&2
 else
-    .venv/bin/python -m megatron_ext.checkout.private_tree "$release" .megatron >&2
+    .venv/bin/python scripts/core_tree.py "$release" .megatron >&2
     # Behind everything else on the path, so that a checkout on PYTHONPATH comes first.
     printf '%s\n' "$PWD/.megatron" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_core.pth"
 fi

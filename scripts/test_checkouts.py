@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import checkout_matrix
+import core_tree
 from checkout_under_test import LAYOUTS, Checkout, Failed, build_corpus, extract
 
-from megatron_ext import checkout
 from megatron_ext.formats.errors import InputError
 
 TAGS = (
@@ -33,7 +33,7 @@ def trees(options, work: Path):
     """(name, tree) of every release asked for."""
     for name in options.tags or (PACKAGES if options.mirror == "pypi" else TAGS):
         tree = work / name / "tree"
-        yield name, checkout.obtain(name, tree) if options.mirror == "pypi" else extract(options.mirror, name, tree)
+        yield name, core_tree.obtain(name, tree) if options.mirror == "pypi" else extract(options.mirror, name, tree)
 
 
 def chosen_cells(options) -> list[str]:

@@ -72,12 +72,12 @@ def pytest_xdist_make_scheduler(config, log):
 @pytest.fixture(scope="session")
 def megatron_tree() -> Path:
     """The patched megatron-core tree that scripts/setup.sh makes; made here where it is not."""
-    from megatron_ext.checkout import private_tree
+    import core_tree
 
     release = pinned_core()
     with (MEGATRON.parent / ".megatron.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of the processes of pytest-xdist one at a time looks at the tree
-        private_tree.prepare(release, MEGATRON)
+        core_tree.prepare(release, MEGATRON)
     return MEGATRON
 
 

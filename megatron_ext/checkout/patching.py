@@ -76,8 +76,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
 
     Raises:
         InputError: as in :func:`check`, and where the hooks cannot be placed, are there in
-            part, come from another version of megatron-ext, or a file is read-only. The
-            tree is then untouched.
+            part, or a file is read-only. The tree is then untouched.
     """
     tree = Tree(path)
     with locked(tree.root):
@@ -105,7 +104,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
 
 
 def revert(path, *, dry_run: bool = False) -> Report:
-    """Take out the lines that ``apply`` wrote, of this version of megatron-ext or an earlier one.
+    """Take out the lines that ``apply`` wrote.
 
     They are known by their whole text and, where the owner has copied one, by their place. All else
     stays, so the tree is byte for byte as it was.

@@ -113,9 +113,9 @@ def strip_hooks(file: str, text: str) -> str:
     numbers: dict[str, list[int]] = {}
     for number, row in enumerate(rows, start=1):
         if is_hook_line(row):
-            numbers.setdefault(LINES.get(row.strip(), ""), []).append(number)
+            numbers.setdefault(LINES[row.strip()], []).append(number)
     written = Counter(hook.text for hook in hooks_of(file))
-    going = set(numbers.pop("", ()))  # of an earlier version
+    going: set[int] = set()
     for hook_text, lines in numbers.items():
         if len(lines) <= written[hook_text]:
             going.update(lines)

@@ -7,10 +7,10 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+from core_tree import obtain
 from places import HELPERS, ROOT
 from released import MIRROR
 
-from megatron_ext.checkout import obtain
 from megatron_ext.checkout.hook_table import HOOKS
 
 PAGE = ROOT / "docs" / "adopting.md"

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from core_tree import obtain
 from places import HELPERS, ROOT
 from random_edits import EDITS, edit_files
 from released import CANDIDATES, MIRROR, RELEASES
 from toy_megatron import snapshot
 from variations import some
 
-from megatron_ext.checkout import apply, check, obtain, revert, verify_hooks
+from megatron_ext.checkout import apply, check, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.patchset import blob_id, known_files, manifest
 from megatron_ext.checkout.place_hooks import place_hooks

@@ -62,7 +62,7 @@ def test_a_file_of_a_release_becomes_what_the_manifest_says(toy_entries, monkeyp
 
 def test_the_default_release_is_of_the_newest_series_that_the_interpreter_can_have():
     """Releases from 0.17 on have packages for Python 3.12 and newer only. Of a series, the newest: its core files are
-    those of one that is served, which ``private_tree`` proves when it patches them."""
+    those of one that is served, which ``core_tree`` proves when it patches them."""
     series = sorted({tuple(map(int, r.version.split(".")[:2])) for r in manifest().releases if r.version != "main"})
     pins = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().split("\n") if "megatron-core" in line]
     for python, newest in (("3.10", (0, 16)), ("3.11", (0, 16)), ("3.12", series[-1]), ("3.13", series[-1])):

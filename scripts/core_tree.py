@@ -1,8 +1,10 @@
-"""Fetch a release of megatron-core from the package index into a tree of our own.
+"""Fetch a release of megatron-core from the package index into a tree of our own, and patch it:
+
+    python scripts/core_tree.py RELEASE DIRECTORY
 
 The package holds ``megatron/core`` only: enough for a training script of ours, not for
 ``pretrain_gpt.py``. It is unpacked, not installed, so that an installed megatron-core of
-another version is left alone.
+another version is left alone. scripts/setup.sh does it beside the project.
 """
 
 import os
@@ -13,6 +15,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from megatron_ext.checkout import apply, verify_hooks
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.formats.errors import InputError
 
@@ -71,3 +74,35 @@ def download_wheel(version: str, scratch: Path) -> Path:
         reason = lines[-1] if lines else "pip failed"
         raise InputError(f"cannot be fetched: {reason}", field="megatron-core", value=version)
     return wheels[0]
+
+
+def prepare(release: str, directory) -> Path:
+    """Unpack and patch ``release`` under ``directory``; does nothing where that is done.
+
+    Raises:
+        InputError: the release is not served, cannot be had, or a hook is not in its place.
+    """
+    if not (Path(directory) / "megatron").is_dir():
+        print(f"unpacking megatron-core {release} into {directory}", file=sys.stderr)
+    tree = obtain(release, directory)
+    apply(tree)
+    problems = verify_hooks(tree)
+    if problems:
+        raise InputError(f"{len(problems)} hooks are not in their place: {problems[0]}", file=tree)
+    return tree
+
+
+def main() -> int:
+    if len(sys.argv) != 3:
+        print("usage: python scripts/core_tree.py RELEASE DIRECTORY", file=sys.stderr)
+        return 2
+    try:
+        prepare(sys.argv[1], sys.argv[2])
+    except InputError as error:
+        print(f"megatron-ext: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,10 +3,11 @@
 import zipfile
 from pathlib import Path
 
+import core_tree
 import pytest
+from core_tree import obtain
 from toy_megatron import TEXTS, snapshot
 
-from megatron_ext.checkout import download, obtain
 from megatron_ext.formats.errors import InputError
 
 
@@ -25,7 +26,7 @@ def index(monkeypatch):
                     archive.writestr(path, text)
         return wheel
 
-    monkeypatch.setattr(download, "download_wheel", from_index)
+    monkeypatch.setattr(core_tree, "download_wheel", from_index)
     return fetched
 
 
