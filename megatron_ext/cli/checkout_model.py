@@ -7,7 +7,7 @@ import sys
 import click
 import msgspec
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import ignored_options, script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
@@ -131,6 +131,12 @@ def with_sizes(options: Options, script: ScriptArguments) -> Options:
     """``options`` with the sizes that the script's arguments say."""
     found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
     found["ranks_per_node"] = ranks_on_this_node() or options.ranks_per_node
+    if instances := script.sizes.num_distributed_optimizer_instances:
+        ranks = found.get("data_parallel_size", options.data_parallel_size)
+        if ranks % instances:
+            why = f"does not divide the {ranks} data-parallel ranks"
+            raise option_error("num_distributed_optimizer_instances", why, instances)
+        found |= {"data_parallel_size": ranks // instances, "num_distributed_optimizer_instances": instances}
     return msgspec.structs.replace(options, **found)
 
 
@@ -159,6 +165,7 @@ def for_workload(options: Options, model) -> Options:
         "expert_data_parallel_size": of_experts(workload.parallel) if expert_ranks(workload) else None,
         "pipeline_model_parallel_size": workload.parallel.pp,
         "data_parallel_size": workload.parallel.dp,
+        "num_distributed_optimizer_instances": workload.parallel.instances,
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
         "sequence_parts": model.sequence_parts,

@@ -57,7 +57,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
         options = with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
         if script.sizes.num_experts is None:
             return options
-        args = ignored_options.parse(script.megatron, verb="measure", data_parallel_size=options.data_parallel_size)
+        args = ignored_options.parse(script.megatron, verb="measure", data_parallel_size=options.ranks_of_stage)
         return msgspec.structs.replace(options, expert_data_parallel_size=of_experts(parallel_of(args)))
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
 

@@ -7,6 +7,7 @@ from typing import get_args
 import msgspec
 
 from megatron_ext.cost import cost_table
+from megatron_ext.cost.environment import INSTANCES
 from megatron_ext.formats.facts import RANKS_PER_DEVICE, shared_device
 from megatron_ext.measure import scaled_sizes
 from megatron_ext.measure.compute_rounds import ROUNDS
@@ -30,6 +31,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
     here = environment(options.device)
     world_sizes = {
         "data_parallel_size": options.data_parallel_size,
+        INSTANCES: options.num_distributed_optimizer_instances,
         "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
         "ranks_per_node": options.node_size,
     }

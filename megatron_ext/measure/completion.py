@@ -34,15 +34,14 @@ def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
     if name in COLLECTIVES and options.nodes > 1:
         return [list(ranks[first : first + dp]) for first in ranks[::dp]]
     if name == "p2p":  # an odd last pipeline rank has nobody to talk to
-        return [[rank] for rank in ranks if (rank // dp) ^ 1 < options.pipeline_model_parallel_size]
+        return [[rank] for rank in ranks if (rank // options.ranks_of_stage) ^ 1 < options.pipeline_model_parallel_size]
     return [[rank] for rank in ranks]
 
 
 def writers(options: Options) -> list[list[int]]:
     """Ranks of one data-parallel group on one node: together they write its host copy, or its files. Nodes
     may hold different numbers of them, which ``nodes_of_replicas`` refuses."""
-    parallel, found = options.parallel, {}
+    found = {}
     for rank in range(options.world_size):
-        pp_rank, dp_rank = divmod(rank, options.data_parallel_size)
-        found.setdefault((pp_rank, parallel.node_of(pp_rank, dp_rank)), []).append(rank)
+        found.setdefault((rank // options.data_parallel_size, rank // options.node_size), []).append(rank)
     return list(found.values())

@@ -33,7 +33,7 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import HostStep
 from megatron_ext.measure.nvme_route import NvmeStage
 from megatron_ext.measure.operation import Operation
-from megatron_ext.measure.operations import OPERATIONS, Internode, PublishAcross
+from megatron_ext.measure.operations import OPERATIONS, Internode, PublishAcross, Reduce
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.objects import gather_objects
@@ -225,15 +225,18 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
 def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     """The control word of those who must repeat ``operation`` equally often (no others have it), whether this
     rank leads them, and whether it waits for nobody."""
-    dp, pp_rank, dp_rank = fabric.options.data_parallel_size, fabric.pp_rank, fabric.dp_rank
+    options, pp_rank, dp_rank, rank = fabric.options, fabric.pp_rank, fabric.dp_rank, fabric.rank
     if isinstance(operation, Internode):  # the counterparts wait for each other
         first = min(operation.exchange.dp_ranks)
-        return 1 + pp_rank * dp + first, dp_rank == first, False
+        return 1 + rank - dp_rank + first, dp_rank == first, False
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
         return 0, True, True  # never posted
     if operation.name == "p2p":
-        return 1 + dp_rank + dp * (pp_rank // 2), pp_rank % 2 == 0, False
-    return 1 + pp_rank, dp_rank == 0, False
+        of_stage = options.ranks_of_stage
+        return 1 + rank % of_stage + of_stage * (pp_rank // 2), pp_rank % 2 == 0, False
+    if isinstance(operation, Reduce):  # instances wait for each other, too
+        return 1 + pp_rank, rank % options.ranks_of_stage == 0, False
+    return 1 + fabric.data_group, dp_rank == 0, False
 
 
 class Busy:

@@ -22,8 +22,8 @@ other, so none of them is found in the caches."""
 
 def shared_bytes(options: Options) -> int:
     """Size of the block that the launcher creates and every rank maps: flags, control words,
-    and one host copy a pipeline rank."""
-    return _control_bytes(options) + options.pipeline_model_parallel_size * arena_bytes(options)
+    and one host copy a data-parallel group."""
+    return _control_bytes(options) + options.world_size // options.data_parallel_size * arena_bytes(options)
 
 
 def arena_bytes(options: Options) -> int:
@@ -47,9 +47,10 @@ class Fabric:
 
     def __init__(self, options: Options, rank: int, block: int, board: Board | None = None):
         self.options, self.rank, self.world_size = options, rank, options.world_size
-        dp, pp = options.data_parallel_size, options.pipeline_model_parallel_size
-        # Megatron's default order tp-cp-ep-dp-pp: data-parallel ranks are neighbours.
-        self.pp_rank, self.dp_rank = divmod(rank, dp)
+        dp, of_stage = options.data_parallel_size, options.ranks_of_stage
+        # Megatron's default order tp-cp-ep-dp-pp: data-parallel ranks are neighbours, as are those of an instance.
+        self.data_group, self.dp_rank = divmod(rank, dp)
+        self.pp_rank, stages = rank // of_stage, range(options.pipeline_model_parallel_size)
         self.node, self.local_rank = divmod(rank, options.node_size)
         use_cuda = options.uses_cuda()
         self.torch_device = own_device.take(self.local_rank) if use_cuda else torch.device("cpu")
@@ -65,26 +66,23 @@ class Fabric:
         self.set_up_bytes = 0
         self._arena: torch.Tensor | None = None
         backend = "nccl" if use_cuda else "gloo"
-        self.data, self.data_busy = (
-            self._own_group([[first * dp + index for index in range(dp)] for first in range(pp)], backend)
-            for _ in range(2)
-        )
         sharers = options.expert_data_parallel_size or dp
-        firsts = [stage * dp + index for stage in range(pp) for index in range(dp // sharers)]
-        sets = [[first + number * (dp // sharers) for number in range(sharers)] for first in firsts]
-        self.experts = self._own_group(sets, backend) if sharers < dp else self.data
-        self.pipe, self.pipe_busy = (
-            (
-                self._own_group([[stage * dp + index for stage in range(pp)] for index in range(dp)], backend)
-                if pp > 1
-                else None
-            )
-            for _ in range(2)
+        data, experts = (
+            [members for stage in stages for members in options.parallel.replicas(stage, ranks)]
+            for ranks in (dp, sharers)
+        )
+        self.data, self.data_busy = (self._own_group(data, backend) for _ in range(2))
+        self.experts = self._own_group(experts, backend) if sharers < dp else self.data
+        pipes = [range(first, self.world_size, of_stage) for first in range(of_stage)]
+        self.pipe, self.pipe_busy = (self._own_group(pipes, backend) if len(stages) > 1 else None for _ in range(2))
+        across = [range(s * of_stage + i, (s + 1) * of_stage, dp) for s in stages for i in range(dp)]
+        self.instances, self.instances_busy = (
+            self._own_group(across, backend) if of_stage > dp else None for _ in range(2)
         )
 
-    def _own_group(self, lists: list[list[int]], backend: str) -> dist.ProcessGroup:
+    def _own_group(self, lists: list[range], backend: str) -> dist.ProcessGroup:
         """Make all groups (every rank has to) and return the one that this rank is in."""
-        groups = [dist.new_group(ranks, backend=backend) for ranks in lists]
+        groups = [dist.new_group([*ranks], backend=backend) for ranks in lists]
         own = next(group for group, ranks in zip(groups, lists) if self.rank in ranks)
         assert isinstance(own, dist.ProcessGroup)
         return own
@@ -101,15 +99,15 @@ class Fabric:
 
     @property
     def host(self) -> torch.Tensor:
-        """The node's host copy of this pipeline rank, float32, shared by its data-parallel ranks."""
+        """The node's host copy of this data-parallel group, float32, shared by its ranks."""
         if self._host is None:
             size = arena_bytes(self.options)
-            stages = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
-            host_memory.require(len(stages) * size, f"host copies of groups of {self.options.largest} bytes")
-            offset = _control_bytes(self.options) + self.pp_rank * size
+            groups = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
+            host_memory.require(len(groups) * size, f"host copies of groups of {self.options.largest} bytes")
+            offset = _control_bytes(self.options) + self.data_group * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
             mates = [
-                place for place in self._ranks_of_node() if place // self.options.data_parallel_size == self.pp_rank
+                place for place in self._ranks_of_node() if place // self.options.data_parallel_size == self.data_group
             ]
             self.barrier()
             start = perf_counter()
@@ -121,7 +119,7 @@ class Fabric:
             begin = perf_counter()
             self.device.pin(self._host)
             self.set_up_seconds = made - start, perf_counter() - begin
-            self.set_up_bytes = len(stages) * size
+            self.set_up_bytes = len(groups) * size
         return self._host
 
     @property

@@ -154,16 +154,26 @@ class Publish(HostCopy):
 class Reduce(Gather):
     """Reduce-scatter of a group's gradients over the data-parallel group, in place, as Megatron's
     ``_ParamAndGradBucketGroup.start_grad_sync`` does it: divided by the replicas first, so that their sum is a mean.
+    With several instances of the optimizer, an all-reduce of the shard among them behind it.
     Gradients are float32, whatever the parameters are."""
 
     name = "reduce"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.instances = fabric.instances_busy if busy else fabric.instances
 
     def issue(self, size_bytes: int, round_index: int):
         whole = self.fabric.window(self.memory, 4 * self.fabric.options.elements(size_bytes), round_index)
         # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
         whole.mul_(1.0)
+        shard = self.fabric.shard(whole, self.ranks)
         with coalesced(self.group) as manager:
-            dist.reduce_scatter_tensor(self.fabric.shard(whole, self.ranks), whole, group=self.group)
+            dist.reduce_scatter_tensor(shard, whole, group=self.group)
+        if self.instances is not None:
+            manager.wait()
+            with coalesced(self.instances) as manager:
+                dist.all_reduce(shard, group=self.instances)
         return manager
 
 
@@ -252,9 +262,9 @@ class P2P(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.group = fabric.pipe_busy if busy else fabric.pipe
-        pp, dp = fabric.options.pipeline_model_parallel_size, fabric.options.data_parallel_size
+        pp, of_stage = fabric.options.pipeline_model_parallel_size, fabric.options.ranks_of_stage
         other = fabric.pp_rank ^ 1
-        self.peer = other * dp + fabric.dp_rank if other < pp else None
+        self.peer = other * of_stage + fabric.rank % of_stage if other < pp else None
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def issue(self, size_bytes: int, round_index: int):

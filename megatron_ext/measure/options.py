@@ -48,8 +48,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Options of one measurement.
 
     Attributes:
-        data_parallel_size, pipeline_model_parallel_size: ranks of the run; all of them are
-            started, so that the node is as busy as in the run.
+        data_parallel_size, num_distributed_optimizer_instances, pipeline_model_parallel_size: ranks of the run, the
+            first of one instance; all of them are started, so that the node is as busy as in the run.
         expert_data_parallel_size: ranks that share the shards of the same experts, where these are others than the
             data-parallel ranks.
         whole_part: of ``max_rank_bytes``, which counts experts as dense parameters with shards as large: whole
@@ -75,6 +75,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """
 
     data_parallel_size: int = 2
+    num_distributed_optimizer_instances: int = 1
     pipeline_model_parallel_size: int = 1
     expert_data_parallel_size: int | None = None
     whole_part: float = 1.0
@@ -149,14 +150,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def world_size(self) -> int:
         """Ranks that measure: data-parallel times pipeline size."""
-        return self.data_parallel_size * self.pipeline_model_parallel_size
+        return self.ranks_of_stage * self.pipeline_model_parallel_size
+
+    @property
+    def ranks_of_stage(self) -> int:
+        """Ranks of one pipeline rank, of all instances; they are next to each other."""
+        return self.data_parallel_size * self.num_distributed_optimizer_instances
 
     @property
     def parallel(self) -> Parallel:
         """The run's ranks on their nodes."""
         return Parallel(
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            data_parallel_size=self.data_parallel_size,
+            data_parallel_size=self.ranks_of_stage,
+            num_distributed_optimizer_instances=self.num_distributed_optimizer_instances,
             num_microbatches=1,
             gpus_per_node=self.node_size,
             order="1f1b",

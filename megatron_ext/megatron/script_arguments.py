@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron.gpt_arguments import OneLineParser, add_plan_arguments
 
-MODEL_SIZES = ("hidden_size", "seq_length", "micro_batch_size", "num_experts")
+MODEL_SIZES = ("hidden_size", "seq_length", "micro_batch_size", "num_experts", "num_distributed_optimizer_instances")
 REPLICA_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
 
 

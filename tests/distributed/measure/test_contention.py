@@ -4,11 +4,13 @@ import multiprocessing
 import os
 import socket
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from megatron_ext.measure.contention import KINDS, SIZES, Busy, control, fitting, kinds, pairs, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
@@ -20,15 +22,16 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.worker import Worker
 
 OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
+INSTANCES = Options(data_parallel_size=2, num_distributed_optimizer_instances=2, max_bytes=1 << 16)
 
 
-def rank_program(rank: int, block: int, port: int, queue) -> None:
+def rank_program(options: Options, names, rank: int, block: int, port: int, queue) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, OPTIONS.world_size, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=OPTIONS.world_size)
-    fabric = Fabric(OPTIONS, rank, os.dup(block))
+    store = dist.TCPStore("127.0.0.1", port, options.world_size, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.world_size)
+    fabric = Fabric(options, rank, os.dup(block))
     counts = {}
-    for name in ("gpu", "reduce", "p2p", "cpu"):
+    for name in names:
         operation = KINDS[name](fabric, busy=True)
         plain, issued = operation.issue, []
 
@@ -62,20 +65,26 @@ def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, 
     assert kinds(fabric)["publish"] is (PublishAcross if across else Publish)
 
 
-@pytest.mark.parametrize("name", ["gpu", "p2p", "publish"])
-def test_no_two_leaders_share_a_word(name):
-    """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing."""
-    options = Options(data_parallel_size=32, pipeline_model_parallel_size=8, ranks_per_node=8)
+@pytest.mark.parametrize(
+    ("name", "instances", "sets"),
+    [("gpu", 1, 8), ("p2p", 1, 4 * 32), ("publish", 1, 64), ("gpu", 2, 16), ("reduce", 2, 8), ("publish", 2, 128)],
+)
+def test_no_two_leaders_share_a_word(name, instances, sets):
+    """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing, or of each instance."""
+    dp = 32 // instances
+    options = Options(data_parallel_size=dp, pipeline_model_parallel_size=8, ranks_per_node=8)
+    options = replace(options, num_distributed_optimizer_instances=instances)
     leaders = {}
     for rank in range(options.world_size):
-        fabric = SimpleNamespace(options=options, rank=rank, pp_rank=rank // 32, dp_rank=rank % 32)
+        places = dict(pp_rank=rank // 32, data_group=rank // dp, dp_rank=rank % dp)
+        fabric = SimpleNamespace(options=options, rank=rank, **places)
         operation = object.__new__(KINDS[name] if name != "publish" else PublishAcross)
-        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % 8, 32, 8)))
+        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % 8, dp, 8)))
         word, leads, alone = control(fabric, operation)
         assert not alone and word > 0
         members = leaders.setdefault(word, [])
         members.append((rank, leads))
-    assert len(leaders) == {"gpu": 8, "p2p": 4 * 32, "publish": 64}[name]
+    assert len(leaders) == sets
     assert all(sum(leads for _, leads in members) == 1 for members in leaders.values())
 
 
@@ -108,17 +117,19 @@ def test_pairs_on_the_network_come_before_the_copies():
     assert ordered(4).index(("compute", "reduce")) < ordered(4).index(("compute", "publish"))
 
 
-@pytest.fixture(scope="module")
-def counts():
+@contextmanager
+def counted(options: Options, *names: str):
+    """By rank, how often it issued each of ``names``."""
     context = multiprocessing.get_context("fork")
     block = os.memfd_create("test")
-    os.ftruncate(block, shared_bytes(OPTIONS))
+    os.ftruncate(block, shared_bytes(options))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     queue = context.Queue()
     ranks = [
-        context.Process(target=rank_program, args=(rank, block, port, queue)) for rank in range(OPTIONS.world_size)
+        context.Process(target=rank_program, args=(options, names, rank, block, port, queue))
+        for rank in range(options.world_size)
     ]
     for rank in ranks:
         rank.start()
@@ -129,6 +140,18 @@ def counts():
             rank.kill()
             rank.join()
         os.close(block)
+
+
+@pytest.fixture(scope="module")
+def counts():
+    with counted(OPTIONS, "gpu", "reduce", "p2p", "cpu") as found:
+        yield found
+
+
+def test_instances_of_the_optimizer_reduce_equally_often():
+    with counted(INSTANCES, "gpu", "reduce") as found:
+        assert len({found[rank]["reduce"] for rank in range(4)}) == 1 and found[0]["reduce"] > 2
+        assert found[0]["gpu"] == found[1]["gpu"] > 2 and found[2]["gpu"] == found[3]["gpu"] > 2
 
 
 @pytest.mark.parametrize("name", ["gpu", "reduce"])

@@ -10,6 +10,9 @@ from msgspec.structs import replace
 from parity_service import differences
 from variations import some
 
+from megatron_ext.formats import moved_bytes
+from megatron_ext.formats import trace as traces
+from megatron_ext.schedule.byte_bill import byte_bill
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -42,9 +45,13 @@ def test_a_drawn_schedule_trains_bitwise_like_megatron(
         options=[*MODELS[name], "--gpus-per-node", str(per_node), "--metrics-path", str(tmp_path / "unused.json")]
         + ["--user-defined-schedule-nvme-path", str(tmp_path)],
         schedule=tmp_path / "s.json",
+        trace=tmp_path / "trace.json",
         environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
     )
     assert differences(answer) == []
+    counted = traces.load(tmp_path / "trace.json")[1]["moved_bytes"]
+    bills = byte_bill(schedule, workload)[0]
+    assert [moved_bytes.differences(bills[rank % 2], counted[rank][-1]) for rank in range(4)] == [[]] * 4
     billed = memory_bill(schedule, workload)[0].memory
     for iterations in answer["scheduled"]["census"]:
         assert iterations[-1]["device_bytes"].get("shards", 0) == billed.device_bytes.get("shards", 0)

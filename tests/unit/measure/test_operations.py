@@ -39,6 +39,7 @@ def test_gradients_are_divided_before_they_are_summed_and_do_not_fade(tmp_path, 
         arena = torch.ones(4096)
         fabric = SimpleNamespace(
             data=dist.group.WORLD,
+            instances=None,
             options=Options(parameter_bytes=parameter_bytes),
             arena=arena,
             window=lambda memory, size, round_index: memory[: size // 4],
