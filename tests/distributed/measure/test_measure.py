@@ -91,7 +91,12 @@ def test_contention_is_measured_both_ways_or_said_not_to_be(run):
 def test_environment_is_stored(run):
     metadata = run.metadata
     assert not metadata.synthetic and metadata.created_at
-    assert metadata.world_sizes == {"data_parallel_size": 2, "pipeline_model_parallel_size": 2, "ranks_per_node": 4}
+    assert metadata.world_sizes == {
+        "data_parallel_size": 2,
+        "num_distributed_optimizer_instances": 1,
+        "pipeline_model_parallel_size": 2,
+        "ranks_per_node": 4,
+    }
     assert metadata.software["backend"] == "gloo" and metadata.hardware["processors"] >= 1
 
 
