@@ -33,6 +33,7 @@ from megatron_ext import planner
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.verdict import compare_with
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -84,7 +85,7 @@ def simulated_row(layout: Layout, name: str) -> dict:
     limit = lower_bound(work, Timing(work, all_links_busy(system, table), extrapolate=True))
     timing = Timing(work, table, extrapolate=True)
     against = compare_with(work, timing, predicted.baselines_us)
-    naive = run(work, timing, against.naive)
+    naive = run(work, timing, against.other[1] if layout.zero_stage == 1 else stock_schedule(work))
     gathers_only, _, gathers_us = against.gathers
     compared_with, _, compared_us = against.other
     gain = 1 - predicted.iteration_time_us / compared_us

@@ -136,7 +136,10 @@ class Annealing:
             if self.workload.limits.pinned_host_bytes is not None and self.random.random() < EXCHANGES:
                 decisions = self._exchanged()
             else:
-                changed = self._change(self.ranks[number], self.now[number]) if self.ranks[number].gaps else None
+                rank, changed = self.ranks[number], None
+                if rank.gaps:
+                    kinds = self._stay, self._reroute, self._reorder, self._delay
+                    changed = self.random.choices(kinds, (8, 5, 5, 4))[0](rank, self.now[number])
                 decisions = [*self.now[:number], changed or self.now[number], *self.now[number + 1 :]]
             if decisions == self.now:
                 continue
@@ -165,10 +168,7 @@ class Annealing:
                 decisions[number] = decisions[number]._replace(routes=tuple(routes))
         return decisions
 
-    def _change(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
-        """A neighbour of ``decisions``, drawn by chance; None where the draw gave none."""
-        kind = self.random.choices((self._stay, self._reroute, self._reorder, self._delay), (8, 5, 5, 4))[0]
-        return kind(rank, decisions)
+    # Neighbours of decisions, drawn by chance; None where the draw gave none.
 
     def _routes(self, group: int) -> list[Route]:
         choices = self.choices

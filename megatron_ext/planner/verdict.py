@@ -65,29 +65,19 @@ class Verdict(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a plan is compared with.
+    """What a plan is compared with. Plans are given by name, schedule and iteration time.
 
     Attributes:
-        naive: by the rule without any planning; at zero stage 1 stock Megatron by the option named ``option``.
-        naive_us: its iteration time; None where it does not keep ``limits.device_bytes``.
-        gathers: name, schedule and time of the best plan by all-gathers alone.
-        by_option_us: iteration times of stock Megatron by option.
+        other: what a user would run without the plan.
+        gathers: the best plan by all-gathers alone.
+        naive_us: iteration time by the rule without any planning; None where it does not keep ``limits.device_bytes``.
+        by_option_us: iteration times of stock Megatron by option; empty at zero stage 3.
     """
 
-    naive: Schedule
-    naive_us: float | None
+    other: tuple[str, Schedule, float]
     gathers: tuple[str, Schedule, float]
-    zero_stage: int
-    option: str
+    naive_us: float | None
     by_option_us: dict[str, float]
-
-    @property
-    def other(self) -> tuple[str, Schedule, float]:
-        """Name, schedule and iteration time of what a user would run without the plan."""
-        if self.zero_stage < 3:
-            return self.option, self.naive, self.by_option_us[self.option]
-        name, schedule, us = self.gathers
-        return f"the best plan by all-gathers alone ({name})", schedule, us
 
 
 def compare_with(
@@ -110,7 +100,6 @@ def compare_with(
         return None
     option = OVERLAPPED if as_trained else min(by_option_us, key=lambda name: by_option_us[name])
     naive, naive_us = stock[option], by_option_us[option]
-    known = workload.zero_stage, option, by_option_us if workload.zero_stage < 3 else {}
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
             best = _stepped_alike(
@@ -118,12 +107,18 @@ def compare_with(
             )
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
-        return Comparison(naive, naive_us if keeps_device_bytes(naive, workload) else None, best, *known)
+        return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
     best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
     if workload.optimizer.on_host:
         with contextlib.suppress(InputError):
             best = _stepped_alike(*best[:2], workload, timing)
-    return Comparison(naive, naive_us, best, *known)
+    if workload.zero_stage == 3:
+        return Comparison(_alone(best), best, naive_us, {})
+    return Comparison((option, naive, naive_us), best, naive_us, by_option_us)
+
+
+def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
+    return f"the best plan by all-gathers alone ({gathers[0]})", *gathers[1:]
 
 
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
@@ -211,11 +206,11 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "uncertainty_us": max(gain.gain - gain.low, gain.high - gain.gain) * other_us,
         "samples": gain.samples,
         "gain_on_table": gain.on_table,
-        ("stock_us" if against.zero_stage < 3 else "layers_anew_us"): against.naive_us,
+        ("stock_us" if against.by_option_us else "layers_anew_us"): against.naive_us,
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
         "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us if against.naive_us else None,
-        "gain_of_routes": (gathers_us - ours) / ((against.naive_us if against.zero_stage < 3 else None) or gathers_us),
+        "gain_of_routes": (gathers_us - ours) / ((against.naive_us if against.by_option_us else None) or gathers_us),
         "missing": list(gain.missing),
     }
 

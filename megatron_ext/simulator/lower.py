@@ -89,19 +89,16 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
     groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
     waits: dict[int, list[tuple[int, int]]] = {}  # step index -> (group, gather)
     slot_of: dict[int, int] = {}
-    costs: dict[tuple[str, int, str | None, int], tuple[float, float]] = {}
 
     def gather(action, index: int) -> tuple:
         size, algorithm, ranks = groups[action.group].bytes, groups[action.group].algorithm, groups[action.group].ranks
-        own, key = timing.among(ranks), (action.route, size, algorithm, ranks)
-        kind = kind_of(action.route)
-        if key not in costs:
-            costs[key] = own.unshard_us(action.route, size, algorithm), own.issue_us(action.route, size)
+        own, kind = timing.among(ranks), kind_of(action.route)
+        times = own.unshard_us(action.route, size, algorithm), own.issue_us(action.route, size)
         slot = slot_of.get(action.group, -1) if kind.staged else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
         flat = kind.by_algorithm and algorithm is None
-        gathers.append(Gather(action.group, _link_of(kind), size, *costs[key], slot, flat))
+        gathers.append(Gather(action.group, _link_of(kind), size, *times, slot, flat))
         if kind.shard_from_host:
             gathers[-1].shard_bytes = size // ranks
             gathers[-1].shard_us, gathers[-1].pieces = own.shard_copy_us(size), shard_pieces(size)

@@ -83,7 +83,7 @@ class Timing:
         )
         if self._apart and self.ranks == 1:  # its curve knows no other rank
             self.leave_out("reduce")
-        self.unshard_us = cache(self._unshard_us)
+        self.unshard_us, self.issue_us = cache(self._unshard_us), cache(self._issue_us)
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
         self.disturbance = Disturbance(table, self.costs, other_experts=other_experts)
         self.experts = self
@@ -181,7 +181,7 @@ class Timing:
         """Whether ``routes.gpu``, ``reduce``, ... of the table can be looked up."""
         return has_points(part_named(self.table, what))
 
-    def issue_us(self, route: str, size_bytes: int) -> float:
+    def _issue_us(self, route: str, size_bytes: int) -> float:
         """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
         group out of its slot, as measured by itself; for an all-gather, and where nothing else was measured,
         ``call_us``."""

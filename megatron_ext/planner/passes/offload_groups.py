@@ -9,7 +9,7 @@ those that fit as they were are given back, the dearest first. The order that co
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
@@ -324,21 +324,18 @@ class Offloader:
 
 def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
     """``way`` itself where the group cannot be relieved, or not further."""
-    if relief == "shards":
-        other = way._replace(shard_on_host=True)
-    else:
-        other = way._replace(alone=True) if relief == "alone" else way._replace(gradients=relief)
+    changes = {"shards": {"shard_on_host": True}, "alone": {"alone": True}}
+    other = way._replace(**changes.get(relief, {"gradients": relief}))
     if other not in one.ways or (relief == "sharded" and way.gradients is not None):
         return way
     return other
 
 
 def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
-    keys: list[Callable[[int], tuple]] = [
-        lambda index: (-weighed[index].group.bytes, -weighed[index].span[1], -index),
-        lambda index: (weighed[index].group.bytes, -weighed[index].span[1], -index),
-    ]
-    orders = [sorted(range(len(weighed)), key=key) for key in keys]
+    orders = []
+    for sign in (-1, 1):  # the largest first, the smallest first
+        keys = [(sign * one.group.bytes, -one.span[1], -index) for index, one in enumerate(weighed)]
+        orders.append(sorted(range(len(weighed)), key=keys.__getitem__))
     return orders if orders[0] != orders[1] else orders[:1]
 
 
