@@ -37,11 +37,12 @@ class Issuer:
         for _ in range(len(self.left)):
             if not self.left:
                 return
-            item = self.left.popleft()
-            if item[0]():
-                item[1]()
+            ready, issue = self.left[0]  # it stays where this raises: so does whoever waits for it later
+            if ready():
+                self.left.popleft()
+                issue()
             else:
-                self.left.append(item)
+                self.left.rotate(-1)
 
     def wait(self, done: Callable[[], bool]) -> None:
         """Block until ``done()``, and issue meanwhile what can be. Raises what a check raises."""

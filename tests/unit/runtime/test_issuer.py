@@ -109,3 +109,19 @@ def test_who_waits_when_the_process_ends_is_told(monkeypatch):
     monkeypatch.setattr(flags, "exiting", lambda: True)
     with pytest.raises(flags.Exiting, match="the process ended"):
         Issuer().wait(lambda: False)
+
+
+def test_what_can_never_be_issued_is_said_to_everybody_who_waits():
+    """The second would wait for ever, if the first had taken it along."""
+    issuer, failed = Issuer(), []
+
+    def ready() -> bool:
+        if failed:
+            raise RuntimeError("a copy is never published")
+        return False
+
+    issuer.when(ready, lambda: None)
+    failed.append(True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="never published"):
+            issuer.poll()
