@@ -54,10 +54,12 @@ class LinkRates:
         self.timing = timing
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
+        # What one rank holds whole may come from its shard in host memory, as fast as a host copy, and unpublished.
+        whole = workload.zero_stage == 3 and 1 in (workload.parallel.dp, workload.parallel.expert_dp)
         self.publishing = {
             route: _publish_points(timing, pp_rank, copy, largest)
             for route in self.routes
-            if (copy := kind_of(route).copy) is not None
+            if (copy := kind_of(route).copy) is not None and not (whole and copy == "cpu")
         }
         kinds = {route: _kinds(route) for route in self.routes}
         self.slows_compute = {route: self._least_excess((COMPUTE,), of_route) for route, of_route in kinds.items()}

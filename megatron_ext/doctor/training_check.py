@@ -148,8 +148,6 @@ def _tried(training, place: Place, options: DoctorOptions, case: Case) -> Findin
 def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.route == "nvme" and options.nvme is None:
         return not_tried(case.check, "no directory on a drive is given")
-    if case.route == "cpu_shard" and place.world_size == 1:
-        return not_tried(case.check, "one rank gathers from nobody")
     engine = place.on_cuda and find_spec("transformer_engine") is not None
     on_host, large = case.cast is not None or case.all_on_host, case.all_on_host and place.on_cuda
     if on_host and place.on_cuda and not engine:

@@ -10,7 +10,7 @@ from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
-from megatron_ext.schedule.host_slots import SLOTS, planned_slot_bytes
+from megatron_ext.schedule.host_slots import SLOTS, cast_part_bytes, planned_slot_bytes
 from megatron_ext.workload.state_layout import LINE_BYTES, tensor_bytes
 
 
@@ -36,7 +36,7 @@ class RunStep(HostStep):
         self.close()
         device, place, sizes = self.fabric.device, self.fabric.torch_device, self.sizes(size_bytes)
         slot = planned_slot_bytes(tensor_bytes(max(sizes)), sum(map(tensor_bytes, sizes)))
-        self._link = Link(device, place, slot if self.cast_on_device else 0)
+        self._link = Link(device, place, cast_part_bytes(slot) if self.cast_on_device else 0)
         rooms = SharedRooms(self._link, SLOTS, slot, self.cast_on_device)
         each = max(slot // tensor_bytes(max(sizes)), 1)
         for first in range(0, len(sizes), each):

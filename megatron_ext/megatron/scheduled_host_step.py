@@ -49,6 +49,7 @@ from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
+from megatron_ext.schedule.host_slots import cast_part_bytes
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 
@@ -116,13 +117,13 @@ class HostStep:
 
     def _make_link(self, chosen: list[int]) -> Link:
         slots, buckets = self._schedule.step_slots, self._own.bucket_groups
-        inward = slots.slot_bytes if slots is not None and slots.cast == "device" else 0
+        casting = slots.slot_bytes if slots is not None and slots.cast == "device" else 0
         outward = 0
         if any(one.buckets[0].grad_data.dtype is not torch.float32 for one in buckets.values()):
             rest = [index for index in chosen if self._later or self._schedule.groups[index].states_rest == "nvme"]
-            outward = max([inward, *map(self._largest_gradient, rest)])
+            outward = max([casting, *map(self._largest_gradient, rest)])
         place = next(iter(self._own.groups.values())).whole.device
-        return Link(self.device, place, inward, outward, self._own.links)
+        return Link(self.device, place, cast_part_bytes(casting), outward, self._own.links)
 
     def _largest_gradient(self, index: int) -> int:
         """Bytes in fp32 of this rank's part of one parameter of the group, at most."""

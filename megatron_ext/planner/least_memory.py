@@ -155,7 +155,7 @@ class _Model:
             host, pinned = self.offloader.on_host([one], [kept])
             throughout = 0 if kept.shard_on_host or not zero_3 else size // dp
             throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
-            buffer = kind.buffer_bytes(size)
+            buffer = kind.buffer_bytes(size, dp)
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.offloader.sharing[dp] if kind.reads_host_copy and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0

@@ -23,14 +23,9 @@ def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedu
 
 
 def by_cpu_shard(schedule: Schedule) -> Schedule:
-    """The schedule with every all-gather preceded by a copy of the own shard from host memory, but of groups that one
-    rank holds whole."""
-
-    def by_shard(action: Unshard) -> Route:
-        may = kind_of(action.route).needs_device_shard and schedule.groups[action.group].ranks > 1
-        return SHARD_GATHER if may else action.route
-
-    made = rerouted(schedule, by_shard)
+    """The schedule with every all-gather preceded by a copy of the own shard from host memory."""
+    from_device = lambda action: kind_of(action.route).needs_device_shard
+    made = rerouted(schedule, lambda action: SHARD_GATHER if from_device(action) else action.route)
     return replace(made, groups=tuple(replace(group, algorithm=None) for group in schedule.groups))
 
 

@@ -199,8 +199,8 @@ class RankCheck:
     def _check_route(self, action: Unshard, field: str) -> None:
         """Check that the copy exists from which a group is unsharded."""
         number, group, route, kind = action.group, self.groups[action.group], action.route, kind_of(action.route)
-        if kind.shard_from_host and (group.shard_rests != "host" or group.ranks == 1):
-            said = f"group {number} needs a shard that rests in host memory, and several data-parallel ranks"
+        if kind.shard_from_host and group.shard_rests != "host":
+            said = f"group {number} needs a shard that rests in host memory"
         elif kind.needs_device_shard and group.shard_rests == "host":
             said = (
                 f"group {number} goes by {route} but its shard rests in host memory: {group.bytes} bytes have no copy "

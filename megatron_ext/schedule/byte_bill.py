@@ -125,10 +125,11 @@ class _RankBill:
             yield "step", "host_memory", numel * (gradient + ITEM_BYTES) if narrow else 0
         states = self.settings.main_item_bytes("float32") + self.settings.state_item_bytes
         on_host = group.shard_rests == "host"
-        cast = item if on_host or (not cast_on_device and item < ITEM_BYTES) else 0
+        cast = item if not cast_on_device and (on_host or item < ITEM_BYTES) else 0
         yield "step", "host_memory", numel * (ITEM_BYTES + 2 * states + cast)
-        if not on_host:
+        if cast_on_device or not on_host:
             yield "shard", "to_device", numel * (ITEM_BYTES if cast_on_device else item)
+            yield "shard", "to_host", numel * item if on_host else 0
         elif self.settings.delayed:
             yield "shard", "host_memory", 2 * numel * item
         yield from self._states(group, early)

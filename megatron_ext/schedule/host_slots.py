@@ -33,16 +33,23 @@ def gradient_bytes(group: Group, workload: Workload) -> int:
     return group.bytes // ITEM_BYTES[dtype] * workload.optimizer.gradient_item_bytes
 
 
+def cast_part_bytes(slot_bytes: int) -> int:
+    """Of a part of the fp32 parameters that become 16-bit on the device: its buffer there has that many bytes, and
+    another half as many."""
+    return min(slot_bytes, LARGE_SLOT_BYTES)
+
+
 def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> tuple[int, int]:
-    """Of the slots of a rank with ``groups``: in host memory, and on the device, where there is one for parameters and
-    another for gradients that are not fp32."""
+    """Of the slots of a rank with ``groups``: in host memory, and on the device, where parameters pass in parts, and
+    gradients that are not fp32 through one slot."""
     slots = schedule.step_slots
     if slots is None or not any(group.states_rest is None for group in groups):
         return 0, 0
     gradients = slots.slots * slots.slot_bytes
     if slots.cast == "host":
         return gradients + gradients // 2, 0
-    return gradients, slots.slot_bytes * (1 + (workload.optimizer.gradient_dtype != "float32"))
+    wide = slots.slot_bytes if workload.optimizer.gradient_dtype != "float32" else 0
+    return gradients, cast_part_bytes(slots.slot_bytes) * 3 // 2 + wide
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:

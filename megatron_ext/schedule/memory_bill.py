@@ -182,7 +182,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
     for action in rank.unshards:
         group = schedule.groups[action.group]
         if kind_of(action.route).shard_from_host:
-            size = kind_of(action.route).buffer_bytes(group.bytes)
+            size = kind_of(action.route).buffer_bytes(group.bytes, group.ranks)
         elif group.algorithm_by(action.route) is not None:
             size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
         else:

@@ -101,7 +101,7 @@ def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         gathers.append(Gather(action.group, _link_of(kind), size, *times, slot, flat))
         if kind.shard_from_host:
             gathers[-1].shard_bytes = size // ranks
-            gathers[-1].shard_us, gathers[-1].pieces = own.shard_copy_us(size), shard_pieces(size)
+            gathers[-1].shard_us, gathers[-1].pieces = own.shard_copy_us(size), shard_pieces(size, ranks)
         return (ISSUE, len(gathers) - 1)
 
     def stage(action) -> tuple:

@@ -123,12 +123,11 @@ class Timing:
     def offers(self, route: str) -> bool:
         """Whether the table says how long ``route`` takes.
 
-        A shard can come from the host and be gathered where its parts were measured. Not where groups of experts have
-        no shards, for one route serves all.
+        A shard can come from the host and be gathered where its parts were measured.
         """
         if not kind_of(route).shard_from_host:
             return self.costs.offers(kind_of(route).curve)
-        return min(self.ranks, self.experts.ranks) > 1 and self.offers(ALL_GATHER) and self.offers(HOST_COPY)
+        return self.offers(ALL_GATHER) and self.offers(HOST_COPY)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
@@ -196,8 +195,10 @@ class Timing:
 
     def _shard_gather_us(self, size_bytes: int) -> float:
         """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
-        parts, of which all but one piece run beside each other."""
-        gather_us, pieces = self.gather_us(ALL_GATHER, size_bytes), shard_pieces(size_bytes)
+        parts, of which all but one piece run beside each other. What one rank holds whole is not gathered."""
+        if self.ranks == 1:
+            return 0.0
+        gather_us, pieces = self.gather_us(ALL_GATHER, size_bytes), shard_pieces(size_bytes, self.ranks)
         if pieces > 1:
             with contextlib.suppress(InputError):  # not measured at the size of a piece: bytes alone set the time
                 gather_us = max(gather_us, pieces * self.gather_us(ALL_GATHER, size_bytes // pieces))

@@ -35,7 +35,8 @@ class RouteKind:
         link: on which its last leg travels.
         copy: the published copy that it reads; None: it gathers the ranks' shards.
         staged: it reads through a staging slot, which a ``stage_in`` has filled.
-        shard_from_host: each rank's shard rests in host memory and is copied from there before it is gathered.
+        shard_from_host: each rank's shard rests in host memory and is copied from there before it is gathered. A group
+            that one rank holds whole is copied, and that is all.
         costs_as: the route whose curve in a cost table holds for it; empty: its own.
     """
 
@@ -82,9 +83,9 @@ class RouteKind:
             return size_bytes // ranks if self.shard_from_host else 0
         return size_bytes
 
-    def buffer_bytes(self, size_bytes: int) -> int:
+    def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
         """Of the buffer on the device that a group passes through; 0: none."""
-        return piece_buffer_bytes(size_bytes) if self.shard_from_host else 0
+        return piece_buffer_bytes(size_bytes, ranks) if self.shard_from_host else 0
 
 
 ROUTE_KINDS: dict[Route, RouteKind] = {
@@ -122,17 +123,18 @@ SHARD_GATHER = _first(lambda kind: kind.shard_from_host)
 """In place of :data:`ALL_GATHER` where shards rest in host memory."""
 
 
-def shard_pieces(size_bytes: int) -> int:
-    """Pieces in which ``cpu_shard`` brings a group of ``size_bytes``: one is gathered while the next is copied.
+def shard_pieces(size_bytes: int, ranks: int) -> int:
+    """Pieces in which ``cpu_shard`` brings a group of ``size_bytes`` whose shards ``ranks`` ranks hold: one is gathered
+    while the next is copied. What one rank holds whole comes in one piece.
 
     A piece has at least :data:`PIECE_BYTES` of the whole group, so that bytes and not calls set the time.
     """
-    return min(max(size_bytes // PIECE_BYTES, 1), MOST_PIECES)
+    return min(max(size_bytes // PIECE_BYTES, 1), MOST_PIECES) if ranks > 1 else 1
 
 
-def piece_buffer_bytes(size_bytes: int) -> int:
+def piece_buffer_bytes(size_bytes: int, ranks: int) -> int:
     """Bytes of the buffer in which a piece is gathered, before its parts go to their places; 0 for a single piece."""
-    pieces = shard_pieces(size_bytes)
+    pieces = shard_pieces(size_bytes, ranks)
     return -(-size_bytes // pieces) if pieces > 1 else 0
 
 

@@ -136,7 +136,7 @@ def possible(row: Row) -> bool:
     """Whether a schedule can say it and a run takes it; see ``megatron_ext/schedule/validate.py``."""
     on_host, mode = row["states"] != "device", row["mode"]
     return not (
-        (row["route"] == "cpu_shard" and (row["layout"] == "1 rank" or row["shards"] == "device"))
+        (row["route"] == "cpu_shard" and row["shards"] == "device")
         or (row["zero_stage"] == "1" and row["gradients"] != "whole")
         or (row["shards"] == "host" and (row["zero_stage"] != "3" or row["route"] == "gpu"))
         or (not on_host and (mode not in ("plain", "overflow") or row["cast"] != "none"))

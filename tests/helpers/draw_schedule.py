@@ -60,7 +60,7 @@ def prepared(draw, workload: Workload, path, routes=("gpu", "cpu", "nvme"), grad
     """A drawn schedule with its own peak as the limit, checked and written to ``path``."""
     schedule = draw_schedule(draw, workload, routes)
     if draw.random() < 0.7:
-        if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3 and workload.parallel.dp > 1:
+        if draw.random() < 0.7 and can_rest_on_host(workload) and workload.zero_stage == 3:
             schedule = by_cpu_shard(schedule)
         schedule = with_host_shards(schedule, workload)
     schedule = with_states(draw, with_gradients(draw, schedule, workload, gradients), workload)

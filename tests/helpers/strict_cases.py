@@ -163,16 +163,20 @@ def _beside_the_backward(overflow: bool):
     def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
         name = "fp16" if overflow else "bf16-offload"
         workload = _sized(workloads, STRICT, name, zero_stage, 2)
-        workload = replace(workload, optimizer=OptimizerSettings(on_host=True))
+        workload, drawn = replace(workload, optimizer=OptimizerSettings(on_host=True)), []
         kinds = (None, "sharded") if overflow else GRADIENTS  # in fp16 nobody unscales those on the host
         while True:
-            schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
+            schedule = draw_schedule(draw, workload)
+            if zero_stage == 3 and random.Random(seed).random() < 0.5:
+                schedule = with_host_shards(by_cpu_shard(schedule), workload)
+                drawn = ["beside the backward, shards in host memory"]
+            schedule = with_gradients(draw, schedule, workload, kinds)
             if zero_stage == 1 or any(group.gradients == "sharded" for group in schedule.groups):
                 break
         schedule = replace(schedule, rollback_bytes=1 << 20)
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
-        drawn = [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
+        drawn += [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
         drawn += sorted({f"beside the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
         cast = random.Random(seed).choice((None, "host", "device"))

@@ -291,7 +291,7 @@ class Offloader:
         for one, way in zip(weighed, kept):
             size, ranks = one.group.bytes, one.group.ranks
             if way.shard_on_host:
-                pieces, rounding = max(pieces, piece_buffer_bytes(size)), max(rounding, self.rounding(one.group))
+                pieces, rounding = max(pieces, piece_buffer_bytes(size, ranks)), max(rounding, self.rounding(one.group))
             else:
                 resting += size // ranks if zero_3 else 0
                 legs = max(legs, 2 * size if one.group.algorithm else 0)

@@ -294,7 +294,7 @@ class RankPlacement:
 
     def _by_shard(self, group: int, route: Route) -> float:
         """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
-        pieces = shard_pieces(self.sizes[group])
+        pieces = shard_pieces(self.sizes[group], self.blocks.groups[group].ranks)
         gather_us, copy_us = self.times.unshard(group, route), self.times.shard_copy(group)
         begin = max(self.now, self.link_free.get(CPU, 0.0))
         gathered = max(begin + copy_us / pieces, self.link_free.get(GPU, 0.0)) + gather_us

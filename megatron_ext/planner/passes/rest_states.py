@@ -12,6 +12,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.passes.time_host_step import can_time_steps, copies_of_states
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
+from megatron_ext.schedule.host_slots import step_slots_bytes
 from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
@@ -152,7 +153,7 @@ def bytes_to_reserve(given: Candidate) -> list[int]:
     others += [replace(schedule, step_slots=replace(slots, cast="device"))] if slots and slots.cast == "host" else []
     us, *times = (run(workload, given.timing, each).iteration_time_us for each in (schedule, *others))
     gains = [other_us <= us * (1 - LEAST_GAIN) for other_us in times]
-    found = [slots.slot_bytes] if slots and any(gains[1:]) else []
+    found = [step_slots_bytes(others[-1], workload, list(schedule.groups))[1]] if slots and any(gains[1:]) else []
     if not gains[0]:
         return found
     of_ranks = [0] * workload.parallel.pp
@@ -163,7 +164,9 @@ def bytes_to_reserve(given: Candidate) -> list[int]:
 
 def moved_group(group: Group) -> Group:
     """The group with its states on the device, and there what the device's step reads and writes."""
-    gradients = "sharded" if group.gradients == "host" else group.gradients
+    gradients = group.gradients
+    if gradients == "host":  # a whole gradient and the shard of one rank take the same
+        gradients = "sharded" if group.ranks > 1 else None
     return replace(group, states_rest="device", shard_rests=None, gradients=gradients)
 
 

@@ -9,8 +9,9 @@
 The two directions have a stream each. The 16-bit parameters lie where the gradients were, or in memory of their own.
 
 Parameters become 16-bit on the host, or on the device: then the optimizer's fp32 parameters, which are page-locked, are
-copied to a staging buffer on the device and rounded there. That costs the host less and the link more. Gradients in 16
-bits become fp32 in the same place. Shards and gradients that rest in host memory are written and read where they are.
+copied to a staging buffer on the device, part by part, and rounded there; shards that rest in host memory are copied
+back from there. That costs the host less and the link more. Gradients in 16 bits become fp32 on the device in the same
+way. Otherwise shards that rest in host memory are written, and gradients read, where they are.
 
 The arithmetic is the optimizer's own on the same values, so training is the same to the last bit.
 Source: ZeRO-Offload (arXiv 2101.06840), section 4.1, and SuperOffload (arXiv 2509.21271) on where casts are cheapest.
@@ -72,8 +73,8 @@ class Link:
     Args:
         device: see :mod:`megatron_ext.runtime.device`.
         place: the device of shards and gradients.
-        inward_bytes, outward_bytes: of the staging buffers there: of parameters that become 16-bit on the device, and
-            of gradients that become fp32 there; 0: none do.
+        inward_bytes, outward_bytes: of fp32 in the staging buffers there: of parameters that become 16-bit on the
+            device, in parts of that size, and of whole gradients that become fp32 there; 0: none do.
         recorder: where copies and steps are recorded, or None.
     """
 
@@ -90,16 +91,38 @@ class Link:
         self.leaving = device.stream("parameters-leave")
         self.arriving.log = log_of(recorder, "gradient", "to_host", "publish", "gradient")
         self.leaving.log = log_of(recorder, "shard", "to_device", "cpu", "parameters")
+        self.returning = device.stream("parameters-return")
+        self.returning.log = log_of(recorder, "shard", "to_host", "publish", "parameters")
         self.arrived, self.left = device.event(), device.event()
         # One a direction: each direction's copies have an order on their stream.
         self._inward, self._outward = (
             torch.empty(size // 4, dtype=torch.float32, device=place) for size in (inward_bytes, outward_bytes)
         )
-        self.device_bytes = inward_bytes + outward_bytes
+        self._rounded = torch.empty(inward_bytes // HALF_PER_WIDE, dtype=torch.uint8, device=place)
+        self._is_rounded, self._has_returned = device.event(), device.event()
+        self.device_bytes = self._inward.nbytes + self._outward.nbytes + self._rounded.nbytes
 
-    def staging(self, inward: bool, shape: torch.Size) -> torch.Tensor:
-        """fp32: for a parameter on its way to the device (``inward``), or for a gradient."""
-        return (self._inward if inward else self._outward)[: shape.numel()].view(shape)
+    def staging(self, shape: torch.Size) -> torch.Tensor:
+        """fp32: for a gradient on its way to the host."""
+        return self._outward[: shape.numel()].view(shape)
+
+    def cast(self, piece: Piece) -> None:
+        """Queue the copies of a parameter to the device, and its rounding there into the shard, wherever that rests."""
+        size, stream = len(self._inward), self.leaving
+        parts = zip(piece.parameter.detach().view(-1).split(size), piece.shard.view(-1).split(size), strict=True)
+        for source, target in parts:
+            staged = self._inward[: len(source)]
+            stream.copy(staged, source)
+            if not piece.shard_on_host:
+                stream.run(partial(target.copy_, staged))
+                continue
+            rounded = self._rounded[: target.nbytes].view(target.dtype)
+            stream.wait(self._has_returned)  # the part before
+            stream.run(partial(rounded.copy_, staged))
+            self.returning.wait(stream.record(self._is_rounded))
+            self.returning.copy(target, rounded)
+            self.returning.record(self._has_returned)
+        stream.wait(self._has_returned)  # what is behind the stream finds the shard written
 
     def wait_for_arrivals(self) -> None:
         """Gradients may change behind what the compute stream waits for now."""
@@ -112,6 +135,7 @@ class Link:
     def close(self) -> None:
         self.arriving.close()
         self.leaving.close()
+        self.returning.close()
 
 
 class Room:
@@ -159,7 +183,7 @@ class Room:
                 stream.copy(half, gradient.view(shape))
                 self._narrow.append((own, half))
             else:
-                staged = link.staging(False, shape)
+                staged = link.staging(shape)
                 stream.run(partial(staged.copy_, gradient.view(shape)))
                 stream.copy(own, staged)
         stream.record(link.arrived)
@@ -175,16 +199,13 @@ class Room:
         link, stream = self._link, self._link.leaving
         for piece, start in zip(unit.pieces, unit.starts, strict=True):
             shape = piece.parameter.shape
-            if piece.shard_on_host:
+            if self.cast_on_device:
+                link.cast(piece)
+            elif piece.shard_on_host:
                 if unit.later:
                     piece.shard.copy_(self._place(self._leaving, start, shape, piece.shard.dtype))
                     if link.recorder is not None:
                         link.recorder.moved("shard", "host_memory", 2 * piece.shard.nbytes)
-                continue
-            if self.cast_on_device:
-                staged = link.staging(True, shape)
-                stream.copy(staged, piece.parameter)
-                stream.run(partial(piece.shard.copy_, staged))
             else:
                 stream.copy(piece.shard, self._place(self._leaving, start, shape, piece.shard.dtype))
         stream.record(self._last_left)

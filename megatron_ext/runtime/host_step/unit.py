@@ -131,9 +131,10 @@ class HostUnit:
         assert self.room is not None
         if self.room.recorder is not None:
             self.room.recorder.moved("step", "host_memory", self._step_bytes(self.room.cast_on_device))
-        for piece in self.pieces:
-            if piece.shard_on_host and not self.later:
-                piece.shard.copy_(piece.parameter)
+        if not (self.later or self.room.cast_on_device):
+            for piece in self.pieces:
+                if piece.shard_on_host:
+                    piece.shard.copy_(piece.parameter)
         self.room.end(self)
         self._begun = False
         self._let_go()
@@ -147,7 +148,7 @@ class HostUnit:
                 states = [piece.parameter, *self.optimizer.state[piece.parameter].values()]
                 held = {id(t): t.nbytes for t in states if isinstance(t, torch.Tensor) and t.dim()}
                 total += piece.parameter.grad.nbytes + 2 * sum(held.values())
-                total += 0 if cast_on_device and not piece.shard_on_host else piece.shard.nbytes
+                total += 0 if cast_on_device else piece.shard.nbytes
         return total
 
     def _let_go(self) -> None:

@@ -112,7 +112,7 @@ def _shard_gather(of: OfKind) -> BufferedGather | None:
     unshards = [action for schedule in of.schedules for action in schedule.unshards if action.group in of.indices]
     if not any(kind_of(action.route).shard_from_host for action in unshards):
         return None
-    own = make_data_group(of.schedule.parallel, of.backend, of.ranks)
+    own = make_data_group(of.schedule.parallel, of.backend, of.ranks) if of.ranks > 1 else None
     return ShardGather(own, device_of(next(iter(of.groups.values())).whole), of.recorder) if of.groups else None
 
 

@@ -5,7 +5,8 @@ rests in host memory, so nothing is published for this route.
 Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
 Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
-copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own.
+copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own. Groups
+that one rank holds whole are only copied: their shard is the copy in host memory.
 """
 
 import itertools
@@ -36,22 +37,27 @@ def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, 
 
 
 class ShardGather(BufferedGather):
-    """Copies shards into whole groups on one stream and gathers them on another."""
+    """Copies shards into whole groups on one stream and gathers them on another.
+
+    Args:
+        process_group: None where shards are whole groups.
+    """
 
     def __init__(self, process_group, device, recorder=None):
-        super().__init__("cpu-shard-gathers", (process_group,), device, recorder)
+        super().__init__("cpu-shard-gathers", (process_group,) if process_group else (), device, recorder)
         self.process_group = process_group
         self._copies, self._copied = device.stream("cpu-shard-copies"), device.event()
         self._copies.log = log_of(recorder, "gather", "to_device", "cpu")
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
-        pieces = shard_pieces(whole.numel() * whole.element_size())
+        pieces = shard_pieces(whole.nbytes, whole.numel() // shard.numel())
         ends = [shard.numel() * number // pieces for number in range(pieces + 1)]
         self._copies.wait(taken)
         for begin, end in itertools.pairwise(ends):
             self._copies.copy(whole[start + begin : start + end], shard[begin:end], name)
             self.stream.wait(self._copies.record(self._copied))
-            self._run(name, partial(self._gather_piece, whole, start, shard.numel(), begin, end))
+            if self.process_group is not None:
+                self._run(name, partial(self._gather_piece, whole, start, shard.numel(), begin, end))
 
     def _gather_piece(self, whole: torch.Tensor, start: int, numel: int, begin: int, end: int) -> None:
         """All-gather elements ``begin`` to ``end`` of every rank's shard, which has ``numel``."""
@@ -60,7 +66,7 @@ class ShardGather(BufferedGather):
             dist.all_gather_into_tensor(whole, own, group=self.process_group)
             return
         ranks = whole.numel() // numel
-        most = -(-numel // shard_pieces(whole.numel() * whole.element_size())) * ranks
+        most = -(-numel // shard_pieces(whole.nbytes, ranks)) * ranks
         piece = self._buffer(whole.dtype, most, whole.device)[: (end - begin) * ranks]
         dist.all_gather_into_tensor(piece, own, group=self.process_group)
         whole.view(ranks, numel)[:, begin:end].copy_(piece.view(ranks, end - begin))

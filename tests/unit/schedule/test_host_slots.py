@@ -38,8 +38,8 @@ def test_a_file_holds_them(tmp_path):
     ("cast", "gradient_dtype", "more", "on_device"),
     [
         ("host", "float32", SLOT_BYTES // 2, 0),
-        ("device", "float32", 0, SLOT_BYTES),
-        ("device", "bfloat16", 0, 2 * SLOT_BYTES),
+        ("device", "float32", 0, SLOT_BYTES * 3 // 2),
+        ("device", "bfloat16", 0, SLOT_BYTES * 5 // 2),
     ],
 )
 def test_slots_take_the_place_of_all_gradients(cast, gradient_dtype, more, on_device):

@@ -247,7 +247,7 @@ def test_pieces_and_two_legs_go_through_buffers():
     registered = replace(stock_schedule(on_one_node), groups=(replace(group, algorithm="symmetric"),))
     assert buffer_bytes(registered, on_one_node, 0) == group.bytes + group.bytes // 4
     sharded = with_host_shards(by_cpu_shard(gathered), work)
-    assert buffer_bytes(sharded, work, 0) == -(-group.bytes // shard_pieces(group.bytes)) < group.bytes
+    assert buffer_bytes(sharded, work, 0) == -(-group.bytes // shard_pieces(group.bytes, group.ranks)) < group.bytes
 
 
 def test_gradients_that_are_added_in_host_memory_come_through_slots_of_the_largest():
@@ -264,11 +264,11 @@ def test_gradients_that_are_added_in_host_memory_come_through_slots_of_the_large
         assert host_add_bytes(hosted(*indices).groups, work) == held.get("staging_slots", 0)
 
 
-def test_a_group_that_one_rank_holds_whole_is_not_copied_in_shards():
-    """Its shard is the whole: validation would refuse it."""
-    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", zero_stage=3)
-    gathered = plan(work, make_table(work), policy="all-gpu")
-    alone = replace(gathered, groups=(replace(gathered.groups[0], ranks=1), *gathered.groups[1:]))
-    entries = [entry for rank in by_cpu_shard(alone).ranks for entry in (rank.start, *rank.steps)]
-    routes = {(action.group > 0, action.route) for entry in entries for action in entry.unshard}
-    assert routes == {(False, "gpu"), (True, "cpu_shard")}
+def test_a_group_that_one_rank_holds_whole_comes_from_its_shard_without_buffers():
+    work = make_workload(pp=1, vp=1, dp=1, order="no_pipeline", zero_stage=3, hidden=2048)
+    schedule = with_host_shards(by_cpu_shard(plan(work, make_table(work), policy="all-gpu")), work)
+    assert validate(schedule).publish == () and shard_pieces(schedule.groups[0].bytes, 2) > 1
+    bill = memory_bill(schedule, replace(work, optimizer=OptimizerSettings(on_host=True)))[0].memory
+    assert bill.device_bytes.get("buffers", 0) == bill.device_bytes.get("shards", 0) == 0
+    assert bill.host_bytes["shards"] == sum(group.bytes for group in schedule.groups)
+    assert not bill.host_bytes.get("host_copies")

@@ -52,17 +52,23 @@ def test_a_curve_of_its_own_counts_what_the_parts_lack():
     assert total > parts.shard_copy_us(size) + parts.unshard_us("cpu_shard", size)
 
 
-def test_it_needs_a_shard_in_host_memory_and_several_ranks():
+def test_it_needs_a_shard_in_host_memory():
     work, _, gathered, sharded = case()
     with pytest.raises(InputError, match="needs a shard that rests in host memory"):
         validate(by_cpu_shard(gathered))
     assert not sharded.publish  # nothing is published for it
+
+
+def test_what_one_rank_holds_whole_is_copied_from_its_shard_as_fast_as_from_a_host_copy_and_not_published():
     alone = make_workload(**{**SHAPE, "dp": 1})
-    single = plan(alone, make_table(alone), policy="all-gpu")
-    single = replace(single, groups=tuple(replace(group, shard_rests="host") for group in single.groups))
-    with pytest.raises(InputError, match="several data-parallel ranks"):
-        validate(rerouted(single, lambda action: "cpu_shard"))
-    assert {action.route for action in by_cpu_shard(single).ranks[0].steps[0].unshard} == {"gpu"}  # one rank holds it
+    table = make_table(alone, cpu=(10.0, 5e3), publish=(10.0, 5e3))
+    gathered = plan(alone, table, policy="all-gpu")
+    ways = by_cpu_shard(gathered), rerouted(gathered, lambda action: "cpu")
+    shards, copies = (validate(with_host_shards(way, alone)) for way in ways)
+    assert copies.publish and not shards.publish
+    found = [evaluate(alone, table, way, trace=True) for way in (shards, copies)]
+    own, other = ([event.duration_us for event in one.events if event.lane == "cpu"] for one in found)
+    assert own == pytest.approx(other) and found[0].iteration_time_us < found[1].iteration_time_us
 
 
 def test_instances_of_the_optimizer_reduce_the_shard_too():
@@ -100,7 +106,7 @@ def test_pieces_are_gathered_while_others_are_copied(gpu, cpu):
     gathered = stock_schedule(work, buckets)
     sharded = validate(with_host_shards(by_cpu_shard(gathered), work))
     size = sharded.groups[0].bytes
-    assert len(sharded.groups) == 1 and shard_pieces(size) == 8
+    assert len(sharded.groups) == 1 and shard_pieces(size, work.parallel.dp) == 8
     copy_us, gather_us = size / 4 / cpu[1], size / gpu[1]
     result = evaluate(work, table, sharded, trace=True)
     expected = copy_us / 8 + 7 / 8 * max(copy_us, gather_us) + gather_us / 8
@@ -123,7 +129,7 @@ def test_many_links_give_what_is_published_of_bandwidth_centric_partitioning():
     shared, alone = (make_table(work, **parts, cpu=(0.0, rate)) for rate in (3e3, 12e3))
     whole = stock_schedule(work, buckets)
     sharded = validate(with_host_shards(by_cpu_shard(whole), work))
-    size, pieces = sharded.groups[0].bytes, shard_pieces(sharded.groups[0].bytes)
+    size, pieces = sharded.groups[0].bytes, shard_pieces(sharded.groups[0].bytes, work.parallel.dp)
     us = evaluate(work, shared, sharded).exposed_us[0] / 2
     assert size / us == pytest.approx(1 / (1 / 48e3 + 1 / (70e3 * pieces)), rel=1e-6)
     assert 0.9 < size / us / 48e3 < 1

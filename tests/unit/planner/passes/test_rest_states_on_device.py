@@ -137,7 +137,7 @@ def test_room_is_left_for_the_slot_in_which_parameters_are_cast_where_that_is_fa
     slots = StepSlots(slots=4, slot_bytes=1 << 20, cast="host")
     timing = Timing(work, replace(table, host_step=points))
     asked = [bytes_to_reserve(Candidate(work, timing, replace(schedule, step_slots=one))) for one in (slots, None)]
-    assert asked == [[slots.slot_bytes] if leaves else [], []]
+    assert asked == [[slots.slot_bytes * 3 // 2] if leaves else [], []]
     cast_there = replace(schedule, step_slots=replace(slots, cast="device"))
     assert bytes_to_reserve(Candidate(work, timing, cast_there)) == []
 
