@@ -99,7 +99,8 @@ class Link:
             torch.empty(size // 4, dtype=torch.float32, device=place) for size in (inward_bytes, outward_bytes)
         )
         self._rounded = torch.empty(inward_bytes // HALF_PER_WIDE, dtype=torch.uint8, device=place)
-        self._is_rounded, self._has_returned = device.event(), device.event()
+        self._is_rounded, self.returned = device.event(), device.event()
+        """Behind the last rounding of what rests in host memory, and behind its way back there."""
         self.device_bytes = self._inward.nbytes + self._outward.nbytes + self._rounded.nbytes
 
     def staging(self, shape: torch.Size) -> torch.Tensor:
@@ -117,12 +118,11 @@ class Link:
                 stream.run(partial(target.copy_, staged))
                 continue
             rounded = self._rounded[: target.nbytes].view(target.dtype)
-            stream.wait(self._has_returned)  # the part before
+            stream.wait(self.returned)  # the part before
             stream.run(partial(rounded.copy_, staged))
             self.returning.wait(stream.record(self._is_rounded))
             self.returning.copy(target, rounded)
-            self.returning.record(self._has_returned)
-        stream.wait(self._has_returned)  # what is behind the stream finds the shard written
+            self.returning.record(self.returned)
 
     def wait_for_arrivals(self) -> None:
         """Gradients may change behind what the compute stream waits for now."""
@@ -208,6 +208,7 @@ class Room:
                         link.recorder.moved("shard", "host_memory", 2 * piece.shard.nbytes)
             else:
                 stream.copy(piece.shard, self._place(self._leaving, start, shape, piece.shard.dtype))
+        stream.wait(link.returned)
         stream.record(self._last_left)
         stream.record(link.left)
 

@@ -17,6 +17,7 @@ from strict_engine import ONE_QUEUE, Engine
 from strict_streams import OFFSET, StreamHandle, driver
 from variations import some
 
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -132,21 +133,36 @@ def ordering(file: str, call: str, number: int = 0) -> str:
     return [site for site in orderings.sites() if site.startswith(f"{file}:") and site.endswith(f" {call}")][number]
 
 
-def slots_case(workloads, folder, cast: str, early: bool) -> dict:
-    """Steps of the host's optimizer that are taken back, with gradients and parameters through two slots."""
+def slots_case(workloads, folder, cast: str, early: bool, shards: str = "device") -> dict:
+    """Steps of the host's optimizer that are taken back, with gradients and parameters through two slots; shards rest
+    where they were drawn, or all of them on the ``host``."""
     case = strict_case(29, workloads, folder, 3)
-    schedule = validate.load(case["schedule"])
-    schedule = with_step_slots(schedule, workloads[STRICT, "fp16"], slots=2, cast=cast)
+    schedule, workload = validate.load(case["schedule"]), workloads[STRICT, "fp16"]
+    if shards == "host":
+        work = replace(workload, zero_stage=3, optimizer=OptimizerSettings(on_host=True))
+        schedule = with_host_shards(by_cpu_shard(schedule), work)
+        assert {group.shard_rests for group in schedule.groups} == {"host"}
+    schedule = with_step_slots(schedule, workload, slots=2, cast=cast)
     schedule = replace(schedule, rollback_bytes=schedule.rollback_bytes if early else None)
     schedule_file.save(case["schedule"], validate.validate(schedule))
     return case
 
 
 @pytest.mark.parametrize(
-    ("cast", "early"), some([("host", True), ("device", False), ("device", True), ("host", False)], 2)
+    ("cast", "early", "shards"),
+    some(
+        [
+            ("host", True, "device"),
+            ("device", False, "host"),
+            ("device", True, "device"),
+            ("device", True, "host"),
+            ("host", False, "device"),
+        ],
+        2,
+    ),
 )
-def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast, early):
-    answer = service.run(**slots_case(workloads, tmp_path, cast, early))
+def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast, early, shards):
+    answer = service.run(**slots_case(workloads, tmp_path, cast, early, shards))
     assert findings(answer) == [] == differences(answer)
 
 
