@@ -190,14 +190,15 @@ def jobs() -> list[Job]:
     rows = covering_rows(FACTORS, possible, lambda row: SECONDS[row["layout"]] ** 0.5)
     one, two = "1 rank", "2 ranks"
     large = [
-        # As on the first GPU, where it was silently wrong, and where it hung.
+        # As plans choose it for one GPU; then as on the first one, where it was silently wrong, and where it hung.
+        _training("large", 35, _row(one, "cpu_shard", cast="device", mode="early")),
         _training("large", 35, _row(one, "cpu")),
         _training("large", 60, _row(one, "nvme")),
         _training("large", 15, _row(one, "cpu", states="device")),
     ]
     medium = [
         _training("medium", 10, _row(one, "cpu", cast="host")),
-        _training("medium", 10, _row(one, "cpu", cast="device", mode="early", gradients="sharded")),
+        _training("medium", 10, _row(one, "cpu_shard", cast="device", gradients="whole")),
         _training("medium", 10, _row(one, "cpu", mode="early", clip="idle")),
         _training("medium", 10, _row(one, "nvme", mode="delayed")),
         _training("medium", 10, _row(one, "cpu", mode="never whole")),
