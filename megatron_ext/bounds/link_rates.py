@@ -59,7 +59,7 @@ class LinkRates:
         self.publishing = {
             route: _publish_points(timing, pp_rank, copy, largest)
             for route in self.routes
-            if (copy := kind_of(route).copy) is not None and not (whole and copy == "cpu")
+            if (copy := kind_of(route).copy) is not None and not (whole and kind_of(route).reads_host_copy)
         }
         kinds = {route: _kinds(route) for route in self.routes}
         self.slows_compute = {route: self._least_excess((COMPUTE,), of_route) for route, of_route in kinds.items()}
