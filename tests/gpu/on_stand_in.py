@@ -13,8 +13,8 @@ RANKS, MOST_SAID = 2, 3
 
 
 def takes(case: Training) -> bool:
-    """Whether the stand-in can judge a case: of up to two ranks, and not with two files on the drive, which it takes for
-    one where a process has both (by their labels)."""
+    """Whether the stand-in can judge a case: of up to two ranks, and not with two files on the drive, taken for one
+    where a process has both (by their labels)."""
     return LAYOUTS[case.layout][0] <= RANKS and (case.route, case.states) != ("nvme", "drive")
 
 
