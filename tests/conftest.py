@@ -35,6 +35,10 @@ def pytest_collection(session):
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker is None:
         return
+    from megatron_ext.megatron import cpu_compat
+
+    if MEGATRON.is_dir():
+        cpu_compat.install()  # before any of them imports Megatron
     places = [Path(place.partition("::")[0]) for place in session.config.args]
     files = sorted(file for place in places for file in place.rglob("test_*.py"))
     for file in files[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
