@@ -51,7 +51,7 @@ def main() -> None:
         if not torch.equal(whole, flat) or not torch.equal(again, flat):
             sys.exit(f"rank {rank}: {whole.numel()} elements of {whole.dtype} differ")
     sizes = [whole.numel() * whole.element_size() for whole, *_ in cases]
-    assert {route.shard_pieces(size) for size in sizes} == {1, 2, 3, 4, 5}, sizes
+    assert {route.shard_pieces(each, size) for each in sizes} == {1, 2, 3, 4, 5}, sizes
     assert in_pieces.buffer_bytes > 0
     gather.close()
     in_pieces.close()

@@ -30,6 +30,7 @@ THREADS = {
     "states-read",
     "gradients-arrive",
     "parameters-leave",
+    "parameters-return",
     "watch",
 }
 

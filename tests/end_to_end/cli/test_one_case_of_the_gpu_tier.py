@@ -9,7 +9,7 @@ import sys
 from places import ROOT
 from training import environment
 
-CASE = "small, 2 ranks: zero 3, gpu, gradients sharded, shards device, states host, plain, cast on host"
+CASE = "small, 2 ranks: zero 3, cpu_shard, gradients host, shards host, states host, early, cast on host"
 
 
 def test_two_ranks_train_a_case_on_the_stand_in(megatron_tree, tmp_path):
