@@ -115,7 +115,10 @@ def _options(given: dict) -> list[str]:
     ranks = _data_parallel(given)
     each = ranks * int(given.get("--micro-batch-size", 1))
     batch = -(-int(given.get("--global-batch-size", each)) // each) * each
-    return [*options, *DATA, "--data-parallel-size", str(ranks), "--global-batch-size", str(batch)]
+    sizes = ["--data-parallel-size", str(ranks)]
+    if "--step-batch-size-schedule" not in given:  # Megatron takes one of the two
+        sizes += ["--global-batch-size", str(batch)]
+    return [*options, *DATA, *sizes]
 
 
 def _data_parallel(given: dict) -> int:
