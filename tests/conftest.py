@@ -1,9 +1,7 @@
 """What all tests share: the patched Megatron tree, and a corpus to train on."""
 
-import contextlib
 import fcntl
 import gc
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -27,25 +25,6 @@ TOGETHER = ("tests/end_to_end/adopting/",)
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(MEGATRON), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
-def pytest_collection(session):
-    """Import some test files before the others: every process of pytest-xdist other ones, so that in a fresh checkout
-    each file is rewritten and compiled by one of them and not by all."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None:
-        return
-    from megatron_ext.megatron import cpu_compat
-
-    if MEGATRON.is_dir():
-        cpu_compat.install()  # before any of them imports Megatron
-    places = [Path(place.partition("::")[0]) for place in session.config.args]
-    files = sorted(file for place in places for file in place.rglob("test_*.py"))
-    for file in files[int(worker.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
-        if str(file.parent) not in sys.path:
-            sys.path.insert(0, str(file.parent))  # as pytest does
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # collection says what it is
-            importlib.import_module(file.stem)
 
 
 def pytest_collection_modifyitems(config, items):
