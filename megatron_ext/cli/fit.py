@@ -61,11 +61,13 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     if out:
         os.makedirs(out, exist_ok=True)
         json_files.check_writable(os.path.join(out, "workload.json"))
-    request = Request(words=tuple(megatron_options), fixed=fixed_names(fixed), **asked)
+    request = Request(words=with_dropout(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
     problem = ready(request)
     if problem.passed_over:
         click.echo(f"fit: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
     found = answer(request, problem)
+    if len(request.words) > len(megatron_options):
+        click.echo("fit: not given, taken to be Megatron's default: --hidden-dropout 0.1", err=True)
     if picture:
         from megatron_ext.report import fit_picture
 
@@ -82,6 +84,13 @@ advise = BareScriptCommand(
     params=[option for option in fit.params if option.name not in FIXED],
     help="Say whether a plan will help with the settings as they are given: fit --fix all.",
 )
+
+
+def with_dropout(words: tuple[str, ...]) -> tuple[str, ...]:
+    """A command line with Megatron's default of an option whose default the example has otherwise."""
+    if any(word.partition("=")[0] == "--hidden-dropout" for word in words):
+        return words
+    return (*words, "--hidden-dropout", "0.1")
 
 
 def fixed_names(text: str) -> tuple[str, ...]:

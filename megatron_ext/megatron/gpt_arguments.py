@@ -356,4 +356,5 @@ def batch_of(args):
         recompute_method=args.recompute_method or "uniform",
         recompute_num_layers=args.recompute_num_layers or 1,
         score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,
+        hidden_dropout=args.hidden_dropout > 0,
     )

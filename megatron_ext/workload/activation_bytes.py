@@ -1,6 +1,6 @@
 """Activations that a GPT's layers keep for backward, counted from sizes (Korthikanti et al. 2022, arXiv 2205.05198).
 
-Counted for fused norms and activation functions, without dropout, and without what a kernel frees within its layer.
+Counted for fused norms and activation functions, and without what a kernel frees within its layer.
 """
 
 from collections.abc import Sequence
@@ -41,16 +41,17 @@ def kept_by_chunk(kinds: Sequence[str], shape, batch, tp: int) -> tuple[tuple[in
 
 def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     item = ITEM_BYTES[shape.dtype]
-    between = item * batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
+    elements = batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
+    between, masks = item * elements, elements if batch.hidden_dropout else 0
     if kind == "embedding":
-        return Kept(8 * batch.tokens)
+        return Kept(8 * batch.tokens + masks)
     if kind == "output":  # the norm's and the matrix's input, and the softmax in 32 bits
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
     columns = 2 * width + 2 * groups + (3 if shape.gated else 2) * shape.ffn
     columns += width + 2 * groups if shape.qk_norm else 0  # what is normed lies in the output of one matrix
     scores = item * batch.tokens * batch.seq_length * batch.score_heads
-    whole = 4 * between + item * batch.tokens * columns // tp + scores
+    whole = 4 * between + 2 * masks + item * batch.tokens * columns // tp + scores  # behind attention, behind the MLP
     if batch.recompute == "full":
         return Kept(between, whole)
     return Kept(whole - scores, scores) if batch.recompute == "selective" else Kept(whole)

@@ -25,6 +25,7 @@ class MicroBatch(NamedTuple):
         recompute_method: of ``full``: ``block`` does so in the first ``recompute_num_layers`` layers of a chunk,
             ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
+        hidden_dropout: activations are dropped at random, and the mask is kept, one byte an element.
     """
 
     seq_length: int
@@ -34,6 +35,7 @@ class MicroBatch(NamedTuple):
     score_heads: int = 0
     recompute_method: str = "uniform"
     recompute_num_layers: int = 1
+    hidden_dropout: bool = False
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""

@@ -41,3 +41,24 @@ def test_times():
     for count in (1, 3):
         batch = PLAIN._replace(recompute="full", recompute_method="block", recompute_num_layers=count)
         assert abs(us(batch)[1] - backward - full * count / 4) < 1e-6 * backward
+
+
+def test_dropout_keeps_masks_of_one_byte_an_element():
+    """Behind the embedding, and in a layer behind attention and the MLP; a rank of sequence parallelism its part."""
+    elements = 512 * 1024
+    dropped = gpt_workload(SHAPE, PARALLEL, PLAIN._replace(hidden_dropout=True))
+    plain = gpt_workload(SHAPE, PARALLEL, PLAIN)
+    more = [a - b for a, b in zip(dropped.chunk(0, 0).activation_bytes, plain.chunk(0, 0).activation_bytes)]
+    assert more == [elements, *[2 * elements] * 4]
+    whole = chunk(PLAIN._replace(recompute="full", hidden_dropout=True))
+    assert (
+        whole.activation_bytes[0] == BETWEEN
+        and whole.recompute_bytes == chunk(PLAIN).activation_bytes[0] + 2 * elements
+    )
+    part, none = (
+        gpt_workload(
+            SHAPE, Parallel.of(pp=2, microbatches=2, tp=2), PLAIN._replace(hidden_dropout=on, sequence_parallel=True)
+        )
+        for on in (True, False)
+    )
+    assert part.chunk(1, 0).activation_bytes[0] - none.chunk(1, 0).activation_bytes[0] == elements
