@@ -2,7 +2,8 @@
 
     python tests/helpers/old_code.py CHECKOUT [--expect none]
 
-Helpers and cases are those beside this file; the package, the example and the Megatron tree are CHECKOUT's.
+The stand-in and the cases are those beside this file. The package, the example, the Megatron tree and how schedules are
+drawn (``draw_schedule``, which follows the package's own files) are CHECKOUT's.
 
 W1  gradients in host memory, the optimizer on the host, clipping active: a kernel of the device scales what the
     processor then copies.
@@ -17,12 +18,27 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 HELPERS = Path(__file__).parent
+
+
+def started(arguments: list[str], cwd: Path, environment: dict[str, str], out, error) -> subprocess.Popen:
+    """As ``warm_python.WarmPython``, from nothing, and by torch's launcher: the package's own has moved."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, *arguments[arguments.index("--nproc-per-node") :]]
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=error)
+
+
 if __name__ == "__main__":
     CHECKOUT = str(Path(sys.argv[1]).resolve()) if sys.argv[1:] else ""
     os.environ |= {"MEGATRON_EXT_TEST_ROOT": CHECKOUT, "PYTHONPATH": CHECKOUT, "OMP_NUM_THREADS": "1"}
-    sys.path[:0] = [CHECKOUT, f"{CHECKOUT}/.megatron", str(HELPERS)]
+    sys.path[:0] = [CHECKOUT, f"{CHECKOUT}/.megatron", f"{CHECKOUT}/tests/helpers"]
+    import draw_schedule
+
+    sys.path[2] = str(HELPERS)
+    # Its ranks start by themselves: what forks them from a warm process needs the package of today.
+    sys.modules["warm_python"] = SimpleNamespace(WarmPython=started)  # type: ignore[assignment]
 
 from cases import MODELS, STRICT
 from draw_schedule import draw_schedule, prepared, with_gradients
@@ -94,7 +110,7 @@ def judged(service: ParityService, folder: Path, fault: str) -> tuple[list[str],
         try:
             answer = service.run(**make(folder, order))
         except Died as died:
-            deaths.append(f"the ranks died, which reports nothing: {str(died)[-800:]}")
+            deaths.append(f"the ranks died, which reports nothing: {str(died)[-3000:]}")
             continue
         said = [*dict.fromkeys(said + is_fault(answer))]
         for kind in counts:
@@ -110,7 +126,8 @@ def main() -> int:
     print(f"judged: {Path(schedule_file.__file__).parents[1]}")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        describe = [sys.executable, str(HELPERS / "describe_cases.py"), temporary]
+        models = [f"{STRICT}.bf16-offload", f"{STRICT}.fp32"]
+        describe = [sys.executable, str(HELPERS / "describe_cases.py"), temporary, *models]
         subprocess.run(describe, env=environment(), check=True)
         service, right = ParityService(STRICT, strict=True), True
         for fault in FAULTS:

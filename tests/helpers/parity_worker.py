@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import importlib
 import json
 import os
 import socket
@@ -32,7 +33,6 @@ cpu_compat.install()
 sys.path.insert(0, str(ROOT / "examples"))
 import model_and_optimizer
 import pretrain_gpt_hybrid
-import toy_route
 from engine_stand_in import FusedAdam
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import optimizer as megatron_optimizer
@@ -200,7 +200,7 @@ def ramping(example):
 
 
 SURROUNDINGS = {
-    "toy route": lambda example: toy_route.added(),
+    "toy route": lambda example: importlib.import_module("toy_route").added(),  # older packages, too, run this file
     "overflow": overflowing,
     "fused": lambda example: fused(),
     "split": split,
@@ -267,7 +267,7 @@ def _train_model(example, args, meddle: str | None) -> dict:
     metrics["early_steps"] = None if early is None else (early.taken, early.taken_back)
     if meddle == "told twice":  # what it publishes and issues is under way while everything is closed
         example.hooks.params_changed()
-    example.hooks.finish(read_later=meddle != "leave")
+    example.hooks.finish(**({"read_later": False} if meddle == "leave" else {}))
     if meddle == "leave":
         assert any(p.untyped_storage().nbytes() == 0 for chunk in model for p in chunk.parameters())
         example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model], forward_only=True)
