@@ -92,37 +92,25 @@ def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
 
 def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) -> list[str]:
     """A random route for every group, within the pinned host memory of every node."""
-    slots = workload.limits.nvme_slots
-    usable = [route for route in routes if slots or not kind_of(route).staged]
-    size = workload.limits.nvme_slot_bytes
+    limits = workload.limits
+    usable = [route for route in routes if limits.nvme_slots or not kind_of(route).staged]
+    routed = []
     for group in groups:
-        if all(kind_of(route).staged for route in usable) and size is not None and group.bytes > size:
-            raise InputError(
-                f"cannot fit: a group of {group.bytes} bytes has no other route",
-                field="limits.nvme_slot_bytes",
-                value=size,
-            )
-    routed = [
-        draw.choice([r for r in usable if size is None or group.bytes <= size or not kind_of(r).staged])
-        for group in groups
-    ]
-    limit = workload.limits.pinned_host_bytes
-
-    def short() -> bool:
+        large = limits.nvme_slot_bytes is not None and group.bytes > limits.nvme_slot_bytes
+        possible = [route for route in usable if not (large and kind_of(route).staged)]
+        if not possible:
+            said = f"cannot fit: a group of {group.bytes} bytes has no other route"
+            raise InputError(said, field="limits.nvme_slot_bytes", value=limits.nvme_slot_bytes)
+        routed.append(draw.choice(possible))
+    order = draw.sample(range(len(groups)), len(groups))
+    while (limit := limits.pinned_host_bytes) is not None:  # ends: each turn shortens order
         kinds = list(enumerate(map(kind_of, routed)))
         hosted, staged = {g for g, kind in kinds if kind.reads_host_copy}, {g for g, kind in kinds if kind.staged}
-        return limit is not None and max(pinned_need(workload, groups, hosted, staged), default=0) > limit
-
-    if ALL_GATHER not in usable and short():
-        raise InputError(
-            f"cannot fit: without the {ALL_GATHER} route all of it needs pinned memory",
-            field="limits.pinned_host_bytes",
-            value=limit,
-        )
-    order = list(range(len(groups)))
-    draw.shuffle(order)
-    # ends: each turn shortens order
-    while order and short():
+        if not order or max(pinned_need(workload, groups, hosted, staged), default=0) <= limit:
+            break
+        if ALL_GATHER not in usable:
+            said = f"cannot fit: without the {ALL_GATHER} route all of it needs pinned memory"
+            raise InputError(said, field="limits.pinned_host_bytes", value=limit)
         routed[order.pop()] = ALL_GATHER
     return routed
 
@@ -140,44 +128,28 @@ def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
 
 
 def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], list[Freed]]:
-    """Step by step: before each, free what must go and fetch what it needs, some of it early."""
-    pp, limit = workload.parallel.pp, workload.limits.whole_parameter_bytes
-    chunks = [step.stage // pp for step in steps_of_ranks(workload.parallel)[pp_rank]]
+    """Step by step: before each fetch what it needs, and some of what the next one does; behind it free some groups,
+    and as many as must go for the next."""
+    limit = inf if workload.limits.whole_parameter_bytes is None else workload.limits.whole_parameter_bytes
+    order = [own[step.stage // workload.parallel.pp] for step in steps_of_ranks(workload.parallel)[pp_rank]]
     size = lambda ids: sum(groups[g].bytes for g in ids)
-    keep = draw.choice((0.0, 0.5, 0.9))
-    eager = draw.choice((0.0, 0.3, 0.8))
+    keep, eager = draw.choice((0.0, 0.5, 0.9)), draw.choice((0.0, 0.3, 0.8))
     whole: set[int] = set()
-    due: dict[int, int] = {}  # issued early, may not be freed before this step
     unshards, reshards = [], []
-    for index in range(-1, len(chunks)):
+    for index in range(-1, len(order)):
+        following = order[index + 1] if index + 1 < len(order) else []
         if index >= 0:
-            for group in own[chunks[index]]:
-                if group not in whole:
-                    unshards.append(Placed(group, routed[group], index, index))
-                    whole.add(group)
-            due = {g: step for g, step in due.items() if step > index}
-        for later in range(index + 1, min(index + 4, len(chunks))):
-            if chunks[later] in chunks[index + 1 : later]:
-                continue  # it is needed before that already
-            for group in own[chunks[later]]:
-                # Until it is due it stays: it must fit beside what every step in between needs.
-                held = {*due, group}
-                possible = (
-                    limit is None
-                    or all(size(held.union(own[chunks[s]])) <= limit for s in range(max(index, 0), later + 1))
-                    and size(whole | {group}) <= limit
-                )
-                if group not in whole and draw.random() < eager and possible:
-                    unshards.append(Placed(group, routed[group], index, later))
-                    whole.add(group)
-                    due[group] = later
-        if index < 0:
-            continue
-        need = set(own[chunks[index + 1]]) if index + 1 < len(chunks) else set()
-        loose = sorted(whole - due.keys())
-        draw.shuffle(loose)
-        for group in loose:
-            forced = limit is not None and size(whole | need) > limit and group not in need
+            unshards += [Placed(g, routed[g], index, index) for g in order[index] if g not in whole]
+            whole.update(order[index])
+        early = set()
+        for group in following:
+            if group not in whole and draw.random() < eager and size(whole | {group}) <= limit:
+                unshards.append(Placed(group, routed[group], index, index + 1))
+                whole.add(group)
+                early.add(group)
+        loose = sorted(whole - early) if index >= 0 else []
+        for group in draw.sample(loose, len(loose)):
+            forced = group not in following and size(whole.union(following)) > limit
             if forced or draw.random() > keep:
                 reshards.append(Freed(group, index))
                 whole.discard(group)
