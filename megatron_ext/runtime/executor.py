@@ -101,10 +101,10 @@ class Executor:
             self._drop_all()
             self._undisturbed = True
         self._count_forward = self._count_backward = 0
+        for part in self.parts:  # steps that nobody has followed are taken back before their shards are gathered
+            part.begin()
         if not self._started:
             self.start()
-        for part in self.parts:
-            part.begin()
 
     def expect(self, num_microbatches: int) -> None:
         """The next iteration has so many micro-batches: where the last had others, follow the program for these.

@@ -6,6 +6,7 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
 from megatron_ext.runtime.group import ScheduleError, State
+from megatron_ext.runtime.part import Part
 from megatron_ext.schedule.footprint import device_peaks
 
 SHAPES = {
@@ -84,6 +85,16 @@ def test_parameters_that_were_changed_from_outside_become_the_shards():
     issued = len(rank.events)
     rank.executor.begin_iteration()
     assert len(rank.events) == issued, "what was issued behind the change is not issued again"
+
+
+def test_an_iteration_that_is_run_again_gathers_behind_what_its_parts_take_back():
+    """Megatron's rerun machinery runs an iteration again without a step: early steps of the host are taken back."""
+    rank, part, called = rank_of(), Part(), []
+    rank.executor.program = rank.program._replace(start=(lambda: called.append("gathers"),))
+    rank.executor.parts, part.begin = (part,), lambda: called.append("takes back")
+    rank.iteration()
+    rank.iteration()
+    assert called == 2 * ["takes back", "gathers"]
 
 
 def test_who_watches_sees_every_step_and_nothing_between_iterations():
