@@ -3,11 +3,11 @@
 [Note: Ten minutes]
 Seconds are for one H200 with 16 cores, by what gpu_first_runs measured: a process takes 20 to 40 s to start, a small
 case 1 s a training, 1B parameters with the optimizer on the host about 11. Trainings may share the device, in as many
-lanes as there are processors for: that hides the starting of one behind the training of another, and makes copies
-longer. What is timed runs alone. In sum, with three lanes: set-up 30 s, plans, trainings and resuming 650 / 3 and the
-starts that nothing hides, together 300, doctor 90, timings 100, measure 50: all of the time. Of a machine on which
-ranks that share the device are slower a second call (``--resume``) does the rest. Jobs start in the order of this
-table. ``until`` is the part of the budget in which a job's cases begin, so that no kind of job takes the time of
+lanes as there are processors and host memory for: that hides the starting of one behind the training of another, and
+makes copies longer. What is timed runs alone. In sum, with three lanes: set-up 30 s, plans, trainings and resuming 650
+/ 3 and the starts that nothing hides, together 300, doctor 90, timings 100, measure 50: all of the time. Of a machine
+on which ranks that share the device are slower a second call (``--resume``) does the rest. Jobs start in the order of
+this table. ``until`` is the part of the budget in which a job's cases begin, so that no kind of job takes the time of
 all others; what it left is tried again at the end. Host memory: 30 GB for 1B parameters on one rank, as much on two.
 """
 

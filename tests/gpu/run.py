@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import machine
+from megatron_ext.runtime import host_memory, machine
 from megatron_ext.runtime.device import has_cuda
 
 DRY_BUDGET_SECONDS, DRY_LIMITS = 3600.0, 4.0
@@ -39,6 +39,9 @@ DRIVES = (Path("/var/tmp"), Path("/tmp"), ROOT)
 
 MOST_LANES, PROCESSORS_OF_LANE = 3, 6
 """Lanes, and the processors for which there is one more."""
+LANE_BYTES = 36 << 30
+"""Of host memory for each lane: what 1B parameters take there, with copies of their states and what Megatron's own host
+optimizer has left page-locked. Where two such jobs do not fit, one comes after the other."""
 
 
 def parse() -> argparse.Namespace:
@@ -80,6 +83,12 @@ def chosen(args: argparse.Namespace) -> list[Job]:
     return [job for job in kept if job.cases]
 
 
+def lanes_of(processors: int, available_bytes: int | None) -> int:
+    """How many jobs may run at once; ``available_bytes``: of host memory, None where the system does not say."""
+    fitting = MOST_LANES if available_bytes is None else available_bytes // LANE_BYTES
+    return max(1, min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE, fitting))
+
+
 def run(args: argparse.Namespace) -> int:
     todo = chosen(args)
     if args.list:
@@ -109,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="drive.", dir=drive or args.out.parent) as folder,
     ):
         engine = not args.dry_run and find_spec("transformer_engine") is not None
-        number = min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE)
+        number = lanes_of(processors, None if args.dry_run else host_memory.available_bytes())
         place = Place(
             work=Path(work),
             drive=Path(folder),

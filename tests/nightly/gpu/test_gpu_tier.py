@@ -15,6 +15,7 @@ from training import work_left
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 from case_table import FACTORS, jobs, possible
 from covering import covering_rows, pairs
+from run import lanes_of
 
 HUNG = jobs()[1].cases[1].name
 TRAINED_BEFORE = jobs()[1].cases[0].name
@@ -32,6 +33,12 @@ def results(out: Path) -> dict[str, dict]:
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "report.json"
+
+
+@pytest.mark.parametrize("processors, gib, lanes", [(16, 125, 3), (16, 100, 2), (16, 64, 1), (8, 125, 2), (2, 16, 1)])
+def test_so_many_jobs_run_at_once_as_processors_and_host_memory_are_enough_for(processors, gib, lanes):
+    assert lanes_of(processors, gib << 30) == lanes
+    assert lanes_of(processors, None) == min(3, 1 + processors // 6)
 
 
 @pytest.mark.timeout(2700)
