@@ -37,6 +37,7 @@ from engine_stand_in import FusedAdam
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import distrib_optimizer
+from ran_again import ran_again
 
 from megatron_ext.megatron import lifecycle
 from megatron_ext.runtime import debug
@@ -205,6 +206,7 @@ SURROUNDINGS = {
     "fused": lambda example: fused(),
     "split": split,
     "ramp": ramping,
+    "again": ran_again,
 }
 
 
@@ -222,7 +224,7 @@ def train(
     nobody asks for parameters at the end, and then an evaluation does; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
     ``fused``: see :func:`fused`; ``ramp``: see :func:`ramping`; ``split``: see :func:`split`;
-    ``read``: see :func:`reading`; ``gradients``: those of
+    ``read``: see :func:`reading`; ``again``: see :func:`ran_again`; ``gradients``: those of
     the first iteration are returned as the optimizer steps on them."""
     for name in (lifecycle.STOCK_GATHER, faults.VARIABLE, debug.VARIABLE):
         os.environ.pop(name, None)

@@ -72,6 +72,25 @@ def test_steps_of_an_iteration_that_overflows_are_taken_back(workloads, services
     assert 0 < taken_back < taken
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_steps_of_an_iteration_that_is_run_again_are_taken_back_before_it_begins(
+    workloads, services, tmp_path, zero_stage
+):
+    """What its start gathers are the parameters of the last step: both plans gather a group there that is stepped early."""
+    kinds = (None, "sharded") if zero_stage > 1 else (None,)
+    write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 12, kinds)
+    answer = services("interleaved").run(
+        options=[*BF16, "--clip-grad", "1e9"],
+        schedule=tmp_path / "s.json",
+        iterations=4,
+        meddle="again",
+        environment={"MEGATRON_EXT_FAULTS": DELAYS},
+    )
+    assert differences(answer) == []
+    taken, taken_back = counts(answer)
+    assert 0 < taken_back < taken
+
+
 @pytest.mark.parametrize(
     "zero_stage, seed, clip, meddle, fault, every",
     some(
