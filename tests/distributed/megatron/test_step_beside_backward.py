@@ -76,7 +76,7 @@ def test_steps_of_an_iteration_that_overflows_are_taken_back(workloads, services
 def test_steps_of_an_iteration_that_is_run_again_are_taken_back_before_it_begins(
     workloads, services, tmp_path, zero_stage
 ):
-    """What its start gathers are the parameters of the last step: both plans gather a group there that is stepped early."""
+    """Both plans gather a group at the start that is stepped early: it comes with the parameters of the last step."""
     kinds = (None, "sharded") if zero_stage > 1 else (None,)
     write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 12, kinds)
     answer = services("interleaved").run(
