@@ -58,7 +58,7 @@ def host_link(size_bytes: int) -> Iterator[None]:
 
 
 def slow_streams(module) -> None:
-    """``runtime/host_stream.py``."""
+    """``runtime/host_device.py``."""
     copy = module.copy_now
 
     @wraps(copy)
@@ -116,7 +116,7 @@ def say_so(module) -> None:
 
 
 WRAPPED = {
-    "megatron_ext.runtime.host_stream": slow_streams,
+    "megatron_ext.runtime.host_device": slow_streams,
     "megatron_ext.runtime.drive": slow_drive,
     "megatron_ext.runtime.machine": say_so,
 }

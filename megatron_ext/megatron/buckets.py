@@ -391,7 +391,7 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
             raise ScheduleError(WITHOUT_SCHEDULE)
         if self.gradient is None:
             super().start_grad_sync(*args, **kwargs)
-            if self.executor.recorder is not None:
+            if self.executor.recorder.counts:
                 sizes = self.intra_distributed_optimizer_instance_size, instances_of(self.ddp_config)
                 size = reduced_bytes(self.buckets[0].grad_data.nbytes, *sizes)
                 self.executor.recorder.moved("gradient", "network", size)

@@ -102,11 +102,9 @@ class BuildingRun:
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
         host_optimizers.forget_chosen()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        self.recorder: Recorder | None = None
-        if trace is not None or schedule is not None:
-            sampled = run_summary.SAMPLED if trace is None else None
-            self.recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
-            self.sample = run_summary.Sample(self.recorder)
+        sampled = run_summary.SAMPLED if trace is None else None
+        self.recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
+        self.sample = run_summary.Sample(self.recorder)
         self.check: EqualityCheck | None = None
         self.schedule: Schedule | None = None
         self.schedules: dict[int, Schedule] = {}  # by number of micro-batches
@@ -142,7 +140,7 @@ class BuildingRun:
             built = lambda: not self.stock_gather and self.state is State.BUILDING
             late_memory.leave_buffers_out(lambda: rest and built(), lambda: self.late is not None)
             late_model.install(lambda: self.late)
-        if trace is not None and self.recorder is not None:
+        if trace is not None:
             stock_trace.record_steps(self.recorder)
             if rank == 0:
                 self._error = _unwritable(trace)
@@ -191,7 +189,7 @@ class BuildingRun:
         """A chunk was built. One that is built after the setup is not of the scheduled model and stays Megatron's."""
         if self.state is State.BUILDING:
             self._lay_out(ddp)
-        if self.recorder is not None and (self.schedule is None or self.stock_gather):
+        if self.schedule is None or self.stock_gather:
             stock_trace.record_gathers(ddp, self.recorder)
 
     def _lay_out(self, ddp) -> None:

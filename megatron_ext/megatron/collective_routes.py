@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.group import Group
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes import Route
 from megatron_ext.runtime.routes.all_gather import AllGather
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
@@ -36,7 +36,7 @@ def collective_routes(
     schedules: dict[int, Schedule],
     groups: dict[int, Group],
     process_groups: dict[int, dist.ProcessGroup],
-    recorder: Recorder | None,
+    recorder: Recorder,
 ) -> CollectiveRoutes:
     """Make the routes of this rank's ``groups``; collective. Raises InputError where one cannot be had here.
 
@@ -61,7 +61,7 @@ def collective_routes(
         gathers |= dict.fromkeys(own, AllGather(process_groups[ranks])) if own else {}
     buffered = list({id(route): route for of_group in made.values() for route in of_group.values()}.values())
     gpu = _by_group(gathers)
-    routes: dict[str, Route] = {"gpu": gpu if recorder is None else _RecordedGather(gpu, recorder)}
+    routes: dict[str, Route] = {"gpu": gpu if recorder is NOTHING else _RecordedGather(gpu, recorder)}
     routes |= {name: _by_group(of_group) for name, of_group in made.items()}
     if not debug.wanted():
         return CollectiveRoutes(gpu, routes, None, buffered)

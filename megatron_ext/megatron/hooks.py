@@ -10,7 +10,7 @@ import traceback
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import arguments
-from megatron_ext.megatron.step_calls import IDLE
+from megatron_ext.runtime.step_calls import IDLE
 
 _run = None
 """The active :class:`megatron_ext.megatron.lifecycle.Run`, or None: plain Megatron."""

@@ -33,11 +33,12 @@ from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.shards import steps_on_the_host
-from megatron_ext.megatron.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.early import EarlySteps
 from megatron_ext.runtime.objects import gather_objects
+from megatron_ext.runtime.recorder import NOTHING
+from megatron_ext.runtime.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 
 
@@ -75,7 +76,7 @@ class Run(BuildingRun):
             self._together(self._prepare, args, optimizer)
             self._begin()
             self._watch_reads(optimizer)
-        traced = self.recorder if self.trace_path is not None else None
+        traced = self.recorder if self.trace_path is not None else NOTHING
         self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
     def _together(self, step: Callable, *arguments) -> None:
@@ -173,7 +174,7 @@ class Run(BuildingRun):
             self._reads.close()
         again = self._unfinished
         self._unfinished = again or not forward_only
-        if self.recorder is not None and not forward_only:
+        if not forward_only:
             if again:
                 self.sample.run_again(self.recorder.iteration)
             else:
@@ -218,14 +219,12 @@ class Run(BuildingRun):
         else:
             assert self._steps is not None
             self._steps.told += 1
-            if self.recorder is not None:
-                self.recorder.end_count()
+            self.recorder.end_count()
             self.executor.params_updated()
 
     def _step_skipped(self) -> None:
         assert self.executor is not None
-        if self.recorder is not None:
-            self.recorder.end_count()
+        self.recorder.end_count()
         self.executor.step_skipped()
 
     def params_changed(self) -> None:
@@ -276,7 +275,7 @@ class Run(BuildingRun):
         goes_on = read_later and never_whole
         if not goes_on:
             self.close(freed=never_whole or not brought)
-        if self.trace_path is not None and self.recorder is not None:
+        if self.trace_path is not None:
             everybody = gather_objects((self.recorder.events(), list(self.recorder.counted.values())))
             if dist.get_rank() == 0:
                 events = [event for events, _ in everybody for event in events]

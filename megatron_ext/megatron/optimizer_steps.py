@@ -8,7 +8,7 @@ of the step before and training goes on with old parameters. So the results of `
 from collections.abc import Callable
 
 from megatron_ext.runtime.group import ScheduleError
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 
 
 class OptimizerSteps:
@@ -16,10 +16,10 @@ class OptimizerSteps:
 
     Args:
         after: called with the result of every step, ``(update_successful, grad_norm, num_zeros_in_grad)``.
-        recorder: where steps are recorded, or None.
+        recorder: where steps are recorded.
     """
 
-    def __init__(self, optimizer, *after: Callable[[tuple], None], recorder: Recorder | None = None):
+    def __init__(self, optimizer, *after: Callable[[tuple], None], recorder: Recorder = NOTHING):
         self.optimizer, self.taken, self.told, self._after = optimizer, 0, 0, after
         self._recorder, self._counting = recorder, None
         self.watch()
@@ -31,12 +31,11 @@ class OptimizerSteps:
         step = self.optimizer.step
 
         def counting(*args, **kwargs):
-            start = 0 if self._recorder is None else self._recorder.now()
+            start = self._recorder.now()
             result = step(*args, **kwargs)
             # A function that was wrapped since then no longer counts; its wrapper does.
             if counting is self._counting:
-                if self._recorder is not None:
-                    self._recorder.add("optimizer", "step", start, self._recorder.now())
+                self._recorder.add("optimizer", "step", start, self._recorder.now())
                 self.taken += bool(result[0])
                 for told in self._after:
                     told(result)

@@ -13,7 +13,7 @@ from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
 
@@ -28,7 +28,7 @@ class OwnRank:
         ddps: model chunks, laid out by :func:`buckets.lay_out`.
         bucket_groups: Megatron's, by group index.
         optimizers: Megatron's DistributedOptimizer objects that step something.
-        recorder: of issues and waits, or None.
+        recorder: of issues and waits.
         nvme_path: directory for copies and optimizer states on the drive, where the schedule has any.
         delay: what :class:`DelayedUpdate` takes as ``begun`` and ``after``; None: no update is delayed.
         late: the model where it was built late, or None.
@@ -39,7 +39,7 @@ class OwnRank:
     ddps: list
     bucket_groups: dict
     optimizers: list
-    recorder: Recorder | None = None
+    recorder: Recorder = NOTHING
     nvme_path: object = None
     delay: tuple[int, int] | None = None
     late: LateModel | None = None
@@ -56,9 +56,9 @@ class OwnRank:
         return parallel_state.get_pipeline_model_parallel_rank()
 
     @cached_property
-    def links(self) -> Recorder | None:
-        """Where links are recorded, which are in every iteration; None: nowhere."""
-        return self.recorder if self.recorder and self.recorder.iterations is None else None
+    def links(self) -> Recorder:
+        """Where links are recorded: in every iteration, or nowhere."""
+        return self.recorder if self.recorder.counts else NOTHING
 
     @cached_property
     def process_groups(self) -> dict[int, dist.ProcessGroup]:

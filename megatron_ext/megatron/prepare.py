@@ -131,7 +131,7 @@ def _host_step(own: OwnRank, copies: Copies) -> HostStep | None:
             _say_once(
                 "the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
             )
-    if own.links is not None:
+    if own.links.counts:
         units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
         count_own_steps(own, own.links, units)
     return host_step

@@ -13,10 +13,11 @@ from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.megatron.buckets import begun_reduce
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, steps_on_the_host
+from megatron_ext.runtime.step_calls import StepCalls
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
-class ReferenceGradients:
+class ReferenceGradients(StepCalls):
     """What Megatron's schedules call around their steps in a reference run, see step_calls.py.
 
     Args:
@@ -56,9 +57,6 @@ class ReferenceGradients:
         self._visits.clear()
         for _, _, shard in self._kept.values():
             shard.zero_()
-
-    def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
-        """Forward steps make no gradients."""
 
     def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         self._chunk = model_chunk_id

@@ -17,7 +17,7 @@ from megatron_ext.megatron.buckets import READ_AT_ONCE
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import FreedGroup, Group
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.workload.state_layout import ROUNDING_BYTES
 
@@ -32,7 +32,7 @@ class ShardOf:
         numel: of the whole.
         device: what is taken is copied there where it is elsewhere; None: nothing is copied.
         write: ``write(shard, values)``, in place of copies to what is taken; None: they are made.
-        recorder: where copies to ``device`` are counted, or None.
+        recorder: where copies to ``device`` are counted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ShardOf:
         numel: int,
         device: torch.device | None = None,
         write: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NOTHING,
     ):
         self._shard, self._start, self._numel, self.device, self._write = shard, start, numel, device, write
         self._recorder = recorder
@@ -62,8 +62,7 @@ class ShardOf:
         found = self._shard[start:stop]
         if self.device is None:
             return found
-        if self._recorder is not None:
-            self._recorder.moved("gradient", "to_device", found.nbytes)
+        self._recorder.moved("gradient", "to_device", found.nbytes)
         here, before = found.to(self.device), index.start % READ_AT_ONCE  # see [Note: Where gradients begin]
         if here.storage_offset() % READ_AT_ONCE == before:
             return here
@@ -84,9 +83,7 @@ class _Written:
         self._write(self._shard, values)
 
 
-def hold_shards(
-    optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder | None = None
-) -> HostShards | None:
+def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder = NOTHING) -> HostShards | None:
     """Point the optimizers' views of buckets at the shards of their groups.
 
     Args:
@@ -106,7 +103,7 @@ def hold_shards(
     return writer
 
 
-def _writer(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder | None) -> HostShards | None:
+def _writer(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder) -> HostShards | None:
     on_host = [(bucket, group) for bucket, group in groups if group.on_host]
     if not on_host or any(map(steps_on_the_host, optimizers)):
         return None
@@ -137,7 +134,7 @@ class HeldGradient(NamedTuple):
     device: torch.device
 
 
-def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder | None = None) -> None:
+def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder = NOTHING) -> None:
     """Let the optimizers take gradients that come and go from their shards.
 
     An optimizer that steps on the host reads shards in host memory there, where the processor norms and clips them, see

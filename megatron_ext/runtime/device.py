@@ -1,4 +1,4 @@
-"""What differs between CUDA devices and the host processor: streams, events, page-locking."""
+"""The device of a tensor: a CUDA device, or the host processor."""
 
 import contextlib
 from functools import cached_property
@@ -8,10 +8,10 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import lock_refused
-from megatron_ext.runtime.host_stream import HostCompute, HostEvent, HostStream
+from megatron_ext.runtime.host_device import HostDevice
 from megatron_ext.runtime.page_locked import page_locked, unlock_unused
 from megatron_ext.runtime.stream_flags import StreamFlags, open_stream_flags
-from megatron_ext.runtime.streams import ComputeStream, CudaStream, Stream
+from megatron_ext.runtime.streams import ComputeStream, CudaStream, Device
 
 
 def has_cuda() -> bool:
@@ -19,70 +19,6 @@ def has_cuda() -> bool:
     see :mod:`megatron_ext.megatron.cpu_compat`."""
     available = torch.cuda.is_available
     return not getattr(available, "of_the_processor", False) and available()
-
-
-class Device:
-    """What both kinds offer, as far as there is anything to do on the host; every method belongs to the issuing thread,
-    see streams.py.
-
-    Attributes:
-        kind: ``cpu`` or ``cuda``.
-        compute: the stream that the calling thread computes on.
-        why_no_flags: why streams of this device cannot store flags and wait for them; empty: they can.
-    """
-
-    kind: str
-    device: torch.device
-    compute: Stream
-    why_no_flags: str = ""
-
-    def stream(self, name: str) -> Stream:
-        """A new one."""
-        raise NotImplementedError
-
-    def event(self) -> Any:
-        """A new one, for streams of this device."""
-        raise NotImplementedError
-
-    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in host memory, page-locked where copies need it."""
-        return torch.zeros(numel, dtype=dtype)
-
-    def address_offset(self, memory: torch.Tensor) -> int:
-        """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
-        return 0
-
-    def synchronize(self, event: Any) -> None:
-        """Block this thread until ``event``."""
-        event.synchronize()
-
-    def settle(self) -> None:
-        """Block this thread until the compute stream has done what it has been given."""
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Page-lock memory that torch did not allocate, so that copies are asynchronous.
-
-        Raises:
-            InputError: the driver refuses; says the bytes and the limit.
-        """
-
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`pin`."""
-
-    def close(self) -> None:
-        """Unlock the memory that nobody uses any more."""
-
-
-class HostDevice(Device):
-    """Parameters live in host memory, and threads do what streams do on a GPU, see host_stream.py."""
-
-    kind, device, compute = "cpu", torch.device("cpu"), HostCompute()
-
-    def stream(self, name: str) -> HostStream:
-        return HostStream(name)
-
-    def event(self) -> HostEvent:
-        return HostEvent()
 
 
 class CudaDevice(Device):

@@ -13,13 +13,15 @@ from megatron_ext.runtime.memory_pool import MemoryPool
 from megatron_ext.runtime.param_reads import ParamReads
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.program import Program
+from megatron_ext.runtime.recorder import NOTHING, Recorder
+from megatron_ext.runtime.step_calls import StepCalls
 
 SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum costs as much as a call
 
 Kind = TypeVar("Kind", bound=Part)
 
 
-class Executor:
+class Executor(StepCalls):
     """Runs a compiled program; one instance a rank.
 
     Args:
@@ -32,7 +34,7 @@ class Executor:
         issuer: issues what threads were waited for.
         parts: in the order in which they are told.
         pool: the host pool, or None.
-        recorder: where publishing is recorded, or None.
+        recorder: where publishing is recorded.
         checks: of the debug mode, or None.
         drop_staged: empties the staging slots.
         memory: of whole groups and gradients, or None where this rank has none.
@@ -51,7 +53,7 @@ class Executor:
         parts: Sequence[Part] = (),
         *,
         pool=None,
-        recorder=None,
+        recorder: Recorder = NOTHING,
         checks=None,
         drop_staged: Callable[[], None] = lambda: None,
         memory: MemoryPool | None = None,
@@ -185,8 +187,7 @@ class Executor:
         start = time.perf_counter_ns()
         for part in self.parts:
             part.release(self.iterations)
-        if self.recorder is not None:
-            self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
+        self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
     def params_updated(self, by_optimizer: bool = True) -> None:
         """Publish the shards, which have new values, and issue what the next iteration's start issues."""
@@ -196,8 +197,7 @@ class Executor:
         self.clock.version += 1
         for part in self.parts:
             part.updated(self.iterations, by_optimizer)
-        if self.recorder is not None:
-            self.recorder.add("issue", "publish", start, time.perf_counter_ns())
+        self.recorder.add("issue", "publish", start, time.perf_counter_ns())
         self.start()
         self._undisturbed, self.busy = True, False
         self._watch_reads(True)

@@ -32,7 +32,7 @@ from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.group import Residency, ScheduleError
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
-from megatron_ext.runtime.recorder import Recorder, log_of
+from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
 from megatron_ext.runtime.worker import Transfer, Waitable, Worker
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
@@ -93,7 +93,7 @@ class Gradient:
 class GradientsToHost:
     """The slots through which gradients reach their shards in host memory."""
 
-    def __init__(self, largest_bytes: int, device, issuer: Issuer, recorder: Recorder | None):
+    def __init__(self, largest_bytes: int, device, issuer: Issuer, recorder: Recorder):
         self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
         self.bytes = GRADIENT_SLOTS * largest_bytes
         self._worker, self._stream = Worker("gradients"), device.stream("gradients")
@@ -129,9 +129,8 @@ class GradientsToHost:
         begin = perf_counter_ns()
         with torch.no_grad():
             add(staged)
-        if self._recorder is not None:
-            self._recorder.moved("host_add", "host_memory", ADD_PASSES * staged.nbytes)
-            self._recorder.add("host_add", "gradient", begin, perf_counter_ns())
+        self._recorder.moved("host_add", "host_memory", ADD_PASSES * staged.nbytes)
+        self._recorder.add("host_add", "gradient", begin, perf_counter_ns())
 
     def wait_for_copy(self) -> None:
         """What the compute stream is given from now on comes behind the last copy."""
@@ -159,14 +158,12 @@ class Reducer(Part):
         on_host: indices of those that are added up in host memory, by a thread.
         device: see :mod:`megatron_ext.runtime.device`.
         order: counts collectives in debug mode, or None.
-        recorder: where copies and additions in host memory are recorded, or None.
+        recorder: where copies and additions in host memory are recorded.
 
     Attributes:
         complete: told of a group whose last reduce of the iteration is on its way, with the transfer behind which the
             shard in host memory holds all of its gradient, or with None: behind what the compute stream has been given.
     """
-
-    _recorder: Recorder | None = None
 
     def __init__(
         self,
@@ -175,7 +172,7 @@ class Reducer(Part):
         device,
         issuer: Issuer,
         order=None,
-        recorder: Recorder | None = None,
+        recorder: Recorder = NOTHING,
     ):
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
         self.residency = Residency()
@@ -215,8 +212,7 @@ class Reducer(Part):
         gradient.version += 1
         gradient.state = _REDUCING
         reduced = gradient.issue()
-        if self._recorder is not None:
-            self._recorder.moved("gradient", "network", gradient.network_bytes)
+        self._recorder.moved("gradient", "network", gradient.network_bytes)
         self._in_flight = gradient, reduced, last
         if gradient.index in self.on_host:
             assert self._to_host is not None

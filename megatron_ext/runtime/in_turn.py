@@ -15,9 +15,10 @@ import torch
 
 from megatron_ext.runtime.group import Clock, Group, ScheduleError, State
 from megatron_ext.runtime.program import Layers
+from megatron_ext.runtime.step_calls import StepCalls
 
 
-class InTurn:
+class InTurn(StepCalls):
     """Of one rank. As what Megatron's schedules call around their steps it serves iterations without a backward.
 
     Args:
@@ -99,12 +100,6 @@ class InTurn:
             (self.groups[index].bytes for index in coming), initial=sum(self.groups[i].bytes for i in used)
         )
         self.bring(used, coming[: sum(size <= self._most_bytes for size in sums) - 1])
-
-    def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
-        """There is none."""
-
-    def post_backward(self, virtual_microbatch_id: int) -> None:
-        """There is none."""
 
     def end_iteration(self) -> None:
         """The last forward has ended."""

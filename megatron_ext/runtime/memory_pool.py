@@ -12,17 +12,18 @@ Source: PyTorch, torch.cuda.MemPool.
 
 import contextlib
 import inspect
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_ext.runtime.device import Device
 from megatron_ext.runtime.gradients import Gradient, Reducer
 from megatron_ext.runtime.group import Clock, FreedGroup, Group
-from megatron_ext.runtime.program import Action, Layers, Program, compile_program
+from megatron_ext.runtime.program import Layers, place_actions
+from megatron_ext.runtime.recorder import NOTHING
+from megatron_ext.runtime.streams import Device
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 
 LEAST_TORCH = (2, 8)
@@ -137,9 +138,7 @@ class _Unreduced(Reducer):
     """Allocates and frees gradients, and adds nothing up."""
 
     def __init__(self, reducer: Reducer):
-        self.gradients, self.on_host, self.residency = reducer.gradients, frozenset(), reducer.residency
-        self.device, self.order, self.sample, self.complete = reducer.device, None, None, None
-        self._in_flight, self._to_host = None, None
+        vars(self).update(vars(reducer), on_host=frozenset(), order=None, sample=None, complete=None, _recorder=NOTHING)
         self._issues = {gradient: gradient.issue for gradient in reducer.gradients.values()}
         for gradient in self._issues:
             gradient.issue = _Ready
@@ -155,52 +154,18 @@ class _Unreduced(Reducer):
         self.residency.bytes = 0
 
 
-class _AtOnce:
-    """Layers that are not computed: what is armed at a boundary runs when its step does."""
-
-    def __init__(self, layers: Layers):
-        self.uses, self.num_layers = layers.uses, layers.num_layers
-        self.backward_begins, self.backward_ends = layers.backward_begins, layers.backward_ends
-        self.left: dict[int, deque[list[tuple[Action, ...]]]] = {}  # by chunk, of each forward that waits
-
-    def arm(self, model_chunk_id: int, boundary: int, forward: tuple[Action, ...], backward: tuple[Action, ...]):
-        def run() -> None:
-            for action in forward:
-                action()
-            self.left[model_chunk_id][-1].append(backward)
-
-        return run
-
-
 def rehearse(
     schedule: Schedule, rank: Rank, groups: dict[int, Group], clock: Clock, layers: Layers, reducer: Reducer | None
 ) -> None:
     """Go through one iteration of the program, with no transfer and no compute: what has bytes when is as in training.
     No group is whole when this begins or ends, also where the device is out of memory."""
-    at_once = _AtOnce(layers)
     unreduced = _Unreduced(reducer) if reducer is not None else None
-    program = compile_program(schedule, rank, groups, defaultdict(_Ready), clock, at_once, reducer=unreduced)
+    start, steps = place_actions(schedule, rank, groups, defaultdict(_Ready), clock, layers, reducer=unreduced)
     try:
-        _run(program, at_once)
+        for action in (*start, *(action for step in steps for action in step.in_order())):
+            action()
     finally:
         for group in groups.values():
             group.drop()
         if unreduced is not None:
             unreduced.give_back()
-
-
-def _run(program: Program, layers: _AtOnce) -> None:
-    for action in program.start:
-        action()
-    for step, chunk, before, after in program.steps:
-        waiting = layers.left.setdefault(chunk, deque())
-        if step.kind == "F":
-            waiting.append([])
-        for action in before:
-            action()
-        # Backwards of a chunk come in the order of its forwards, and pass its boundaries from the last to the first.
-        for actions in reversed(waiting.popleft()) if step.kind == "B" else ():
-            for action in actions:
-                action()
-        for action in after:
-            action()

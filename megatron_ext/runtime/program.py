@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes import Route
 from megatron_ext.schedule.footprint import in_order
 from megatron_ext.schedule.user_defined_schedule import Rank, Reshard, Schedule
@@ -68,12 +69,19 @@ class Program(NamedTuple):
     steps: tuple[StepProgram, ...]
 
 
-class _Placed(NamedTuple):
-    """Actions of one step by place."""
+class PlacedStep(NamedTuple):
+    """Actions of one step by place, see [Note: Places inside a step]."""
 
+    step: Step
+    chunk: int
     begin: list[Action]
     at: dict[int, list[Action]]
     end: list[Action]
+
+    def in_order(self) -> list[Action]:
+        """All of them, as layers run."""
+        boundaries = sorted(self.at, reverse=self.step.kind == "B")
+        return [*self.begin, *(action for boundary in boundaries for action in self.at[boundary]), *self.end]
 
 
 def compile_program(
@@ -83,7 +91,7 @@ def compile_program(
     routes: dict[str, Route],
     clock: Clock,
     layers: Layers,
-    recorder=None,
+    recorder: Recorder = NOTHING,
     check_uses: bool = False,
     reducer: Reducer | None = None,
     poll: Action | None = None,
@@ -97,32 +105,45 @@ def compile_program(
             algorithms under their names.
         clock: the version that every gather must bring.
         layers: this rank's layers.
-        recorder: where issues and waits are recorded, or None.
+        recorder: where issues and waits are recorded.
         check_uses: check state and version of every group at every layer that uses it.
         reducer: of the gradients that come and go, or None where all stay whole.
         poll: called before the actions between two layers: issues what threads were waited for; None: nothing is.
     """
+    start, placed = place_actions(schedule, rank, groups, routes, clock, layers, recorder, check_uses, reducer)
+    backward_of = {(place.step.stage, place.step.microbatch): place.at for place in placed if place.step.kind == "B"}
+    compiled = []
+    for step, chunk, begin, at_boundaries, end in placed:
+        before = list(begin)
+        if step.kind == "F":
+            backward = backward_of[step.stage, step.microbatch]
+            for boundary in sorted({*at_boundaries, *backward}):
+                own, later = (_polled(poll, at.get(boundary, ())) for at in (at_boundaries, backward))
+                before.append(layers.arm(chunk, boundary, own, later))
+        compiled.append(StepProgram(step, chunk, tuple(before), tuple(end)))
+    return Program(tuple(start), tuple(compiled))
+
+
+def place_actions(
+    schedule: Schedule,
+    rank: Rank,
+    groups: dict[int, Group],
+    routes: dict[str, Route],
+    clock: Clock,
+    layers: Layers,
+    recorder: Recorder = NOTHING,
+    check_uses: bool = False,
+    reducer: Reducer | None = None,
+) -> tuple[list[Action], list[PlacedStep]]:
+    """What runs when fresh parameters are published, and at each step; arguments as of :func:`compile_program`."""
     compiler = _Compiler(schedule, groups, routes, clock, layers, recorder)
     gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
     waits = compiler.waits_by_step(rank)
     start = [*map(compiler.stage_in, rank.start.stage_in), *map(compiler.unshard, rank.start.unshard)]
-    steps = [Step.parse(entry.step) for entry in rank.steps]
-    placed = [
-        compiler.place(step, entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
-        for index, (step, entry) in enumerate(zip(steps, rank.steps))
+    return start, [
+        compiler.place(Step.parse(entry.step), entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
+        for index, entry in enumerate(rank.steps)
     ]
-    backward_of = {(step.stage, step.microbatch): place.at for step, place in zip(steps, placed) if step.kind == "B"}
-    compiled = []
-    for step, place in zip(steps, placed):
-        chunk = step.model_chunk_id(schedule.parallel.pp)
-        before = list(place.begin)
-        if step.kind == "F":
-            backward = backward_of[step.stage, step.microbatch]
-            for boundary in sorted({*place.at, *backward}):
-                own, later = (_polled(poll, at.get(boundary, ())) for at in (place.at, backward))
-                before.append(layers.arm(chunk, boundary, own, later))
-        compiled.append(StepProgram(step, chunk, tuple(before), tuple(place.end)))
-    return Program(tuple(start), tuple(compiled))
 
 
 def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...]:
@@ -181,46 +202,46 @@ class _Compiler:
                 waits.setdefault(index if action.need_by < 0 else action.need_by, []).append(action.group)
         return waits
 
-    def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> _Placed:
+    def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> PlacedStep:
         """Actions of one step, each where it happens: reduces, frees, then issues, then waits, then allocations."""
         chunk = step.model_chunk_id(self.schedule.parallel.pp)
-        place = _Placed([*map(self.stage_in, entry.stage_in)], {}, [])
+        place = PlacedStep(step, chunk, [*map(self.stage_in, entry.stage_in)], {}, [])
         for _, layer, action in (item for item in gradients if item.behind):
-            self._behind(place, step, chunk, layer).append(action)
+            self._behind(place, layer).append(action)
         for action in in_order(entry):
             if isinstance(action, Reshard):
-                self._behind(place, step, chunk, action.at).append(self.reshard(action))
+                self._behind(place, action.at).append(self.reshard(action))
             else:
-                self._before(place, step, chunk, action.at).append(self.unshard(action))
+                self._before(place, action.at).append(self.unshard(action))
         for index in waits:
             # The layer that uses the group first waits for it, not the whole step.
             first, last = self.layers.uses(index)
             own = self.schedule.groups[index].model_chunk_id == chunk
             layer = -1 if not own else first if step.kind == "F" else self.layers.backward_begins(chunk, last)
-            self._before(place, step, chunk, layer).append(self.wait(index))
+            self._before(place, layer).append(self.wait(index))
         for _, layer, action in (item for item in gradients if not item.behind):
-            self._before(place, step, chunk, layer).append(action)
+            self._before(place, layer).append(action)
         if check_uses:
             for index, group in self.groups.items():
                 if self.schedule.groups[index].model_chunk_id == chunk:
                     for layer in range(self.layers.uses(index)[0], self.layers.uses(index)[1] + 1):
                         if step.kind == "B":
                             layer = self.layers.backward_begins(chunk, layer)
-                        self._before(place, step, chunk, layer).append(partial(group.check_usable, self.clock))
+                        self._before(place, layer).append(partial(group.check_usable, self.clock))
         return place
 
-    def _before(self, place: _Placed, step: Step, chunk: int, layer: int) -> list[Action]:
+    def _before(self, place: PlacedStep, layer: int) -> list[Action]:
         """Where something happens just before ``layer`` computes (-1: as the step begins)."""
-        if step.kind == "F":
+        if place.step.kind == "F":
             return place.begin if layer <= 0 else place.at.setdefault(layer, [])
-        top = self.layers.num_layers(chunk) - 1
+        top = self.layers.num_layers(place.chunk) - 1
         return place.begin if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
 
-    def _behind(self, place: _Placed, step: Step, chunk: int, layer: int) -> list[Action]:
+    def _behind(self, place: PlacedStep, layer: int) -> list[Action]:
         """Where something happens just after ``layer`` has computed (-1: as the step ends)."""
-        if step.kind == "B":
+        if place.step.kind == "B":
             return place.end if layer <= 0 else place.at.setdefault(layer, [])
-        top = self.layers.num_layers(chunk) - 1
+        top = self.layers.num_layers(place.chunk) - 1
         return place.end if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
 
     def stage_in(self, action) -> Action:
@@ -242,4 +263,4 @@ class _Compiler:
         return self._recorded("issue", f"reshard {action.group}", self.groups[action.group].reshard)
 
     def _recorded(self, lane: str, name: str, function: Action) -> Action:
-        return function if self.recorder is None else self.recorder.timed(lane, name, function)
+        return function if self.recorder is NOTHING else self.recorder.timed(lane, name, function)

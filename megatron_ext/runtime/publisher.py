@@ -23,7 +23,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.part import Part
-from megatron_ext.runtime.recorder import log_of
+from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
@@ -87,7 +87,7 @@ class Publisher(Part):
         device,
         issuer: Issuer,
         clock: Clock,
-        recorder=None,
+        recorder: Recorder = NOTHING,
     ):
         self.targets, self.pool, self.nvme = targets, pool, nvme
         self.device, self.issuer, self.clock, self.recorder = device, issuer, clock, recorder
@@ -158,7 +158,7 @@ class Publisher(Part):
     def _count(self, shard: _Shard) -> None:
         """What a thread moves of a shard; its copy from the device is counted by its stream."""
         recorder, own, target = self.recorder, shard.own, shard.target
-        if recorder is None:
+        if not recorder.counts:
             return
         nodes = max(len(target.nodes.dp_ranks), 1)
         if shard.pieces is not None:
@@ -248,9 +248,8 @@ class Publisher(Part):
         if target.nvme and self.nvme is not None:
             self.nvme.flush(target.group)
             self.pool.own_flag(target.group, DRIVE).store(version)
-        if self.recorder is not None:  # groups follow each other, also where two are on their way
-            start, self._last_ns = max(start, self._last_ns), perf_counter_ns()
-            self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
+        start, self._last_ns = max(start, self._last_ns), perf_counter_ns()  # in order, also where two are on their way
+        self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
 
     # When shards may change.
 

@@ -30,13 +30,14 @@ class Recorder:
         iterations: those that are recorded, counted from 1; None records everything, and counts bytes.
 
     Attributes:
+        counts: whether it counts bytes.
         counted: by iteration, what was moved from the end of the optimizer step before it to the end of its own.
     """
 
     def __init__(self, rank: int, on_device: bool = False, iterations: range | None = None):
         self.rank, self.on_device, self.iterations = rank, on_device, iterations
         self.iteration = 0
-        self.recording = iterations is None
+        self.recording = self.counts = iterations is None
         self.rows: list[tuple] = []
         self.epoch_offset_ns = time.time_ns() - time.perf_counter_ns()
         self._bases: dict[int, torch.cuda.Event] = {}  # by iteration, in order
@@ -87,24 +88,14 @@ class Recorder:
 
         return run
 
-    def timed_on_thread(self, lane: str, name: str, function):
-        """The same by the clock, for the thread that does the work."""
-
-        def run():
-            start = time.perf_counter_ns()
-            function()
-            self.add(lane, name, start, time.perf_counter_ns())
-
-        return run
-
     def moved(self, kind: Kind, link: Link, size_bytes: int) -> None:
         """Count bytes that move once; where everything is recorded."""
-        if self.iterations is None:
+        if self.counts:
             self._moved.append((kind, link, size_bytes))
 
     def end_count(self) -> None:
         """The optimizer has made its step, or has skipped it: what moves from now on is of the next iteration."""
-        if self.iterations is None and self.iteration not in self.counted:
+        if self.counts and self.iteration not in self.counted:
             rows, self._moved = self._moved, []
             self.counted[self.iteration] = add_up(rows)
 
@@ -137,6 +128,10 @@ class Recorder:
         return base_ns[nearest] + _ns(self._bases[nearest], moment)
 
 
+NOTHING = Recorder(0, iterations=range(0))
+"""Records and counts nothing."""
+
+
 def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
     return round(begin.elapsed_time(end) * 1e6)
 
@@ -167,9 +162,9 @@ class CopyLog(NamedTuple):
         self.recorder.add(self.lane, name or self.name, begin, end)
 
 
-def log_of(recorder: Recorder | None, kind: Kind, link: Link, lane: Lane, name: str = "") -> CopyLog | None:
+def log_of(recorder: Recorder, kind: Kind, link: Link, lane: Lane, name: str = "") -> CopyLog | None:
     """For :attr:`Stream.log`; None where nothing is recorded."""
-    return None if recorder is None else CopyLog(recorder, kind, link, lane, name)
+    return None if recorder is NOTHING else CopyLog(recorder, kind, link, lane, name)
 
 
 def event_here() -> torch.cuda.Event:

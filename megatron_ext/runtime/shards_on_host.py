@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from megatron_ext.runtime.device import Device
 from megatron_ext.runtime.part import Part
-from megatron_ext.runtime.recorder import Recorder, log_of
+from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
+from megatron_ext.runtime.streams import Device
 
 
 class HostShards(Part):
@@ -20,11 +20,11 @@ class HostShards(Part):
     Args:
         numel: elements of the buffer; longer parameters pass through it in pieces.
         place: the device of the optimizer's parameters.
-        recorder: where copies are recorded, or None.
+        recorder: where copies are recorded.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, place: torch.device, device: Device, recorder: Recorder | None = None
+        self, numel: int, dtype: torch.dtype, place: torch.device, device: Device, recorder: Recorder = NOTHING
     ):
         self._device, self._stream = device, device.stream("parameters-to-host")
         self._stream.log = log_of(recorder, "shard", "to_host", "publish", "parameters")

@@ -31,8 +31,8 @@ class Stream(Protocol):
 
     log: CopyLog | None
 
-    def run(self, function: Callable[[], object]) -> None:
-        """Queue the work that ``function`` gives to the current stream."""
+    def run(self, function: Callable[[], object], name: str | None = None) -> None:
+        """Queue the work that ``function`` gives to the current stream. ``name``: in traces, where a thread does it."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         """Queue a copy between tensors of one dtype; host memory is page-locked. ``name``: in traces; None: it is
@@ -54,6 +54,58 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+class Device:
+    """What CUDA devices and the host processor offer, as far as there is anything to do on the host. Every method
+    belongs to the issuing thread, see the note above.
+
+    Attributes:
+        kind: ``cpu`` or ``cuda``.
+        compute: the stream that the calling thread computes on.
+        why_no_flags: why streams of this device cannot store flags and wait for them; empty: they can.
+    """
+
+    kind: str
+    device: torch.device
+    compute: Stream
+    why_no_flags: str = ""
+
+    def stream(self, name: str) -> Stream:
+        """A new one."""
+        raise NotImplementedError
+
+    def event(self) -> Any:
+        """A new one, for streams of this device."""
+        raise NotImplementedError
+
+    def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros in host memory, page-locked where copies need it."""
+        return torch.zeros(numel, dtype=dtype)
+
+    def address_offset(self, memory: torch.Tensor) -> int:
+        """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
+        return 0
+
+    def synchronize(self, event: Any) -> None:
+        """Block this thread until ``event``."""
+        event.synchronize()
+
+    def settle(self) -> None:
+        """Block this thread until the compute stream has done what it has been given."""
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Page-lock memory that torch did not allocate, so that copies are asynchronous.
+
+        Raises:
+            InputError: the driver refuses; says the bytes and the limit.
+        """
+
+    def unpin(self, tensor: torch.Tensor) -> None:
+        """Undo :meth:`pin`."""
+
+    def close(self) -> None:
+        """Unlock the memory that nobody uses any more."""
+
+
 class CudaStream:
     """A stream of a CUDA device, in which copies come before kernels of other streams: they are short, and a step waits
     for them."""
@@ -63,7 +115,7 @@ class CudaStream:
     def __init__(self, device: torch.device, flags: StreamFlags | None):
         self.stream, self._flags = torch.cuda.Stream(device, priority=-1), flags
 
-    def run(self, function: Callable[[], object]) -> None:
+    def run(self, function: Callable[[], object], name: str | None = None) -> None:
         with torch.no_grad(), torch.cuda.stream(self.stream):
             function()
 

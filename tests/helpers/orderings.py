@@ -27,7 +27,7 @@ NAMES = {
 
 NOT_OF_STREAMS = {
     *("watch.py", "recorder.py", "drive.py", "block_reads.py", "stream_flags.py", "debug.py", "census.py"),
-    *("flags.py", "host_stream.py", "worker.py", "issuer.py"),
+    *("flags.py", "host_device.py", "worker.py", "issuer.py"),
 }
 """Files whose calls of these names are threads' own, or what all the others are made of."""
 

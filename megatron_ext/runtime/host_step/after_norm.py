@@ -38,8 +38,7 @@ class AfterNorm:
             self._expected.popleft().arrive([self._computed])
 
     def _stepped(self, unit: HostUnit) -> None:
-        if self._link.recorder is not None:
-            self._link.recorder.add("host_step", str(unit.group), unit.begun_ns, perf_counter_ns())
+        self._link.recorder.add("host_step", str(unit.group), unit.begun_ns, perf_counter_ns())
         unit.stepped = lambda unit: None
         unit.leave()
         self._fill()

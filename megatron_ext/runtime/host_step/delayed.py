@@ -105,9 +105,8 @@ class DelayedUpdate(Part):
         link.wait_for_leaves()
         self._pending = []
         self.applied += 1
-        if link.recorder is not None:
-            link.recorder.add("issue", "wait for the delayed update", begin, waited)
-            link.recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
+        link.recorder.add("issue", "wait for the delayed update", begin, waited)
+        link.recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
 
     def _step(self, taken: list[tuple[list[HostUnit], Callable[[], None]]], transfer: Transfer) -> None:
         """On the thread."""
@@ -122,8 +121,7 @@ class DelayedUpdate(Part):
                 for unit in units:
                     unit.optimizer.step()
                 stepped()
-        if self._link.recorder is not None:
-            self._link.recorder.add("host_step", "delayed", begin, perf_counter_ns())
+        self._link.recorder.add("host_step", "delayed", begin, perf_counter_ns())
 
     def changed(self) -> None:
         if self.pending:

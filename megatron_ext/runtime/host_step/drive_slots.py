@@ -5,9 +5,9 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.formats.moved_bytes import Link
 from megatron_ext.runtime import block_pages
 from megatron_ext.runtime.drive import DriveFile
+from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
@@ -18,7 +18,7 @@ class DriveSlots:
         file: to read and write.
         count: of slots.
         piece_bytes: room for a piece of the file in each slot, a multiple of the drive's block.
-        recorder: where reads and writes are recorded, or None.
+        recorder: where reads and writes are recorded.
 
     Attributes:
         pieces: 1D uint8 tensors by slot.
@@ -26,7 +26,7 @@ class DriveSlots:
         bytes: in all.
     """
 
-    def __init__(self, file: DriveFile, count: int, piece_bytes: int, recorder=None):
+    def __init__(self, file: DriveFile, count: int, piece_bytes: int, recorder=NOTHING):
         self.bytes = count * piece_bytes
         self._map = block_pages.private(self.bytes)
         self._memory, self._piece_bytes = memoryview(self._map), piece_bytes
@@ -40,7 +40,7 @@ class DriveSlots:
     def read(self, slot: int, place: int, size_bytes: int, what: str, after: Transfer | None) -> Transfer:
         """Begin to read what lies at ``place``, behind ``after`` and the last write out of the slot."""
         before = self._writes[slot], after
-        self._count("drive_read", size_bytes)
+        self._recorder.moved("states", "drive_read", size_bytes)
 
         def read(transfer: Transfer):
             for write in before:
@@ -55,7 +55,7 @@ class DriveSlots:
     def write(self, slot: int, place: int, size_bytes: int, what: str) -> Transfer:
         """Begin to write the slot to ``place``."""
         self._writes[slot] = transfer = Transfer()
-        self._count("drive_write", size_bytes)
+        self._recorder.moved("states", "drive_write", size_bytes)
         recorded = self._recorded("states write")
         self._file.start(self._piece(slot, size_bytes), place, what, transfer, recorded, write=True)
         return transfer
@@ -69,13 +69,9 @@ class DriveSlots:
     def _piece(self, slot: int, size_bytes: int) -> memoryview:
         return self._memory[slot * self._piece_bytes : slot * self._piece_bytes + size_bytes]
 
-    def _count(self, link: Link, size_bytes: int) -> None:
-        if self._recorder is not None:
-            self._recorder.moved("states", link, size_bytes)
-
     def _recorded(self, name: str):
-        recorder, begin = self._recorder, perf_counter_ns()
-        return None if recorder is None else lambda: recorder.add("nvme", name, begin, perf_counter_ns())
+        begin = perf_counter_ns()
+        return lambda: self._recorder.add("nvme", name, begin, perf_counter_ns())
 
     def close(self) -> None:
         """Give up the memory, when all reads and writes have ended."""

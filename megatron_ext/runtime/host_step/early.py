@@ -235,8 +235,7 @@ class EarlySteps(Part):
         self._stepped.append(unit)
         host.step_early(memory)
         self.taken += 1
-        if self._link.recorder is not None:
-            self._link.recorder.add("host_step", str(host.group), begin, perf_counter_ns())
+        self._link.recorder.add("host_step", str(host.group), begin, perf_counter_ns())
 
     def close(self) -> None:
         """Take back what no step of the optimizer has followed, and end the thread."""

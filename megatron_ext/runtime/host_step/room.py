@@ -25,7 +25,7 @@ import torch
 
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.host_step.flat_adamw import joined, runs
-from megatron_ext.runtime.recorder import Recorder, log_of
+from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
 
 HALF_PER_WIDE = 2
 """fp32 bytes for each byte of 16 bits."""
@@ -75,16 +75,11 @@ class Link:
         place: the device of shards and gradients.
         inward_bytes, outward_bytes: of fp32 in the staging buffers there: of parameters that become 16-bit on the
             device, in parts of that size, and of whole gradients that become fp32 there; 0: none do.
-        recorder: where copies and steps are recorded, or None.
+        recorder: where copies and steps are recorded.
     """
 
     def __init__(
-        self,
-        device,
-        place: torch.device,
-        inward_bytes: int = 0,
-        outward_bytes: int = 0,
-        recorder: Recorder | None = None,
+        self, device, place: torch.device, inward_bytes: int = 0, outward_bytes: int = 0, recorder: Recorder = NOTHING
     ):
         self.device, self.recorder = device, recorder
         self.arriving = device.stream("gradients-arrive")
@@ -204,8 +199,7 @@ class Room:
             elif piece.shard_on_host:
                 if unit.later:
                     piece.shard.copy_(self._place(self._leaving, start, shape, piece.shard.dtype))
-                    if link.recorder is not None:
-                        link.recorder.moved("shard", "host_memory", 2 * piece.shard.nbytes)
+                    link.recorder.moved("shard", "host_memory", 2 * piece.shard.nbytes)
             else:
                 stream.copy(piece.shard, self._place(self._leaving, start, shape, piece.shard.dtype))
         stream.wait(link.returned)
@@ -249,8 +243,7 @@ class Room:
 
     def _count_passes(self, *tensors: torch.Tensor) -> None:
         """The processor has gone through ``tensors``."""
-        if self._link.recorder is not None:
-            self._link.recorder.moved("step", "host_memory", sum(tensor.nbytes for tensor in tensors))
+        self._link.recorder.moved("step", "host_memory", sum(tensor.nbytes for tensor in tensors))
 
     @torch.no_grad()
     def end(self, unit: Unit) -> None:

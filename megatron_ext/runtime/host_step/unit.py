@@ -129,7 +129,7 @@ class HostUnit:
     @torch.no_grad()
     def _after_step(self) -> None:
         assert self.room is not None
-        if self.room.recorder is not None:
+        if self.room.recorder.counts:
             self.room.recorder.moved("step", "host_memory", self._step_bytes(self.room.cast_on_device))
         if not (self.later or self.room.cast_on_device):
             for piece in self.pieces:
@@ -177,11 +177,12 @@ class HostUnit:
 
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
-        start, recorder = 0, None if self.room is None else self.room.recorder
+        assert self.room is not None
+        start = 0
         for tensor in self._tensors():
             copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if recorder is not None and tensor.dim() and not self._counts(tensor):
-                recorder.moved("states", "host_memory", 2 * tensor.nbytes)
+            if tensor.dim() and not self._counts(tensor):
+                self.room.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)
         self.optimizer.step()

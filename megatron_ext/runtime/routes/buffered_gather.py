@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.recorder import NOTHING, log_of
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 
@@ -17,12 +18,13 @@ class BufferedGather(StreamRoute):
     Args:
         process_groups: used by nobody else, and destroyed with the route.
         device: see :mod:`megatron_ext.runtime.device`.
-        recorder: where gathers are recorded, or None.
+        recorder: where gathers are recorded.
     """
 
-    def __init__(self, name: str, process_groups: Sequence[dist.ProcessGroup], device, recorder=None):
+    def __init__(self, name: str, process_groups: Sequence[dist.ProcessGroup], device, recorder=NOTHING):
         super().__init__(name, device)
-        self.recorder, self._process_groups = recorder, process_groups
+        self.stream.log = log_of(recorder, "gather", "network", "gpu")
+        self._process_groups = process_groups
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def issue(self, group: Group) -> Arrival:
@@ -37,23 +39,17 @@ class BufferedGather(StreamRoute):
         arrival = arrival or Arrival(self.device).begin()
         self.stream.wait(arrival.taken)
         self._queue(whole, shard, start, arrival.taken, name)
-        if self.recorder is not None:
-            self.recorder.moved("gather", "network", whole.nbytes - shard.nbytes)
+        if self.stream.log is not None:
+            self.stream.log.count(whole.nbytes - shard.nbytes)
         return arrival.end(self.stream)
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
         """Queue everything on :attr:`stream`, which has waited for ``taken``: ``whole`` may be written to."""
-        self._run(name, partial(self._gather, whole, shard))
+        self.stream.run(partial(self._gather, whole, shard), name)
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """By the device, or by the stream's thread."""
         raise NotImplementedError
-
-    def _run(self, name: str, gather) -> None:
-        """Queue ``gather``, and record it where it is not a device that does it."""
-        if self.recorder is not None and self.device.kind != "cuda":
-            gather = self.recorder.timed_on_thread("gpu", name, gather)
-        self.stream.run(gather)
 
     def _buffer(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
         """Kept from gather to gather, which run one after another."""

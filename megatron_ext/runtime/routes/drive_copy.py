@@ -9,7 +9,7 @@ from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
@@ -23,7 +23,7 @@ class DriveCopy(CopyRoute):
     in the trace each begins where the one before ended.
     """
 
-    def __init__(self, pool: NvmePool, flags: HostPool, device, issuer: Issuer, clock: Clock, recorder=None):
+    def __init__(self, pool: NvmePool, flags: HostPool, device, issuer: Issuer, clock: Clock, recorder=NOTHING):
         super().__init__("nvme-copy", device, issuer, recorder)
         self.pool, self.flags, self.issuer, self.clock, self.recorder = pool, flags, issuer, clock, recorder
         self.reader = Worker("nvme-read")
@@ -37,22 +37,19 @@ class DriveCopy(CopyRoute):
         """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
         read = partial(self._read, group, slot, self.clock.version, self._copied_out[slot])
         self._staged[group.index] = slot, self.reader.submit(read)
-        if self.recorder is not None:
-            self.recorder.moved("gather", "drive_read", drive.aligned(group.bytes))
+        self.recorder.moved("gather", "drive_read", drive.aligned(group.bytes))
 
     def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
         """On the thread that reads."""
         poll(partial(self.pool.copied_out[slot].reached, copied_out))
         published = partial(self.flags.is_published, group, version, DRIVE)
         poll(published, partial(self.flags.check_published, group, version, DRIVE))
-        recorder, start = self.recorder, perf_counter_ns()
-        ended = None if recorder is None else partial(self._record, recorder, group, start)
-        self.pool.start(group, slot, transfer, ended)
+        self.pool.start(group, slot, transfer, partial(self._record, group, perf_counter_ns()))
         return LATER
 
-    def _record(self, recorder: Recorder, group: Group, start: int) -> None:
+    def _record(self, group: Group, start: int) -> None:
         end = perf_counter_ns()
-        recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
+        self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
         self._read_end = end
 
     def issue(self, group: Group) -> Arrival:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import NodeGroups
+from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 
@@ -23,7 +24,7 @@ class HierarchicalGather(BufferedGather):
         groups: process groups of the device's backend.
     """
 
-    def __init__(self, groups: NodeGroups, device, recorder=None):
+    def __init__(self, groups: NodeGroups, device, recorder=NOTHING):
         super().__init__("hierarchical", (groups.local, groups.across), device, recorder)
         self.groups = groups
 

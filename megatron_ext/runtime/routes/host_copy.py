@@ -8,7 +8,7 @@ from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import COPY, HostPool
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import Recorder, log_of
+from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 
@@ -16,7 +16,7 @@ from megatron_ext.runtime.streams import Arrival
 class CopyRoute(StreamRoute):
     """Copies whole groups to the device; base of every route from host memory."""
 
-    def __init__(self, name: str, device, issuer: Issuer, recorder: Recorder | None = None):
+    def __init__(self, name: str, device, issuer: Issuer, recorder: Recorder = NOTHING):
         super().__init__(name, device, issuer)
         self.stream.log = log_of(recorder, "gather", "to_device", "cpu")
 
@@ -30,7 +30,7 @@ class CopyRoute(StreamRoute):
 class HostCopy(CopyRoute):
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
-    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, recorder=None):
+    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, recorder=NOTHING):
         super().__init__("cpu-route", device, issuer, recorder)
         self.pool, self.issuer, self.clock = pool, issuer, clock
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group

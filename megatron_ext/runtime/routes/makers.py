@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.device import Device, device_of
+from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.issuer import Issuer
@@ -23,6 +23,7 @@ from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
+from megatron_ext.runtime.streams import Device
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 
@@ -35,7 +36,7 @@ class Sources(NamedTuple):
     device: Device
     issuer: Issuer
     clock: Clock
-    recorder: Recorder | None
+    recorder: Recorder
 
 
 def _drive_copy(of: Sources) -> DriveCopy:
@@ -65,7 +66,7 @@ class OfKind(NamedTuple):
     indices: set[int]
     groups: dict[int, Group]
     backend: str
-    recorder: Recorder | None
+    recorder: Recorder
 
     @property
     def schedule(self) -> Schedule:

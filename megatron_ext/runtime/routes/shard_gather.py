@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import high_priority
-from megatron_ext.runtime.recorder import log_of
+from megatron_ext.runtime.recorder import NOTHING, log_of
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
@@ -43,7 +43,7 @@ class ShardGather(BufferedGather):
         process_group: None where shards are whole groups.
     """
 
-    def __init__(self, process_group, device, recorder=None):
+    def __init__(self, process_group, device, recorder=NOTHING):
         super().__init__("cpu-shard-gathers", (process_group,) if process_group else (), device, recorder)
         self.process_group = process_group
         self._copies, self._copied = device.stream("cpu-shard-copies"), device.event()
@@ -57,7 +57,7 @@ class ShardGather(BufferedGather):
             self._copies.copy(whole[start + begin : start + end], shard[begin:end], name)
             self.stream.wait(self._copies.record(self._copied))
             if self.process_group is not None:
-                self._run(name, partial(self._gather_piece, whole, start, shard.numel(), begin, end))
+                self.stream.run(partial(self._gather_piece, whole, start, shard.numel(), begin, end), name)
 
     def _gather_piece(self, whole: torch.Tensor, start: int, numel: int, begin: int, end: int) -> None:
         """All-gather elements ``begin`` to ``end`` of every rank's shard, which has ``numel``."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from megatron_ext.launch import device_sharing
+from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)
@@ -80,7 +81,7 @@ class SymmetricGather(BufferedGather):
         RuntimeError: NCCL or torch refuses.
     """
 
-    def __init__(self, process_group, device, largest: dict[torch.dtype, int], recorder=None):
+    def __init__(self, process_group, device, largest: dict[torch.dtype, int], recorder=NOTHING):
         super().__init__("symmetric", (), device, recorder)  # torch keeps the windows, and they the communicator
         self.process_group = process_group
         memory = _memory()

@@ -11,9 +11,9 @@ from planning_cases import make_workload
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import building_run, hooks, lifecycle, refusals
 from megatron_ext.megatron.lifecycle import Run, State
-from megatron_ext.megatron.step_calls import IDLE
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError
+from megatron_ext.runtime.step_calls import IDLE
 from megatron_ext.schedule import user_defined_schedule
 
 

@@ -31,12 +31,12 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FUNCTION_LINES = 60
-MAX_LINES = 30_550
+MAX_LINES = 30_360
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
-BENCH_FILES = {"cpu_compat.py", "megatron_on_cpu.py"}
-"""Files of the CPU test bench in the room that may import Megatron."""
+BENCH_FILES = {"cpu_compat.py", "megatron_on_cpu.py", "host_device.py", "run_on_cpu.py"}
+"""Files of the CPU test bench outside of its room, which is below what they are made of: Megatron, streams, verbs."""
 
 SHARED_NAMES = {"__init__.py", "__main__.py"}
 

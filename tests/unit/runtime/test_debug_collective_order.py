@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_ext.runtime.debug import Checks, IssueOrder, OrderedRoute
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import Group, ScheduleError
-from megatron_ext.runtime.host_stream import HostCompute
+from megatron_ext.runtime.host_device import HostCompute
 from megatron_ext.runtime.node_groups import NodeGroups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.shard_gather import ShardGather

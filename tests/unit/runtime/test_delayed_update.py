@@ -13,7 +13,7 @@ from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.host_step.room import Link, OwnRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 
 
 class Copies(torch.optim.Optimizer):
@@ -32,7 +32,7 @@ class Training:
     """A delayed update of one unit: two parameters, whose shards rest on the device and in host memory, and whose step
     sets them to their gradients."""
 
-    def __init__(self, begun=0, after=0, published=None, recorder=None, device=HostDevice()):  # noqa: B008
+    def __init__(self, begun=0, after=0, published=None, recorder=NOTHING, device=HostDevice()):  # noqa: B008
         publisher = None if published is None else SimpleNamespace(wait_on_thread=published)
         self.link, self.issuer = Link(device, device.device, recorder=recorder), Issuer()
         self.gradients = [torch.zeros(3), torch.zeros(3)]

@@ -12,7 +12,7 @@ from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.room import Link, OwnRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.worker import Transfer
 
 SHAPES = [(7, 5), (33,)]
@@ -22,7 +22,7 @@ class Training:
     """A unit a shape, each with a device's tensor; its optimizer has stepped once."""
 
     def __init__(
-        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, recorder=None, on_host=False
+        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, recorder=NOTHING, on_host=False
     ):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.host_device import HostStream
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost, Sharers
-from megatron_ext.runtime.host_stream import HostStream
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes.all_gather import AllGather
 from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
@@ -41,7 +41,7 @@ class SlowDevice(HostDevice):
 class Copies:
     """Two groups of one rank with host copies, written by streams or by threads, and copies on the drive."""
 
-    def __init__(self, directory, recorder=None, device=HostDevice(), by_thread=False):  # noqa: B008
+    def __init__(self, directory, recorder=NOTHING, device=HostDevice(), by_thread=False):  # noqa: B008
         self.groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(2)]
         self.clock, self.issuer = Clock(), Issuer()
         sharers = [Sharers(self.groups, 0, 1, alone)]

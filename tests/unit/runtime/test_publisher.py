@@ -12,13 +12,13 @@ from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
-from megatron_ext.runtime.recorder import Recorder
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 
 
 class OneRank:
     """The only rank of a node, of two in all."""
 
-    def __init__(self, offloaded=None, nodes=None, drive=None, host=True, recorder=None):
+    def __init__(self, offloaded=None, nodes=None, drive=None, host=True, recorder=NOTHING):
         self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
         targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
         self.device, hosted = HostDevice(), {0, 1, 2} if host else set()

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_ext.runtime.host_stream import HostStream
+from megatron_ext.runtime.host_device import HostStream
 from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.runtime.streams import CudaStream
 

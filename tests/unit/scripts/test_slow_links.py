@@ -7,9 +7,9 @@ import slow_links
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import drive, host_stream, machine
+from megatron_ext.runtime import drive, host_device, machine
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.host_stream import HostEvent
+from megatron_ext.runtime.host_device import HostEvent
 from megatron_ext.runtime.recorder import Recorder, log_of
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -18,9 +18,9 @@ BYTES = 1 << 20
 
 @pytest.fixture
 def rates(monkeypatch):
-    for owner, name in ((host_stream, "copy_now"), (drive.DriveFile, "start"), (machine, "environment")):
+    for owner, name in ((host_device, "copy_now"), (drive.DriveFile, "start"), (machine, "environment")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # what is wrapped here is as it was afterwards
-    for module in (host_stream, drive, machine):
+    for module in (host_device, drive, machine):
         slow_links.WRAPPED[module.__name__](module)
     return lambda text: monkeypatch.setenv("MEGATRON_EXT_SLOW_LINKS", text)
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.flags import private_flags
-from megatron_ext.runtime.host_stream import HostCompute, HostEvent, HostStream
+from megatron_ext.runtime.host_device import HostCompute, HostEvent, HostStream
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.streams import Arrival
 

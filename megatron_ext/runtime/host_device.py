@@ -1,4 +1,4 @@
-"""Streams of a machine without a GPU: a thread does, in order, what it is given.
+"""A machine without a GPU as a device, for the CPU test bench: a thread does, in order, what a stream is given.
 
 torch releases the interpreter while it copies, so that copies overlap compute as they do on a device's copy engine.
 Everything else in runtime/ is the same as on a GPU: who issues, which flags who stores, what waits for what.
@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.runtime.flags import DeviceFlag, poll
 from megatron_ext.runtime.recorder import CopyLog
+from megatron_ext.runtime.streams import Device
 from megatron_ext.runtime.worker import Transfer, Worker
 
 
@@ -37,8 +38,8 @@ class HostStream:
     def __init__(self, name: str):
         self._worker = Worker(name)
 
-    def run(self, function: Callable[[], object]) -> None:
-        self._worker.submit(partial(_run, function))
+    def run(self, function: Callable[[], object], name: str | None = None) -> None:
+        self._worker.submit(partial(_run, function, None if name is None else self.log, name or ""))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
         assert destination.dtype is source.dtype
@@ -71,7 +72,7 @@ class HostCompute:
 
     log: CopyLog | None = None
 
-    def run(self, function: Callable[[], object]) -> None:
+    def run(self, function: Callable[[], object], name: str | None = None) -> None:
         with torch.no_grad():
             function()
 
@@ -98,9 +99,24 @@ class HostCompute:
         """There is no thread."""
 
 
-def _run(function: Callable[[], object], transfer: Transfer) -> None:
+class HostDevice(Device):
+    """Parameters live in host memory, and threads do what streams do on a GPU, see the note above."""
+
+    kind, device, compute = "cpu", torch.device("cpu"), HostCompute()
+
+    def stream(self, name: str) -> HostStream:
+        return HostStream(name)
+
+    def event(self) -> HostEvent:
+        return HostEvent()
+
+
+def _run(function: Callable[[], object], log: CopyLog | None, name: str, transfer: Transfer) -> None:
+    start = perf_counter_ns() if log is not None else 0
     with torch.no_grad():
         function()
+    if log is not None:
+        log.add(name, start, perf_counter_ns())
 
 
 def _nothing(transfer: Transfer) -> None:
