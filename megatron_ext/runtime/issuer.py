@@ -1,7 +1,7 @@
 """What the issuing thread has still to issue, because a thread has something to store first.
 
-The issuing thread polls at every hook (a step that begins or ends), and where it waits. What it issues late are copies
-and never collectives, whose order is that of the program.
+The issuing thread polls where a step begins, where a backward ends, before the actions between two layers, and where it
+waits. What it issues late are copies and never collectives, whose order is that of the program.
 
 [Note: No circle between ranks]
 A rank that waits here on the host waits for threads of its node: a drive, a peer on another node. Such a thread may

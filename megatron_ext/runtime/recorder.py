@@ -10,7 +10,7 @@ So what the device does (compute, waits, copies) is recorded between events on i
 are read when all has been recorded; what the training thread itself does (issuing) by the clock.
 The time between two events is a float32 of milliseconds: after an hour it is known to 250 us. So every iteration has
 a base event of its own, which is placed by the base before it, and a duration is read between its own two events.
-Source: cudaEventElapsedTime, whose result is a float. This half has not yet been run on a GPU.
+Source: cudaEventElapsedTime, whose result is a float. A GPU has run this for sampled iterations, and no full trace.
 """
 
 import time

@@ -90,7 +90,7 @@ def test_parameters_that_were_changed_from_outside_become_the_shards():
 def test_an_iteration_that_is_run_again_gathers_behind_what_its_parts_take_back():
     """Megatron's rerun machinery runs an iteration again without a step: early steps of the host are taken back."""
     rank, part, called = rank_of(), Part(), []
-    rank.executor.program = rank.program._replace(start=(lambda: called.append("gathers"),))
+    rank.executor.program = rank.program._replace(start=(lambda: called.append("gathers"), *rank.program.start))
     rank.executor.parts, part.begin = (part,), lambda: called.append("takes back")
     rank.iteration()
     rank.iteration()
