@@ -1,6 +1,6 @@
 """Write patches/ anew from a git clone or mirror of Megatron-LM: python scripts/make_patches.py MIRROR
 
-Every hook is placed by its structural description (megatron_ext/checkout/places.py), so a new
+Every hook is placed by its structural description (megatron_ext/checkout/find_places.py), so a new
 release needs a line in REFS and a run of this script. Nothing of Megatron's text is
 written: patches have no context lines, and the manifest holds names, ids and line numbers.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import core_tree
 
+from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.hook_table import CORE_FILES, FILES, HOOKS
 from megatron_ext.checkout.patchset import MANIFEST, SCHEMA_VERSION, HookEntry, Manifest, PatchedFile, Release, blob_id
-from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.verify import verify_text
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError

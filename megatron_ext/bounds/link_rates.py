@@ -69,7 +69,7 @@ class LinkRates:
         self.best_rate = self._together(self.best_rates) if self.routes else 0.0
 
     def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
-        return min(self.timing.disturbance.least_excess(a, b) for a in measured for b in busy)
+        return min(self.timing.slowdowns.least_excess(a, b) for a in measured for b in busy)
 
     def _sets(self):
         """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""

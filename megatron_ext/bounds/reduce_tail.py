@@ -113,6 +113,6 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
 
 def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:
     """Inequality 3 of the note; ``waiting`` are pairs ``(c_i, r_i)``."""
-    slower = 1.0 + timing.disturbance.least_excess(REDUCE, COMPUTE)
+    slower = 1.0 + timing.slowdowns.least_excess(REDUCE, COMPUTE)
     after = max(reduce_us - left / slower for left, reduce_us in waiting)
     return compute_us + max(after, tail_us)

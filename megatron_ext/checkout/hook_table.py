@@ -34,7 +34,7 @@ class Hook:
         text: the statement, without indentation and marker. Where releases name a variable
             differently the text holds ``{microbatch}``, filled in from the helper's signature.
         purpose: why the line is there, for the manifest and for ``patch list``.
-        place: where it goes, in words; ``places.py`` holds the same in code.
+        place: where it goes, in words; ``find_places.py`` holds the same in code.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """Put our lines into one file, where the syntax tree proves each place.
 
 A patch without context applies by line number to any file that is long enough, in the wrong place and without
-complaint. So a line goes only where ``places.py`` finds the one gap for it, and ``verify.py`` has the last word. Of a
-file of a release the manifest also knows the git blob id of the result.
+complaint. So a line goes only where ``find_places.py`` finds the one gap for it, and ``verify.py`` has the last word.
+Of a file of a release the manifest also knows the git blob id of the result.
 """
 
 from dataclasses import dataclass
 
+from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.patchset import blob_id, known_files
-from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.verify import verify_text
 

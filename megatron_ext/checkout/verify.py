@@ -2,7 +2,7 @@
 
 A hook line that a merge, or a person, has moved still runs, often without an error,
 and gathers at the wrong time. So presence is not enough: each line must stand in the one
-gap that ``places.py`` describes, and must add a statement to the syntax tree and change nothing else in it.
+gap that ``find_places.py`` describes, and must add a statement to the syntax tree and change nothing else in it.
 """
 
 import ast
@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.gaps import Gap
 from megatron_ext.checkout.hook_table import FILES, LINES, hooks_of
-from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 
 

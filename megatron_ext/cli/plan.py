@@ -44,7 +44,7 @@ def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
 def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     from megatron_ext import planner
     from megatron_ext.cost.device_reserve import beside_the_bill
-    from megatron_ext.planner.limit import LIMIT_UNKNOWN
+    from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 
     return {
         "search_note": planner.search_note(planned),

@@ -22,9 +22,9 @@ def simulate(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
-    from megatron_ext.planner.limit import limit_of, limit_text
     from megatron_ext.planner.missing_figures import interval_of, refuse_missing
     from megatron_ext.planner.verdict import rule_of
+    from megatron_ext.planner.what_limits import limit_of, limit_text
     from megatron_ext.schedule import match, validate
     from megatron_ext.simulator.simulation import Result
     from megatron_ext.workload import workload

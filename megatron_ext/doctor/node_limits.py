@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 1 << 30
@@ -19,7 +19,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """What this node allows, against what the plan needs."""
     return [
         locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], place.on_cuda, options),
-        host(host_memory.available_bytes(), options),
+        host(free_host_memory.available_bytes(), options),
         shared(SHARED_MEMORY, place.ranks_per_node),
     ]
 

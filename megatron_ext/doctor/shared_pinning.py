@@ -12,7 +12,7 @@ import torch
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import block_pages, host_memory, lock_refused, shared_block
+from megatron_ext.runtime import block_pages, free_host_memory, lock_refused, shared_block
 from megatron_ext.runtime.device import device_of
 
 SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
@@ -23,7 +23,7 @@ PLACES = Path("/proc/self/numa_maps")
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Share, make and page-lock a block. Collective over the node."""
-    available = host_memory.available_bytes()
+    available = free_host_memory.available_bytes()
     size: int = SIZES[place.device.type] if available is None else min(SIZES[place.device.type], available // 4)
     size = min(place.exchange(max(size // mmap.PAGESIZE, 1) * mmap.PAGESIZE))
     name = "process namespace"

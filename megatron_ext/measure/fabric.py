@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import block_pages, host_memory, own_device
+from megatron_ext.runtime import block_pages, free_host_memory, own_device
 from megatron_ext.runtime.device import device_of
 
 ARENA_BYTES = 64 * MIB
@@ -103,7 +103,7 @@ class Fabric:
         if self._host is None:
             size = arena_bytes(self.options)
             groups = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
-            host_memory.require(len(groups) * size, f"host copies of groups of {self.options.largest} bytes")
+            free_host_memory.require(len(groups) * size, f"host copies of groups of {self.options.largest} bytes")
             offset = _control_bytes(self.options) + self.data_group * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
             mates = [

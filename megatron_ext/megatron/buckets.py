@@ -25,7 +25,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.moved_bytes import reduced_bytes
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.releases import accepted
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
@@ -202,7 +202,7 @@ def _require_host_memory(ddp, indices: list[int], members: dict, ranks_of_node: 
         numel = sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters)
         if numel:
             of_rank = numel * buffer.grad_dtype.itemsize // buffer.data_parallel_world_size
-            host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
+            free_host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
 
 
 def _drop_old(ddp) -> None:

@@ -36,7 +36,7 @@ from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
-from megatron_ext.runtime import block_pages, host_memory, host_threads
+from megatron_ext.runtime import block_pages, free_host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.objects import gather_objects
@@ -283,7 +283,9 @@ class BuildingRun:
         loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
         taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
         self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
-        host_memory.require(self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints")
+        free_host_memory.require(
+            self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints"
+        )
         for number, schedule in self.schedules.items():
             of_number = workload.with_microbatches(number)
             memory_bill.check_run(schedule, of_number, file=self.path)

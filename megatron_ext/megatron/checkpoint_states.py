@@ -21,7 +21,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.megatron.releases import has
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 
 NAMES = (
     "get_parameter_state_dp_reshardable",
@@ -107,7 +107,7 @@ def refuse_without_room() -> None:
     def gather_if_there_is_room(optimizer, *args, **kwargs):
         if kwargs.get("return_on_all_ranks") or optimizer.data_parallel_group.rank() == 0:
             need = len(GATHERED) * sum(buffer.numel_unpadded for buffer in optimizer.buffers) * torch.float32.itemsize
-            host_memory.require(
+            free_host_memory.require(
                 need, "optimizer states of all data-parallel ranks, gathered for this checkpoint format,"
             )
         return gather(optimizer, *args, **kwargs)

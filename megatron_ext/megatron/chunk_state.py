@@ -15,7 +15,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Group, ScheduleError, State
 
@@ -78,7 +78,7 @@ def host_copies(reader: Executor, tensors: list[torch.Tensor]) -> list[torch.Ten
         if index is not None:
             places.setdefault(index, []).append(place)
     need = sum(tensors[place].nbytes for own in places.values() for place in own)
-    host_memory.require(need, "copies of parameters, of which not all fit whole onto the device,")
+    free_host_memory.require(need, "copies of parameters, of which not all fit whole onto the device,")
     for index in sorted(places):
         reader.read((index,))
         for place in places[index]:

@@ -30,7 +30,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.group import FreedGroup, Residency
 from megatron_ext.runtime.param_reads import ParamReads
@@ -53,7 +53,7 @@ class LateModel:
     def __init__(self, schedule: Schedule, pp_rank: int):
         whole = sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
         ranks = min(schedule.parallel.node_size, schedule.parallel.world_size)
-        host_memory.require(
+        free_host_memory.require(
             ranks * whole, f"the parameters of {ranks} ranks, which never fit whole onto their devices,"
         )
         self.schedule, self.groups, self.residency = schedule, {}, Residency()

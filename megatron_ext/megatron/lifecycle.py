@@ -23,13 +23,13 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree
+from megatron_ext.megatron.build_executor import build_executor, schedule_for
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
 from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.own_rank import OwnRank
-from megatron_ext.megatron.prepare import prepare, schedule_for
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.shards import steps_on_the_host
@@ -100,7 +100,7 @@ class Run(BuildingRun):
         begun = getattr(args, "iteration", 0)
         if not self.stock_gather:
             self.watch = Watch(dist.get_rank(), _step_seconds(args))
-            self.executor = prepare(
+            self.executor = build_executor(
                 OwnRank(
                     schedules=self.schedules,
                     workload=self._workload,

@@ -21,8 +21,8 @@ def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
         return 0.0
     us = timing.fastest_us(route, size)
     link = link_of(route)
-    if beside and not kind_of(route).staged and timing.disturbance.disturbed[link]:
-        us *= 1.0 + timing.disturbance.excess(link, size)[OTHER_LINK[link]]
+    if beside and not kind_of(route).staged and timing.slowdowns.disturbed[link]:
+        us *= 1.0 + timing.slowdowns.excess(link, size)[OTHER_LINK[link]]
     return us
 
 

@@ -13,9 +13,9 @@ from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
-from megatron_ext.planner.limit import limit_of, limit_text
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
+from megatron_ext.planner.what_limits import limit_of, limit_text
 from megatron_ext.planner.within_memory import gathers_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes

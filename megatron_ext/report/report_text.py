@@ -9,8 +9,8 @@ from rich.table import Table
 
 from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
-from megatron_ext.planner.limit import LIMIT_UNKNOWN
 from megatron_ext.planner.stock import OVERLAPPED
+from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.hidden_work import NAMES, Hidden

@@ -37,7 +37,16 @@ from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P,
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.host_memory_link import host_memory_link
 from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
-from megatron_ext.simulator.lower import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT, Gather, RankProgram
+from megatron_ext.simulator.rank_programs import (
+    ISSUE,
+    REDUCE_GROUP,
+    REDUCE_VISIT,
+    RUN,
+    SETTLE,
+    WAIT,
+    Gather,
+    RankProgram,
+)
 from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
@@ -87,8 +96,8 @@ class Engine:
         self.now = 0.0
         self.events: list[Event] | None = [] if trace else None
         self.group_exposed: dict[int, float] = {}
-        self.disturbance = timing.disturbance
-        self.messages_disturb = self.disturbance.disturbs[P2P]
+        self.slowdowns = timing.slowdowns
+        self.messages_disturb = self.slowdowns.disturbs[P2P]
         self.waiting_for_optimizer = len(self.ranks)
 
     # -- running ----------------------------------------------------------------------------
@@ -292,10 +301,10 @@ class Engine:
 
     def _send(self, sender: RankState, receiver: RankState, slot: int) -> None:
         us, size = self.timing.p2p_us, self.workload.p2p_bytes
-        if self.disturbance.disturbed[P2P]:
+        if self.slowdowns.disturbed[P2P]:
             # A message is short: its slowdown is that of the moment at which it leaves.
             busy = [activity is not None for activity in sender.active]
-            us *= 1.0 + sum(map(mul, self.disturbance.excess(P2P, size), busy))
+            us *= 1.0 + sum(map(mul, self.slowdowns.excess(P2P, size), busy))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us
@@ -345,10 +354,10 @@ class Engine:
         """``speed``: by what else moves bytes in host memory."""
         kind = activity.kind
         rate = speed
-        if self.disturbance.disturbed[kind]:
+        if self.slowdowns.disturbed[kind]:
             slower = 1.0
             active = rank.active
-            for other, excess in enumerate(self.disturbance.excess(kind, activity.size)):
+            for other, excess in enumerate(self.slowdowns.excess(kind, activity.size)):
                 if excess and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
                     slower += excess
             rate /= slower

@@ -6,7 +6,7 @@ from typing import Protocol
 from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.host_memory_link import HostMemoryLink
-from megatron_ext.simulator.lower import Gather
+from megatron_ext.simulator.rank_programs import Gather
 from megatron_ext.simulator.rank_state import RankState
 
 

@@ -3,7 +3,7 @@
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP, NVME, PUBLISH, REDUCE
 from megatron_ext.simulator.engine_protocols import EngineView
-from megatron_ext.simulator.lower import REDUCE_VISIT, SHARD, Gather
+from megatron_ext.simulator.rank_programs import REDUCE_VISIT, SHARD, Gather
 from megatron_ext.simulator.rank_state import Activity, RankState
 
 

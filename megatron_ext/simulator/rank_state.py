@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ext.cost.cost_table import KINDS
-from megatron_ext.simulator.lower import RankProgram
+from megatron_ext.simulator.rank_programs import RankProgram
 
 
 class Activity:

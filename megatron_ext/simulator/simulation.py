@@ -14,7 +14,7 @@ from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
 from megatron_ext.simulator.early_units import delayed_steps, early_steps
 from megatron_ext.simulator.engine import Engine
-from megatron_ext.simulator.lower import lower
+from megatron_ext.simulator.rank_programs import rank_programs
 from megatron_ext.simulator.step_places import optimizer_us
 from megatron_ext.simulator.thread_path import LAUNCHES, least_thread_us, thread_us
 from megatron_ext.simulator.timing import Timing
@@ -110,7 +110,7 @@ def run(
         bound_us: a time that no schedule can beat, stored beside the figures; see :mod:`megatron_ext.bounds`.
         peaks: work out ``Result.peak_bytes``; a search that asks for times alone is faster without.
     """
-    programs = lower(schedule, workload, timing)
+    programs = rank_programs(schedule, workload, timing)
     publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
     for entry in schedule.publish:
         group = schedule.groups[entry.group]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.engine import Engine
-from megatron_ext.simulator.lower import RUN, RankProgram
+from megatron_ext.simulator.rank_programs import RUN, RankProgram
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload

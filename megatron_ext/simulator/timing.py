@@ -12,7 +12,7 @@ from megatron_ext.cost.expert_curves import table_of_experts
 from megatron_ext.cost.gradient_sizes import by_parameter_bytes
 from megatron_ext.cost.table_choices import by_algorithm, host_steps
 from megatron_ext.formats.errors import InputError
-from megatron_ext.simulator.disturbance import Disturbance
+from megatron_ext.simulator.slowdowns import Slowdowns
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
 from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, ON_HOST, SHARD_GATHER, STAGED_COPY, kind_of, shard_pieces
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
@@ -31,7 +31,7 @@ class LayerTimes(NamedTuple):
 class Timing:
     """Durations of one workload's activities on the machines of one cost table.
 
-    Every duration is what the activity takes alone; ``disturbance`` says what overlapping
+    Every duration is what the activity takes alone; ``slowdowns`` says what overlapping
     adds. ``left_out`` names what the table cannot say and the prediction therefore lacks.
 
     Attributes:
@@ -85,7 +85,7 @@ class Timing:
             self.leave_out("reduce")
         self.unshard_us, self.issue_us = cache(self._unshard_us), cache(self._issue_us)
         other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
-        self.disturbance = Disturbance(table, self.costs, other_experts=other_experts)
+        self.slowdowns = Slowdowns(table, self.costs, other_experts=other_experts)
         self.experts = self
         """Durations of groups of experts."""
         if other_experts and dense is None:

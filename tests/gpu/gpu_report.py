@@ -22,7 +22,7 @@ from megatron_ext.checkout.tree import Tree
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.drive import filesystem
 
 Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
@@ -162,7 +162,7 @@ def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None)
         "interpreter": sys.executable,
         "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={','.join(DEVICE_FACTS)}", "--format=csv,noheader"]),
         "locked_memory_limit": "none" if locked == resource.RLIM_INFINITY else locked,
-        "memory_available_bytes": host_memory.available_bytes(),
+        "memory_available_bytes": free_host_memory.available_bytes(),
         "shm_free_bytes": shared.free,
         "drive": f"{drive} ({filesystem(drive)})" if drive else None,
         "drive_free_bytes": shutil.disk_usage(drive).free if drive else None,

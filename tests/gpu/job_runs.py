@@ -19,7 +19,7 @@ from timed_rows import TIMINGS
 from megatron_ext.formats import json_files
 from megatron_ext.launch.launcher import LOOPBACK
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -98,7 +98,7 @@ def untried(case: Training | Program, place: Place) -> Result | None:
         why = "Megatron's host optimizer needs Transformer Engine"
     if place.no_drive and (case.name == "kill and resume" or (isinstance(case, Training) and case.needs_drive)):
         why = f"no directory on a drive that takes direct reads (--drive): {place.no_drive}"
-    if timed is not None and not place.dry_run and timed.host_bytes > host_memory.available_bytes():
+    if timed is not None and not place.dry_run and timed.host_bytes > free_host_memory.available_bytes():
         why = f"takes up to {timed.host_bytes / 1e9:.0f} GB of host memory"
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
     if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):

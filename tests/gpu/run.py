@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import host_memory, machine
+from megatron_ext.runtime import free_host_memory, machine
 from megatron_ext.runtime.device import has_cuda
 
 DRY_BUDGET_SECONDS, DRY_LIMITS = 3600.0, 4.0
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="drive.", dir=drive or args.out.parent) as folder,
     ):
         engine = not args.dry_run and find_spec("transformer_engine") is not None
-        number = lanes_of(processors, None if args.dry_run else host_memory.available_bytes())
+        number = lanes_of(processors, None if args.dry_run else free_host_memory.available_bytes())
         place = Place(
             work=Path(work),
             drive=Path(folder),

@@ -314,7 +314,7 @@ def _stale_group(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
 
 def _skip_group(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
-    from megatron_ext.megatron import prepare
+    from megatron_ext.megatron import build_executor
 
     def skipping(compile_program):
         def call(schedule, rank, *arguments, **how):
@@ -322,7 +322,7 @@ def _skip_group(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
         return call
 
-    yield prepare, "compile_program", skipping
+    yield build_executor, "compile_program", skipping
 
 
 def without_group(rank, index: int):
@@ -374,9 +374,9 @@ def _skip_step(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
     def forget(parameter, *_) -> None:
         parameter.grad = None
 
-    def leaving_out(prepare):
+    def leaving_out(build):
         def call(own):
-            executor = prepare(own)
+            executor = build(own)
             for optimizer, group, _, _, shard in places_of_groups(own.optimizers, own.buckets):
                 if group.index == index:
                     hook = functools.partial(forget, optimizer.optimizer.param_to_fp32_param[shard])
@@ -385,7 +385,7 @@ def _skip_step(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
 
         return call
 
-    yield lifecycle, "prepare", leaving_out
+    yield lifecycle, "build_executor", leaving_out
 
 
 def _late_add(index: int) -> Iterator[tuple[Any, str, Wrapper]]:

@@ -32,10 +32,10 @@ class DearCopies:
     def patches(self):
         if self.processors is None:
             return
-        from megatron_ext.megatron import prepare
+        from megatron_ext.megatron import build_executor
         from megatron_ext.runtime import host_threads
 
-        yield mock.patch.object(prepare, "has_cuda", lambda: True)
+        yield mock.patch.object(build_executor, "has_cuda", lambda: True)
         if self._set_threads:
             yield mock.patch.object(os, "sched_getaffinity", lambda pid: set(range(self.processors or 1)))
         else:

@@ -14,9 +14,9 @@ from megatron_ext.planner.fit.estimate_setting import Choice, Stock, stock_of
 from megatron_ext.planner.fit.request import Problem, Request, with_changes
 from megatron_ext.planner.fit.search_settings import Fit
 from megatron_ext.planner.fit.setting import OTHER_NAMES, Setting, as_words, changes
-from megatron_ext.planner.limit import WORDS, limit_of
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.verdict import option_hint
+from megatron_ext.planner.what_limits import WORDS, limit_of
 from megatron_ext.workload.workload import Limits
 
 GIB = 1 << 30

@@ -316,11 +316,11 @@ class RankPlacement:
         mine = link_of(route)
         other = OTHER_LINK[mine]
         overlap = self.link_free.get(other, 0.0) - begin
-        if overlap <= 0 or not (self.timing.disturbance.disturbed[mine] or self.timing.disturbance.disturbed[other]):
+        if overlap <= 0 or not (self.timing.slowdowns.disturbed[mine] or self.timing.slowdowns.disturbed[other]):
             return us, 0.0
-        slower = 1.0 + self.timing.disturbance.excess(mine, size)[other]
+        slower = 1.0 + self.timing.slowdowns.excess(mine, size)[other]
         shared = min(overlap, us * slower)
-        others = self.timing.disturbance.excess(other, size)[mine]
+        others = self.timing.slowdowns.excess(other, size)[mine]
         return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
 
 

@@ -8,7 +8,7 @@ from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.planner.limit import LIMIT_UNKNOWN
+from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.workload import workload
 from megatron_ext.workload.workload import Limits
 

@@ -9,7 +9,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import checkpoint_states
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -115,9 +115,9 @@ def test_a_format_that_gathers_all_states_is_refused_where_they_do_not_fit(monke
     optimizer = optimizer_of(rank, 2, [[640, 64], [1000]])
     optimizer.buffers[0].numel_unpadded = 1704
     gather = partial(DistributedOptimizer.get_parameter_state_dp_zero, optimizer, return_on_all_ranks=all_ranks)
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 12 * 1704)
+    monkeypatch.setattr(free_host_memory, "available_bytes", lambda: 12 * 1704)
     assert gather() == {"return_on_all_ranks": all_ranks}
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 12 * 1704 - 5)
+    monkeypatch.setattr(free_host_memory, "available_bytes", lambda: 12 * 1704 - 5)
     if refused:
         with pytest.raises(InputError, match=r"gathered .* need 20448 bytes of host memory, 5 bytes short"):
             gather()

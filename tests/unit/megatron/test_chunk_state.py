@@ -9,7 +9,7 @@ from megatron.core import dist_checkpointing
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import chunk_state, gather_on_read
 from megatron_ext.megatron.gather_on_read import GatherOnRead
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
 from megatron_ext.runtime.in_turn import InTurn
 
@@ -71,6 +71,6 @@ def test_states_and_checkpoints_hold_copies(chunk):
 
 
 def test_copies_for_which_host_memory_is_short_are_refused(chunk, monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 511)
+    monkeypatch.setattr(free_host_memory, "available_bytes", lambda: 511)
     with pytest.raises(InputError, match="copies of parameters, .* need 512 bytes of host memory, 1 bytes short"):
         chunk.state_dict()

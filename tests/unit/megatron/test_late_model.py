@@ -8,7 +8,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import late_model
 from megatron_ext.megatron.late_model import LateModel
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 
 SCHEDULE = SimpleNamespace(
     groups=[SimpleNamespace(pp_rank=0, model_chunk_id=0, bytes=64, shard_rests=rests) for rests in (None, "host")],
@@ -69,6 +69,6 @@ def test_an_optimizer_gets_the_shard_unless_that_rests_on_the_host(built):
 
 
 def test_host_memory_that_cannot_hold_the_parameters_of_a_node_is_named(monkeypatch):
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 250)
+    monkeypatch.setattr(free_host_memory, "available_bytes", lambda: 250)
     with pytest.raises(InputError, match="2 ranks, which never fit .* need 256 bytes of host memory, 6 bytes short"):
         LateModel(SCHEDULE, pp_rank=0)

@@ -9,7 +9,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.states_on_drive import FEW_SLOTS, STATE_SLOTS, with_states_on_drive
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 from megatron_ext.schedule.group_facts import largest_gradient, largest_region
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import (
@@ -75,10 +75,10 @@ def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes
     assert taken == 2 * (sum(held.values()) - held["gradients"] - held["main_parameters"])
     assert host_bytes_taken(schedule, work, loaded=True) == [taken - 2 * held["optimizer_states"]]
     (tmp_path / "meminfo").write_text(f"MemAvailable: {taken // 1024 - 1} kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_host_memory, "MEMINFO", tmp_path / "meminfo")
     short = taken - (taken // 1024 - 1) * 1024
     with pytest.raises(InputError, match=f"copies need {taken} bytes of host memory, {short} bytes short"):
-        host_memory.require(taken, "copies")
+        free_host_memory.require(taken, "copies")
 
 
 def test_what_goes_to_the_drive_leaves_the_host_but_for_the_slots():

@@ -9,9 +9,9 @@ from megatron_ext.workload.route import ROUTES
 
 ROOMS = ("planner", "bounds", "simulator")
 DATA = {
-    "limit.py": "words for links that are busy",
+    "what_limits.py": "words for links that are busy",
     "costs.py": "links whose costs may be wrong",
-    "disturbance.py": "links that a table's contention names",
+    "slowdowns.py": "links that a table's contention names",
     "explain.py": "words for places where optimizer states rest",
     "host_notes.py": "places where optimizer states rest",
 }

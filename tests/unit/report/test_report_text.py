@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.planner.limit import LIMIT_UNKNOWN
+from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report.report_text import cautions, memory_rows, verdict_line
 from megatron_ext.report.turn_ratio import TurnRatio
 

@@ -8,8 +8,8 @@ from planning_cases import line, make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.limit import limit_of
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.what_limits import limit_of
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.step_places import AROUND_ADD
 from megatron_ext.workload.bucket_rules import layer_buckets

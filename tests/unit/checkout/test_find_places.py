@@ -4,6 +4,7 @@ import pytest
 import toy_megatron
 from toy_megatron import TEXTS
 
+from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.hook_table import (
     ARGUMENTS,
     DDP,
@@ -16,7 +17,6 @@ from megatron_ext.checkout.hook_table import (
     hooks_of,
 )
 from megatron_ext.checkout.place_hooks import place_hooks
-from megatron_ext.checkout.places import find_gaps
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.verify import is_hook_line, strip_hooks, verify_text
 

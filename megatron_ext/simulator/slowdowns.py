@@ -10,7 +10,7 @@ _LINKS_OF_EXPERTS = (("gpu", "reduce"), ("reduce", "gpu"))
 """Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
 
 
-class Disturbance:
+class Slowdowns:
     """Excess times of one cost table, each looked up once and kept.
 
     Args:

@@ -8,22 +8,22 @@ import pytest
 import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-from megatron_ext.megatron import prepare
+from megatron_ext.megatron import build_executor
 
 
 @pytest.mark.parametrize(("cuda", "calls"), [(True, 0), (False, 1)])
 def test_the_heap_of_a_gpu_user_is_left_alone(monkeypatch, cuda, calls):
     kept = []
-    monkeypatch.setattr(prepare, "has_cuda", lambda: cuda)
-    monkeypatch.setattr(prepare, "keep_freed_blocks", lambda: kept.append(True))
-    prepare.keep_host_blocks()
+    monkeypatch.setattr(build_executor, "has_cuda", lambda: cuda)
+    monkeypatch.setattr(build_executor, "keep_freed_blocks", lambda: kept.append(True))
+    build_executor.keep_host_blocks()
     assert len(kept) == calls
 
 
 def test_the_host_optimizer_that_megatron_replaces_is_freed(monkeypatch):
     """DistributedOptimizer builds it a second time; the first one, with an fp32 copy of all parameters, is a circle."""
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
-    monkeypatch.setattr(prepare, "keep_host_blocks", lambda: None)
+    monkeypatch.setattr(build_executor, "keep_host_blocks", lambda: None)
     gc.disable()
     try:
         first = HybridDeviceOptimizer(
@@ -37,8 +37,8 @@ def test_the_host_optimizer_that_megatron_replaces_is_freed(monkeypatch):
         seen = weakref.ref(first)
         del first
         assert seen() is not None
-        monkeypatch.setattr(prepare, "has_cuda", lambda: False)
-        prepare.ready_the_host(MagicMock())
+        monkeypatch.setattr(build_executor, "has_cuda", lambda: False)
+        build_executor.ready_the_host(MagicMock())
         assert seen() is None
     finally:
         gc.enable()

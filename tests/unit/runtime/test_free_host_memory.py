@@ -3,25 +3,25 @@
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import host_memory
+from megatron_ext.runtime import free_host_memory
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 40 kB\n")
-    monkeypatch.setattr(host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(free_host_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_host_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(free_host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
     return tmp_path
 
 
 def test_the_smaller_of_machine_and_cgroup(machine):
-    assert host_memory.available_bytes() == 40 * 1024
+    assert free_host_memory.available_bytes() == 40 * 1024
     (machine / "memory.max").write_text("max\n")
     (machine / "memory.current").write_text("1000\n")
-    assert host_memory.available_bytes() == 40 * 1024
+    assert free_host_memory.available_bytes() == 40 * 1024
     (machine / "memory.max").write_text("11000\n")
-    assert host_memory.available_bytes() == 10_000
+    assert free_host_memory.available_bytes() == 10_000
 
 
 def test_a_limit_counts_wherever_it_is_set_above_the_process(machine):
@@ -31,15 +31,15 @@ def test_a_limit_counts_wherever_it_is_set_above_the_process(machine):
     (machine / "cgroup").write_text("0::/slurm/job_7/step\n")
     (job / "memory.max").write_text("9000\n")
     (job / "memory.current").write_text("5000\n")
-    assert host_memory.available_bytes() == 4000
+    assert free_host_memory.available_bytes() == 4000
     (job / "memory.stat").write_text("anon 3000\ninactive_file 1500\nactive_file 500\n")
-    assert host_memory.available_bytes() == 6000  # cached files make room
+    assert free_host_memory.available_bytes() == 6000  # cached files make room
     (job / "memory.stat").write_text("inactive_file 1500\nactive_file 900\nfile_mapped 100\nfile_dirty 200\n")
-    assert host_memory.available_bytes() == 6100  # not those that have to stay
+    assert free_host_memory.available_bytes() == 6100  # not those that have to stay
     (job / "memory.stat").write_text("inactive_file 1500\nactive_file 900\nfile_mapped 10000\n")
-    assert host_memory.available_bytes() == 5500
+    assert free_host_memory.available_bytes() == 5500
     (job / "memory.max").unlink()
-    assert host_memory.available_bytes() == 40 * 1024
+    assert free_host_memory.available_bytes() == 40 * 1024
 
 
 def test_limits_of_the_first_version_of_cgroups_count(machine):
@@ -48,15 +48,15 @@ def test_limits_of_the_first_version_of_cgroups_count(machine):
     (machine / "cgroup").write_text("4:memory:/box\n0::/\n")
     (box / "memory.limit_in_bytes").write_text("7000\n")
     (box / "memory.usage_in_bytes").write_text("1000\n")
-    assert host_memory.available_bytes() == 6000
+    assert free_host_memory.available_bytes() == 6000
 
 
 def test_too_little_is_refused(machine):
-    host_memory.require(40 * 1024, "host copies")
+    free_host_memory.require(40 * 1024, "host copies")
     with pytest.raises(InputError, match="host copies need 41000 bytes of host memory, 40 bytes short"):
-        host_memory.require(41_000, "host copies")
+        free_host_memory.require(41_000, "host copies")
 
 
 def test_a_system_that_does_not_say_refuses_nothing(machine, monkeypatch):
-    monkeypatch.setattr(host_memory, "MEMINFO", machine / "nowhere")
-    host_memory.require(1 << 60, "host copies")
+    monkeypatch.setattr(free_host_memory, "MEMINFO", machine / "nowhere")
+    free_host_memory.require(1 << 60, "host copies")

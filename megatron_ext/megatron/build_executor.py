@@ -36,7 +36,7 @@ from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
-def prepare(own: OwnRank) -> Executor:
+def build_executor(own: OwnRank) -> Executor:
     """Make everything that training by the schedules of ``own`` needs on this rank; collective.
 
     Raises:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.cost.cost_table import KINDS
-from megatron_ext.planner.limit import WORDS, limit_of, limit_text
+from megatron_ext.planner.what_limits import WORDS, limit_of, limit_text
 
 
 @pytest.mark.parametrize(

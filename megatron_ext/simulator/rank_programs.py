@@ -64,12 +64,12 @@ class RankProgram:
         self.gathers: list[Gather] = []
 
 
-def lower(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankProgram]:
+def rank_programs(schedule: Schedule, workload: Workload, timing: Timing) -> list[RankProgram]:
     """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
     spans = uses_of_groups(schedule.groups, workload)
     expected = steps_of_ranks(workload.parallel)
     return [
-        _lower_rank(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)
+        _program_of(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)
     ]
 
 
@@ -83,7 +83,7 @@ def _link_of(kind: RouteKind) -> int:
     return NVME if kind.staged else CPU if kind.copy else GPU
 
 
-def _lower_rank(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
+def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
     dp = workload.parallel.dp
     program = RankProgram(pp_rank, frozenset(n for n, group in enumerate(schedule.groups) if group.ranks != dp))
     groups, gathers, pp = schedule.groups, program.gathers, workload.parallel.pp
