@@ -166,3 +166,19 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     assert "or 2 times as many nodes" in said or "or 4 times as many nodes" in said
     said = refused(capsys, "--hardware", "l40s", "--", *MODEL, *BATCH, "--limit-device-bytes", "1000")
     assert "--limit-device-bytes = 1000: nothing fits" in said and "what would do: --limit-device-bytes " in said
+
+
+def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):
+    def asked(*more: str) -> tuple[int, str]:
+        assert main(["fit", "--hardware", "l40s", "--fix", "all", "--json", "--", *MODEL, *BATCH, *more]) == 0
+        said = capsys.readouterr()
+        return json.loads(said.out)["frontier"][0]["device_bytes"], said.err
+
+    (default, said), (given, nothing), (without, _) = (
+        asked(),
+        asked("--hidden-dropout=0.1"),
+        asked("--hidden-dropout", "0"),
+    )
+    assert default == given > without
+    said_so = "taken to be Megatron's default: --hidden-dropout 0.1"
+    assert said_so in said and said_so not in nothing
