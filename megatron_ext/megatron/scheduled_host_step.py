@@ -18,7 +18,7 @@ Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
 
@@ -105,7 +105,8 @@ class HostStep:
         return rest != "device" and (always or self._may_be_early(index))
 
     def _may_be_early(self, index: int) -> bool:
-        late = any(map(_added_up_later, self._own.bucket_groups[index].params))
+        names, ranks = self._schedule.groups[index].parameters, self._schedule.parallel.tensor_model_parallel_size
+        late = added_up_later(self._own.bucket_groups[index].params, names, ranks)
         return self._schedule.rollback_bytes is not None and not late
 
     @property
@@ -289,10 +290,17 @@ class HostStep:
         self.link.close()
 
 
-def _added_up_later(parameter) -> bool:
-    """Whether other ranks' gradients are added to this one's after its reduce."""
-    names = ("shared_embedding", "shared", "sequence_parallel", "average_gradients_across_tp_domain")
-    return any(getattr(parameter, name, False) for name in names)
+def added_up_later(parameters: Iterable[torch.nn.Parameter], names: Iterable[str], ranks: int) -> bool:
+    """Whether other ranks' gradients are added to those of ``parameters`` after their reduce.
+
+    Args:
+        names: of the parameters.
+        ranks: in a tensor-parallel group. They add up those of norms of queries and keys, which do not say so
+            themselves, with and without --sequence-parallel.
+    """
+    marks = ("shared_embedding", "shared", "sequence_parallel", "average_gradients_across_tp_domain")
+    marked = any(getattr(parameter, mark, False) for parameter in parameters for mark in marks)
+    return marked or (ranks > 1 and any("q_layernorm" in name or "k_layernorm" in name for name in names))
 
 
 class _Settings:

@@ -73,6 +73,7 @@ class Executor(StepCalls):
         self._left = issuer.left  # empty in most steps
         self._undisturbed = True
         self.busy = False  # between the begin of an iteration and the update of parameters
+        self._ended = True  # the last iteration, as far as its steps go
         self.reads: ParamReads | None = None  # watched for from the update of parameters to the begin of an iteration
         self._close: list[Callable[[], None]] = []
         if in_turn is not None:
@@ -98,7 +99,7 @@ class Executor(StepCalls):
     def begin_iteration(self) -> None:
         """Begin a training iteration: issue what the schedule issues at its start, unless that is done."""
         self._watch_reads(False)
-        self.busy = True
+        self.busy, self._ended = True, False
         if not self._undisturbed:  # something gathered outside the program; begin anew
             self._drop_all()
             self._undisturbed = True
@@ -182,6 +183,7 @@ class Executor(StepCalls):
         if self.checks is not None:
             self.checks.end_iteration(self.iterations, self.peak_bytes, self._num_microbatches)
         self._release()
+        self._ended = True
 
     def _release(self) -> None:
         start = time.perf_counter_ns()
@@ -195,6 +197,7 @@ class Executor(StepCalls):
         start = time.perf_counter_ns()
         self._drop_all()
         self.clock.version += 1
+        by_optimizer = by_optimizer and (self._delayed is None or self._delayed.written)
         for part in self.parts:
             part.updated(self.iterations, by_optimizer)
         self.recorder.add("issue", "publish", start, time.perf_counter_ns())
@@ -257,8 +260,9 @@ class Executor(StepCalls):
             ScheduleError: within an iteration, or they take more bytes than there is room for.
         """
         assert self.in_turn is not None
-        if self.busy:
+        if not self._ended:
             raise ScheduleError("parameters are read within a training iteration, where the schedule frees them")
+        self.busy = False  # where Megatron's rerun machinery ends a run, no update of parameters follows
         self.in_turn.check_room(wanted)
         self._leave_program() if self._undisturbed else self._watch_reads(False)
         self.in_turn.bring(wanted, adopt=True)

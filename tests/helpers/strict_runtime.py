@@ -5,6 +5,7 @@ The package changes; what does not exist is left out, see :data:`TABLE`.
 
 import contextlib
 import importlib
+import os
 import sys
 import threading
 import time
@@ -258,7 +259,7 @@ class Runtime:
         def run(file, data, offset, label):
             if str(label).startswith("group"):
                 here = (*self.memory.place_of_buffer(data, "a write to the drive"), False)
-                there = (("drive", file.label), offset, offset + data.nbytes, True)
+                there = (_file(file), offset, offset + data.nbytes, True)
                 self.engine.log(("access", "write to the drive", [here, there]))
             return original(file, data, offset, label)
 
@@ -268,7 +269,7 @@ class Runtime:
         def run(file, memory, offset, label, transfer, before_end=None, *, write=False):
             what = f"{'written to' if write else 'read from'} the drive"
             here = (*self.memory.place_of_buffer(memory, what), not write)
-            there = (("drive", file.label), offset, offset + len(memory), write)
+            there = (_file(file), offset, offset + len(memory), write)
             token = self.engine.token()
             self.engine.log(("access", what, [here, there]), ("out", token))
 
@@ -298,6 +299,11 @@ class Runtime:
             return result
 
         return run
+
+
+def _file(file) -> tuple[str, int]:
+    """The same on all ranks that share it; a process may have made several."""
+    return "drive", os.fstat(file.descriptor).st_ino
 
 
 class _Lock:

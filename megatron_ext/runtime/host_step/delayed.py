@@ -40,7 +40,7 @@ class DelayedUpdate(Part):
     """
 
     def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
-        self.applied = 0
+        self.applied = self._told = 0
         self._iteration, self._after = begun, after
         self._publisher, self._link, self._issuer = publisher, link, issuer
         self._worker, self._computed = Worker("delayed-update"), link.device.event()
@@ -66,6 +66,11 @@ class DelayedUpdate(Part):
         """Whether an update is handed over and not applied."""
         return self._job is not None
 
+    @property
+    def written(self) -> bool:
+        """Whether the shards have got values of the host's optimizer since the last :meth:`updated`."""
+        return not self.delays or self.applied > self._told
+
     def take(self, units: list[HostUnit], stepped: Callable[[], None] = lambda: None) -> None:
         """Step ``units``, which have a room each, when the shards are published: on what their gradients are when the
         compute stream has done what it has been given. ``stepped`` is called behind the steps, on the thread."""
@@ -81,7 +86,7 @@ class DelayedUpdate(Part):
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Let the thread make the steps that were taken, if any."""
-        self._counted = False
+        self._counted, self._told = False, self.applied
         if self._taken:
             assert self._job is None
             taken, self._taken = self._taken, []

@@ -164,6 +164,8 @@ class EarlySteps(Part):
         """The step has been made, or was left out."""
         job.check()
         if unit in self._stepped:
+            if self._publisher is not None:  # a host copy that nobody has read, of a shard on the device
+                self._link.leaving.wait(self._publisher.copied)
             unit.unit.leave()
         else:
             unit.unit.give_up()

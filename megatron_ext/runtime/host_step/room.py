@@ -5,7 +5,8 @@
 2. Whoever steps polls for the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16 bits in
    the room (``end``). That needs host memory and the processor alone, so any thread may do it.
 3. The issuing thread queues copies of the parameters to the device (``leave``). They need no order of their own behind
-   what read the shards there: the gradients were made behind it, and have arrived.
+   what read the shards there in this iteration: the gradients were made behind it, and have arrived. What is published
+   of them may not have been read, see early.py.
 The two directions have a stream each. The 16-bit parameters lie where the gradients were, or in memory of their own.
 
 Parameters become 16-bit on the host, or on the device: then the optimizer's fp32 parameters, which are page-locked, are

@@ -118,3 +118,11 @@ def test_changed_parameters_and_a_loaded_checkpoint(workloads, services, tmp_pat
     second = train(6, "parts", "--load", str(tmp_path / "parts"), reference=False)["scheduled"]
     assert whole["loss"] == first["loss"] + second["loss"]
     assert whole["parameter_sha256"] == second["parameter_sha256"]
+
+
+def test_changed_parameters_stay_until_an_update_is_applied(workloads, services, tmp_path):
+    """No update is, in the iteration behind the change: what is published comes from the shards."""
+    schedule, _ = write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3)
+    assert any("cpu" in entry.to for entry in schedule.publish)
+    case = dict(options=[*BF16, "0"], schedule=tmp_path / "s.json", iterations=4)
+    assert differences(services("interleaved").run(**case, meddle="told")) == []

@@ -17,9 +17,10 @@ from strict_engine import ONE_QUEUE, Engine
 from strict_streams import OFFSET, StreamHandle, driver
 from variations import some
 
-from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
+from megatron_ext.planner.reroute import by_cpu_shard, rerouted, with_host_shards
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
+from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
@@ -85,6 +86,16 @@ def test_steps_from_the_drive_are_ordered(service, workloads, tmp_path, zero_sta
     assert findings(answer) == [] == differences(answer)
     if rollback_bytes is not None:
         assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
+
+
+def test_host_copies_that_nobody_reads_are_made_before_steps_change_their_shards(service, workloads, tmp_path):
+    """Of states on the drive, whose shards rest on the device: nothing of the iteration is behind such a copy."""
+    case = drive_case(workloads, tmp_path, 1, 0)
+    schedule = rerouted(validate.load(case["schedule"]), lambda action: "gpu")
+    publish = tuple(PublishGroup(group=index, to=("cpu",)) for index in range(len(schedule.groups)))
+    schedule_file.save(case["schedule"], validate.validate(replace(schedule, publish=publish)))
+    answer = service.run(**case)
+    assert findings(answer) == [] == differences(answer)
 
 
 def test_steps_on_the_device_beside_those_of_the_host_are_ordered(service, workloads, tmp_path):

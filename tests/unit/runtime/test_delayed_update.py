@@ -115,6 +115,18 @@ def test_the_first_iterations_are_not_delayed(delayed, begun):
     assert found == [begun == 2] * 2 + [True] * 2
 
 
+def test_shards_that_no_update_has_written_are_told_from_those_that_one_has(delayed):
+    """Others may have changed them, of which the host's optimizer does not know."""
+    one, found = delayed(after=1), []
+    for number in range(1, 5):
+        one.update.begin()
+        if number > 1:
+            one.update.apply()
+        found.append(one.update.written)
+        one.take(number) if number > 1 else one.update.updated(number, by_optimizer=True)
+    assert found == [True, False, True, True]
+
+
 def test_no_step_changes_parameters_while_they_are_published(delayed):
     published = threading.Event()
     one = delayed(published=published.wait)

@@ -1,6 +1,7 @@
 """Steps of the host's optimizer beside the backward: what stands, what is taken back, and what waits."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import faults
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
+from megatron_ext.runtime.host_device import HostEvent
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.room import Link, OwnRooms
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
@@ -22,7 +24,13 @@ class Training:
     """A unit a shape, each with a device's tensor; its optimizer has stepped once."""
 
     def __init__(
-        self, rollback_bytes: int = 1 << 16, scale: float | None = None, published=None, recorder=NOTHING, on_host=False
+        self,
+        rollback_bytes: int = 1 << 16,
+        scale: float | None = None,
+        published=None,
+        copied: HostEvent | None = None,
+        recorder=NOTHING,
+        on_host=False,
     ):
         generator = torch.Generator().manual_seed(1)
         self.parameters = [torch.randn(shape, generator=generator) for shape in SHAPES]
@@ -41,7 +49,7 @@ class Training:
             inverse = None if scale is None else 1 / scale
             early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
         if published is not None:
-            published = SimpleNamespace(wait_on_thread=published, copied=None)
+            published = SimpleNamespace(wait_on_thread=published, copied=copied)
         self.early = EarlySteps(early, rollback_bytes, lambda: None, published, self.link, self.issuer)
         self.early.ready = True
 
@@ -233,6 +241,24 @@ def test_what_finds_no_room_and_what_comes_late_waits(training):
     first.early.ready = False  # before the optimizer's first step, and after somebody has changed parameters
     first.backward()
     assert first.early.finish(first.units, changed=False) == []
+
+
+def test_shards_are_not_written_before_they_are_published(training):
+    """Nobody may have read the host copy in this iteration, so that nothing else is behind it."""
+    event, copied = HostEvent(), Transfer()
+    event.mark = copied
+    ours = training(published=lambda: None, copied=event)
+    before = ours.everything()
+    ours.early.begin()
+    for index in range(len(ours.units)):
+        ours.early.reduced(index)
+    ours.early.wait()
+    ours.early.end()
+    time.sleep(0.05)
+    assert same(ours.shards, before[2:4])
+    copied.finish()
+    ours.link.left.synchronize()
+    assert not any(map(torch.equal, ours.shards, before[2:4]))
 
 
 def test_parameters_that_are_being_published_are_not_changed(training):

@@ -95,6 +95,16 @@ def test_reading_within_an_iteration_is_refused():
         rank.executor.read(())
 
 
+def test_reading_behind_an_iteration_that_no_update_follows():
+    """Megatron's rerun machinery ends a run so: behind the steps of an iteration, with a checkpoint."""
+    rank = rank_in_turn()
+    rank.iteration()
+    assert rank.executor.progress() is not None
+    rank.executor.read(())
+    assert rank.executor.progress() is None, "who watches would take the checkpoint for a step that does not end"
+    rank.iteration()
+
+
 def test_all_of_them_are_brought_where_somebody_has_the_memory():
     rank = rank_in_turn()
     rank.executor.sync_parameters()
