@@ -107,6 +107,9 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
 fi
 
+said=$(.venv/bin/python -W ignore scripts/why_no_device.py) || said=""
+[ -z "$said" ] || say "$said"
+
 if [ -n "${MEGATRON_PATH:-}" ]; then
     [ -d "$MEGATRON_PATH" ] || die "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
     .venv/bin/megatron-ext patch apply "$MEGATRON_PATH" >&2

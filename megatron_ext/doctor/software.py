@@ -3,6 +3,7 @@
 import ctypes
 import importlib.metadata
 import platform
+import re
 import sys
 from importlib.util import find_spec
 
@@ -11,6 +12,7 @@ from torch.cuda import nccl
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
+from megatron_ext.runtime.stream_flags import missing
 
 LEAST_TORCH = (2, 6)
 LEAST_KERNEL = (5, 14)
@@ -33,11 +35,7 @@ def version(package: str) -> str | None:
 
 def numbers(text: str) -> tuple[int, ...]:
     """The first two numbers of a version: ``2.10.0a0+nv`` gives (2, 10)."""
-    parts = []
-    for part in text.split(".")[:2]:
-        digits = part[: next((index for index, letter in enumerate(part) if not letter.isdigit()), len(part))]
-        parts.append(int(digits or 0))
-    return tuple(parts)
+    return tuple(int(re.findall(r"^\d*", part)[0] or 0) for part in text.split(".")[:2])
 
 
 def _python() -> Finding:
@@ -63,28 +61,23 @@ def _torch() -> Finding:
 
 
 def _no_cuda(options: DoctorOptions) -> Finding:
-    if options.device != "cpu" and torch.version.cuda is not None:
-        return failed(
-            "cuda",
-            f"this PyTorch is built for CUDA {torch.version.cuda} and sees no device",
-            "is there a driver (nvidia-smi)? In a container: docker run --gpus all. Or say --device cpu",
-        )
-    return not_tried("cuda", "no CUDA device: what follows runs on host processors")
+    if options.device == "cpu" or torch.version.cuda is None:
+        return not_tried("cuda", "no CUDA device: what follows runs on host processors")
+    found, driver = f"this PyTorch is built for CUDA {torch.version.cuda} and sees no device", driver_version()
+    if driver is not None and driver[0] < numbers(torch.version.cuda)[0]:  # then torch sees none
+        older = "the driver is older than this PyTorch: update it, or install a PyTorch for its CUDA"
+        return failed("cuda", f"{found}; the driver is for {driver[0]}.{driver[1]}", older)
+    advice = "is there a driver (nvidia-smi)? In a container: docker run --gpus all. Or say --device cpu"
+    return failed("cuda", found, advice)
 
 
 def _cuda(place: Place) -> list[Finding]:
     found = f"{torch.cuda.get_device_name(place.device)}, CUDA {torch.version.cuda}"
-    if place.ranks_per_device > 1:
-        found += (
-            f", {place.ranks_per_device} ranks on one device: NCCL goes through sockets, times are not a device's own"
-        )
+    if (ranks := place.ranks_per_device) > 1:
+        found += f", {ranks} ranks on one device: NCCL goes through sockets, times are not a device's own"
     driver = driver_version()
-    if driver is None:
-        return [passed("cuda", f"{found}, the driver does not say its version"), _nccl()]
-    found += f", driver for {driver[0]}.{driver[1]}"
-    if numbers(torch.version.cuda or "0")[0] > driver[0]:
-        return [failed("cuda", found, "the driver is older than this PyTorch: update it, or use another image")]
-    return [passed("cuda", found), _nccl()]
+    said = "the driver does not say its version" if driver is None else f"driver for {driver[0]}.{driver[1]}"
+    return [passed("cuda", f"{found}, {said}"), _nccl()]
 
 
 def driver_version() -> tuple[int, int] | None:
@@ -117,11 +110,8 @@ def _apex() -> Finding:
     if find_spec("apex") is None:
         return passed("apex", "absent: not needed; Megatron takes Transformer Engine's or torch's Adam")
     if find_spec("amp_C") is None:
-        return failed(
-            "apex",
-            "a package of this name is installed, without NVIDIA's kernels (amp_C)",
-            "the package `apex` of PyPI is not NVIDIA's: pip uninstall apex",
-        )
+        found = "a package of this name is installed, without NVIDIA's kernels (amp_C)"
+        return failed("apex", found, "the package `apex` of PyPI is not NVIDIA's: pip uninstall apex")
     return passed("apex", f"{version('apex') or 'no version known'}, with kernels")
 
 
@@ -131,6 +121,4 @@ def _bindings(place: Place) -> Finding:
         return passed("cuda-bindings", here)
     if not place.on_cuda:
         return not_tried("cuda-bindings", "absent; used with a CUDA device only")
-    return not_tried(
-        "cuda-bindings", "absent: schedules that copy between host and device are refused", "pip install cuda-bindings"
-    )
+    return not_tried("cuda-bindings", "absent: schedules that copy between host and device are refused", missing())

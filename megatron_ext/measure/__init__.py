@@ -4,6 +4,10 @@
 loop, and returns the table.
 """
 
+import os
+import sys
+from importlib import util
+
 import msgspec
 
 from megatron_ext.measure.options import Options
@@ -22,7 +26,10 @@ def measure(options: Options):
         RankFailed: a rank's process ended early.
     """
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
+    from megatron_ext.runtime.stream_flags import missing
 
+    if options.uses_cuda() and not util.find_spec("cuda") and os.environ.get("RANK", "0") == "0":
+        print(f"without cuda-bindings what copies between host and device cannot train: {missing()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options
     options = msgspec.structs.replace(options, threads=options.rank_threads)

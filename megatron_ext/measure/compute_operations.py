@@ -35,6 +35,12 @@ class Optimizer(Step):
             parameter.copy_(main.detach())
         self._buffer.zero_()
 
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        """Of the shard: parameters in 32 bits and as in the run, gradients, two moments, what a step that is not fused
+        makes; and the buffer."""
+        options, whole = self.fabric.options, self.fabric.options.elements(size_bytes)
+        return 0, int((20 * whole + size_bytes) / options.data_parallel_size + 4 * whole * options.whole_part)
+
     def build(self, size_bytes: int) -> None:
         whole = self.fabric.options.elements(size_bytes)
         numel = whole // self.fabric.options.data_parallel_size

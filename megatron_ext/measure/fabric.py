@@ -14,10 +14,16 @@ from megatron_ext.measure.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.runtime import block_pages, free_host_memory, own_device
 from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.objects import gather_objects
 
 ARENA_BYTES = 64 * MIB
 """Successive rounds go through at least this much memory: in a run one group follows the
 other, so none of them is found in the caches."""
+
+ARENA_PART, USED_PART = 4, 0.9
+"""Whole groups and their gradients take one part of so many of a rank's device memory at the most: layers and optimizer
+steps are measured beside them. And how much of what is free the tensors of a step may take: they do not fill torch's
+blocks."""
 
 
 def shared_bytes(options: Options) -> int:
@@ -57,6 +63,7 @@ class Fabric:
         nodes = -(-self.world_size // options.node_size)
         self.ranks_per_device = own_device.tell_nccl(self.torch_device, nodes) if use_cuda else 1
         self.device = device_of(torch.empty(0, device=self.torch_device))
+        self.arena_bytes = self.fitting_arena()
         self._map = mmap.mmap(block, shared_bytes(options))
         os.close(block)
         block_pages.spread(self._map)  # as the run's host copies lie
@@ -87,6 +94,15 @@ class Fabric:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
+    def fitting_arena(self) -> int:
+        """:func:`arena_bytes`, or what every rank's device has room for: larger groups are not measured. Collective."""
+        size = arena_bytes(self.options)
+        if self.torch_device.type != "cuda":
+            return size
+        own = torch.cuda.get_device_properties(self.torch_device).total_memory // self.ranks_per_device
+        room = min(gather_objects(own)) // ARENA_PART
+        return min(size, size * room // (4 * self.options.elements(size)) // mmap.PAGESIZE * mmap.PAGESIZE)
+
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.board.barrier()
@@ -101,9 +117,9 @@ class Fabric:
     def host(self) -> torch.Tensor:
         """The node's host copy of this data-parallel group, float32, shared by its ranks."""
         if self._host is None:
-            size = arena_bytes(self.options)
+            size = self.arena_bytes
             groups = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
-            free_host_memory.require(len(groups) * size, f"host copies of groups of {self.options.largest} bytes")
+            free_host_memory.require(len(groups) * size, f"host copies of groups of {size} bytes")
             offset = _control_bytes(self.options) + self.data_group * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
             mates = [
@@ -126,25 +142,34 @@ class Fabric:
     def arena(self) -> torch.Tensor:
         """This rank's device memory for whole groups and their gradients, float32."""
         if self._arena is None:
-            self._arena = self._ones(4 * self.options.elements(arena_bytes(self.options)))
+            self._arena = self._ones(4 * self.options.elements(self.arena_bytes))
         return self._arena
 
     def busy_arena(self) -> torch.Tensor:
         """Device memory of a link that is kept busy, float32: as large as contention asks for, and no larger."""
         options = self.options
         message = 4 * options.seq_length * options.micro_batch_size * options.hidden_size
-        largest = min(arena_bytes(options), options.rounded(max(ARENA_BYTES, message)))
+        largest = min(self.arena_bytes, options.rounded(max(ARENA_BYTES, message)))
         return self._ones(4 * options.elements(largest))
 
+    def has_room(self, host_bytes: int, device_bytes: int) -> bool:
+        """Whether this rank can take so much of its part of the memory that is free."""
+        host = free_host_memory.available_bytes()
+        if self.torch_device.type != "cuda":
+            host_bytes += device_bytes
+        elif device_bytes > USED_PART * self._free_bytes():
+            return False
+        return host is None or host_bytes * self.options.node_size <= host
+
+    def _free_bytes(self) -> int:
+        """This rank's part of what is free on its device, with what torch keeps for it."""
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] // self.ranks_per_device + kept
+
     def _ones(self, size_bytes: int) -> torch.Tensor:
-        if self.torch_device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.torch_device)[0] // self.ranks_per_device
-            if size_bytes > free:
-                raise InputError(
-                    f"a group of so many bytes does not fit this device, which has {free} left for a rank",
-                    field="--max-bytes or --also-sizes",
-                    value=size_bytes,
-                )
+        if self.torch_device.type == "cuda" and size_bytes > (free := self._free_bytes()):
+            why = f"a group of so many bytes does not fit this device, which has {free} left for a rank"
+            raise InputError(why, field="--max-bytes or --also-sizes", value=size_bytes)
         return torch.ones(size_bytes // 4, device=self.torch_device)
 
     def _ranks_of_node(self) -> range:

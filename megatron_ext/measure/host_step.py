@@ -8,8 +8,9 @@ from megatron_ext.measure.operation import Step
 PARAMETER_BYTES = 2
 """Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
 
-STATE_BYTES = 16
-"""Of an element in host memory: parameter, gradient and two moments, float32."""
+STATE_BYTES, DEVICE_BYTES = 16, 6
+"""Of an element in host memory: parameter, gradient and two moments, float32. And on the device: a gradient in float32
+and the parameter."""
 
 
 class HostStep(Step):
@@ -50,8 +51,8 @@ class HostStep(Step):
         self._parameters = [torch.ones(size, dtype=torch.bfloat16, device=fabric.torch_device) for size in sizes]
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
 
-    def made_bytes(self, size_bytes: int) -> int:
-        return STATE_BYTES * sum(self.sizes(size_bytes))
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        return STATE_BYTES * sum(self.sizes(size_bytes)), DEVICE_BYTES * sum(self.sizes(size_bytes))
 
     def memory(self, numel: int) -> torch.Tensor:
         """Of float32, where the states are."""
@@ -65,8 +66,8 @@ class DeviceStep(HostStep):
     name = "device_step"
     settles = False
 
-    def made_bytes(self, size_bytes: int) -> int:
-        return 0
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        return 0, sum(super().made_bytes(size_bytes))
 
     def step(self) -> None:
         self._optimizer.step()
@@ -87,6 +88,10 @@ class HostOptimizer(HostStep):
         super().build(size_bytes)
         whole = int(size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
         self._buffer = torch.ones(whole, device=self.fabric.torch_device)
+
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        host, device = super().made_bytes(size_bytes)
+        return host, device + int(4 * size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
 
     def step(self) -> None:
         scale = torch.clamp(1.0 / (torch.nn.utils.get_total_norm(self.gradients) + 1e-6), max=1.0)

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from megatron_ext.measure.drive_file import open_filled
-from megatron_ext.measure.fabric import Fabric, arena_bytes
+from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Handle, Operation
 from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
@@ -38,7 +38,7 @@ class NvmeRead(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.size_bytes = aligned(arena_bytes(fabric.options))
+        self.size_bytes = aligned(fabric.arena_bytes)
         assert fabric.options.nvme_path is not None
         self.drive = open_filled(fabric.options.nvme_path, self.size_bytes, block_bytes=MIB, queue_depth=4)
         self._slot = mmap.mmap(-1, self.size_bytes)

@@ -56,9 +56,14 @@ class Operation(ABC):
     def issue(self, size_bytes: int, round_index: int) -> Handle:
         """Begin; returns what is waited for."""
 
-    def made_bytes(self, size_bytes: int) -> int:
-        """Of host memory that it makes before it can be issued at this size and not at another: that takes time."""
-        return 0
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        """Of host memory, and of the device's, that it makes before it can be issued at this size and not at another:
+        that takes time."""
+        return 0, 0
+
+    def drop(self) -> None:
+        """Free what was made for one size."""
+        return
 
     def close(self) -> None:
         """End threads: most have none."""
@@ -78,6 +83,14 @@ class Step(Operation):
             self._size = size_bytes
         self.step()
         return DONE
+
+    def drop(self) -> None:
+        """Steps of other sizes, and other steps, need the memory. What was page-locked is given back, too."""
+        self.close()
+        fabric, busy = self.fabric, self.busy
+        vars(self).clear()
+        self.__init__(fabric, busy)
+        fabric.device.close()
 
     @abstractmethod
     def build(self, size_bytes: int) -> None:

@@ -80,7 +80,7 @@ class SymmetricGather(RouteGather):
         super().__init__(fabric, busy)
         how = symmetric_gather.without_thread_blocks(fabric.torch_device)
         group = make_data_group(fabric.options.parallel, dist.get_backend(fabric.data), **how)
-        largest = {torch.float32: fabric.options.largest // 4}
+        largest = {torch.float32: min(fabric.options.largest, fabric.arena_bytes) // 4}
         self.threads = self.gather = symmetric_gather.SymmetricGather(group, fabric.device, largest)
 
     @classmethod
@@ -287,22 +287,6 @@ class P2P(Operation):
         return last
 
 
-OPERATIONS = {
-    kind.name: kind
-    for kind in (
-        Gather,
-        HierarchicalGather,
-        SymmetricGather,
-        HostCopy,
-        ShardGather,
-        Publish,
-        Internode,
-        Reduce,
-        ExpertGather,
-        ExpertReduce,
-        P2P,
-        Optimizer,
-        HostAdd,
-        MatrixProduct,
-    )
-}
+TRANSFERS = (Gather, HierarchicalGather, SymmetricGather, HostCopy, ShardGather, Publish, Internode, Reduce, P2P)
+OTHERS = (ExpertGather, ExpertReduce, Optimizer, HostAdd, MatrixProduct)
+OPERATIONS = {kind.name: kind for kind in (*TRANSFERS, *OTHERS)}

@@ -30,9 +30,7 @@ NEEDS = {
     "compute": ("modules", "the script's arguments behind --, or --modules"),
     "nvme": ("nvme_path", "--nvme-path DIRECTORY"),
     **dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host")),
-    **dict.fromkeys(
-        OF_EXPERTS, ("expert_data_parallel_size", "the script's arguments behind --, of a model with experts")
-    ),
+    **dict.fromkeys(OF_EXPERTS, ("expert_data_parallel_size", "arguments of a model with experts behind --")),
 }
 """What is measured only with another option: its field, and how it is given."""
 
@@ -42,6 +40,10 @@ MOST_THREADS, MOST_SECONDS = 4096, 86_400
 
 MOST_OVER = 1.2
 """How many times the time that was asked for a measurement may take, once its ranks have started."""
+
+
+RANKS = ("data_parallel_size", "pipeline_model_parallel_size")
+SHAPE = ("hidden_size", "seq_length", "micro_batch_size")
 
 
 class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -121,7 +123,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.uses_cuda():
             from megatron_ext.runtime import host_threads
 
-            return host_threads.of_rank(self.node_size)
+            of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # which may bind each rank
+            bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
+            return host_threads.of_rank(1 if bound else self.node_size)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 
@@ -199,14 +203,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def check(self, *, chosen: bool = False) -> "Options":
         """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: the ``links`` were, so
         that each of them has to have what it is measured by."""
-        for name in (
-            "data_parallel_size",
-            "pipeline_model_parallel_size",
-            "threads",
-            "hidden_size",
-            "seq_length",
-            "micro_batch_size",
-        ):
+        for name in (*RANKS, "threads", *SHAPE):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise option_error(name, "must be at least 1", value)
         self._check_largest()
@@ -243,13 +240,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Refuse what this machine's memory cannot hold, and a measurement that would never end."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         activation = 4 * self.seq_length * self.micro_batch_size * self.hidden_size
-        for name, size in (
-            ("max_bytes", self.max_bytes),
-            ("sizes", max(self.sizes, default=0)),
-            ("also_sizes", max(self.also_sizes, default=0)),
-            ("hidden_size", 4 * self.hidden_size**2),
-            ("seq_length", activation),
-        ):
+        sizes = {name: max(getattr(self, name), default=0) for name in ("sizes", "also_sizes")}
+        sizes |= {"max_bytes": self.max_bytes, "hidden_size": 4 * self.hidden_size**2, "seq_length": activation}
+        for name, size in sizes.items():
             if size > memory:
                 message = f"takes {size} bytes, more than this machine's memory of {memory} bytes"
                 raise option_error(name, message, getattr(self, name))

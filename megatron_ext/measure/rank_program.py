@@ -25,15 +25,15 @@ import torch
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.compute_rounds import ComputeRounds
-from megatron_ext.measure.fabric import Fabric, arena_bytes
+from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import COPIES, MIB, MOST_OVER
+from megatron_ext.measure.options import MIB, MOST_OVER
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
-from megatron_ext.measure.visits import curves_of, first_medians, merge_visits, shuffled
+from megatron_ext.measure.visits import ISSUED, curves_of, first_medians, merge_visits, shuffled
 from megatron_ext.runtime.objects import gather_objects
 
 PASSES, MAX_PASSES = 5, 20
@@ -255,7 +255,7 @@ class Measurement:
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
             need = scaled_sizes.needed(self.needs, name, size)
-            self._say(f"{name} {_text(size)}{what_takes_long(self.operations[name].made_bytes(size), need)}")
+            self._say(f"{name} {_text(size)}{what_takes_long(self.operations[name].made_bytes(size)[0], need)}")
             begun = monotonic()
             left = self.curves_end - begun
             enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
@@ -275,6 +275,7 @@ class Measurement:
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(found)
+            self.operations[name].drop()
             taken = monotonic() - begun
             self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].builds)
             self.spent[name] += taken
@@ -308,12 +309,13 @@ class Measurement:
         return {visit: passes for visit, passes in visits.items() if visit in self.grid}, seconds
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
-        """Whether a size is not visited for the first time, see [Note: What a visit needs]."""
-        if name in COPIES and size > arena_bytes(self.fabric.options):
+        """Whether a size is not visited for the first time: there is no room, or see [Note: What a visit needs]."""
+        if name in ISSUED and size > self.fabric.arena_bytes:
             return True
+        room = self.fabric.has_room(*self.operations[name].made_bytes(size))
         need = scaled_sizes.needed(self.needs, name, size)
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
-        return bool(self.fabric.agree(int(need > most)))
+        return bool(self.fabric.agree(int(need > most or not room)))
 
     def _curves(self) -> dict[str, list[dict]]:
         """Rows of every curve, with those sizes for which there was no time."""

@@ -1,4 +1,4 @@
-"""Sizes for which there is no time: scaled by their bytes from those of the same curve that were measured.
+"""Sizes for which there is no time or memory: scaled by their bytes from those of the same curve that were measured.
 
 [Note: What a visit needs]
 The first pass goes from small sizes to large ones, all curves together. What a visit needs at the least (making its
@@ -72,17 +72,16 @@ def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
 
 
 def notes(name: str, rows: list[dict], asked: int | None) -> list[str]:
-    """What of a curve there was no time for, and what that costs in certainty. ``asked``: its largest size."""
+    """What of a curve there was no time or memory for, and what certainty that costs. ``asked``: its largest size."""
     scaled = [row for row in rows if "scaled_from" in row]
     if scaled:
         off = max(row["p95_us"] / row["p50_us"] - 1 for row in scaled)
-        return [
-            f"out of time, {name}: {len(scaled)} sizes to {scaled[-1]['size_bytes'] / MIB:.4g} MiB are scaled by their "
-            f"bytes from {scaled[0]['scaled_from'] / MIB:.4g} MiB; they may take {off:.0%} longer"
-        ]
+        most, measured = (scaled[place][field] / MIB for place, field in ((-1, "size_bytes"), (0, "scaled_from")))
+        said = f"{len(scaled)} sizes to {most:.4g} MiB are scaled by their bytes from {measured:.4g} MiB"
+        return [f"out of time or memory, {name}: {said}; they may take {off:.0%} longer"]
     if asked is not None and rows[-1]["size_bytes"] < asked:
         return [
-            f"out of time, {name}: ends at {rows[-1]['size_bytes']} bytes, which say nothing of {asked}; a "
+            f"out of time or memory, {name}: ends at {rows[-1]['size_bytes']} bytes, which say nothing of {asked}; a "
             "longer --seconds, or --links with fewer names, measures it"
         ]
     return []

@@ -1,6 +1,7 @@
 """From a schedule that fits the run to an executor: groups, routes, parts and the compiled program."""
 
 import gc
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,7 +87,8 @@ def ready_the_host(own: OwnRank) -> None:
     if not has_cuda():
         return
     numa_node = host_threads.numa_node(torch.device("cuda", torch.cuda.current_device()))
-    nodes = gather_objects(beside := (dist.get_rank() // own.schedule.parallel.node_size, numa_node))
+    # A launcher may have given each rank processors of its own, as srun does.
+    nodes = gather_objects(beside := (dist.get_rank() // own.schedule.parallel.node_size, os.sched_getaffinity(0)))
     adds = any(group.gradients == "host" for group in own.schedule.groups)
     if adds or _steps_on_host(own.schedule) or any(map(steps_on_the_host, own.optimizers)):
         for line in host_threads.use(nodes.count(beside)):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-MISSING = "install the package cuda-bindings"
 REFUSED = "this device knows no 64-bit stream memory operations"
 
 
@@ -47,12 +46,17 @@ class StreamFlags:
             raise StreamFlagError(f"cuStreamWriteValue64 failed with {code}")
 
 
+def missing() -> str:
+    """What to do where there is no package ``cuda.bindings``; PyTorch brings it from CUDA 13 on."""
+    return f'pip install "cuda-bindings=={(torch.version.cuda or "13").partition(".")[0]}.*"'
+
+
 def open_stream_flags(device: torch.device) -> tuple[StreamFlags | None, str]:
     """``(flags, "")``, or ``(None, why the device offers none)``."""
     try:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # optional
     except ImportError:
-        return None, MISSING
+        return None, missing()
     driver.cuInit(0)
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
     code, able = driver.cuDeviceGetAttribute(attribute, device.index)

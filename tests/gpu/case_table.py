@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 from covering import Row, covering_rows
-from timed_rows import TIMINGS
+from timed_rows import CONTEXT_BYTES, TIMINGS
 
 BUDGET_SECONDS = 570.0
 """Ten minutes, but for what ending and the last lines take."""
@@ -33,6 +33,8 @@ DRY_SIZES: dict[Size, str] = {
     "medium": "--num-layers 4 --hidden-size 48 --num-attention-heads 2 --seq-length 16 --vocab-size 120",
     "large": "--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 120",
 }
+
+PARAMETERS: dict[Size, int] = {"small": 1_060_000, "medium": 134_000_000, "large": 1_070_000_000}
 
 LAYOUTS = {
     "1 rank": (1, "--data-parallel-size 1"),
@@ -102,6 +104,14 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the optimizer steps on the host."""
         return self.states != "device"
 
+    @property
+    def device_bytes(self) -> int:
+        """Of the device, by all ranks at their peak: the reference's, which keeps more there than a schedule. By the
+        parameter and rank as on one H200, where optimizers on the device step on gradients from host memory."""
+        ranks = LAYOUTS[self.layout][0]
+        own = 13 + 4 / ranks if self.on_host else 10 + 32 / ranks
+        return int(ranks * (own * PARAMETERS[self.size] + CONTEXT_BYTES))
+
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
     """A case that is no training. ``job_runs.py`` knows its command."""
@@ -109,6 +119,13 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     seconds: float
     limit: float
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device; 0 where any that tests can run on has them."""
+        if self.name == KILL_AND_RESUME:
+            return KILLED.device_bytes
+        return next((row.device_bytes for row in TIMINGS if row.name == self.name), 0)
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +176,7 @@ def _row(layout: str, route: str, *, zero: str = "3", gradients="host", shards="
     return dict(layout=layout, route=route, zero_stage=zero, gradients=gradients, shards=shards, states=states, **rest)
 
 
+KILL_AND_RESUME = "kill and resume"
 KILLED = _training("small", 0, _row("2 ranks", "cpu_shard", states="drive", mode="early", clip="idle", cast="host"))
 """What ``kill_and_resume.py`` trains."""
 
@@ -222,7 +240,7 @@ def jobs() -> list[Job]:
         _small(two, rows),
         _small("PP2 VP2 DP2", rows),
         _small("4 ranks", rows),
-        Job(name="kill and resume", cases=program("kill and resume", 60, 200), until=0.65),
+        Job(name=KILL_AND_RESUME, cases=program(KILL_AND_RESUME, 60, 200), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
         Job(
             name="timings",

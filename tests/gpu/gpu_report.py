@@ -30,6 +30,9 @@ Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
 FINAL: tuple[Status, ...] = ("pass", "FAIL", "HUNG", "DIED", "could not try")
 """What a case is not run again for."""
 
+SHORT_OF_DEVICE = "not run: needs"
+"""Begins what is said of a case that the device has no memory for."""
+
 PACKAGES = (
     *("numpy", "transformer-engine", "transformer-engine-torch", "flash-attn", "apex", "cuda-bindings"),
     *("nvidia-nccl-cu13", "triton", "py-spy"),
@@ -179,6 +182,8 @@ def table(report: GpuReport) -> str:
             lines[index] += f"\n{'':24}{result.said[:400]}"
     counts = {status: sum(result.status == status for result in report.results) for status in (*FINAL, "NOT RUN")}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    if short := sum(result.said.startswith(SHORT_OF_DEVICE) for result in report.results):
+        summary += f" ({short} for lack of device memory)"
     return "\n".join([*lines, "", f"{summary}; {report.spent_seconds:.0f} of {report.budget_seconds:.0f} s"])
 
 

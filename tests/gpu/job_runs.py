@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from case_table import LAYOUTS, PLANS, SPARE_PLANS, TWO_RANKS, Job, Program, Training
-from gpu_report import Result, Status
+from case_table import KILL_AND_RESUME, LAYOUTS, PLANS, SPARE_PLANS, TWO_RANKS, Job, Program, Training
+from gpu_report import SHORT_OF_DEVICE, Result, Status
 from job_process import JobProcess
 from msgspec.structs import replace
 from timed_rows import TIMINGS
@@ -52,6 +52,7 @@ class Place(NamedTuple):
         engine: layers and the host's optimizer are Transformer Engine's.
         processors: of this machine.
         lanes: jobs that may run at once.
+        device, device_bytes: name of the device, and its memory; None where there is none.
         hang: name of a training that hangs on purpose.
     """
 
@@ -63,6 +64,8 @@ class Place(NamedTuple):
     processors: int
     lanes: int
     hang: str
+    device: str = ""
+    device_bytes: int | None = None
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
         """Of the processes of a job with so many ranks. What is timed, ``alone``, need not be the same twice. Threads
@@ -92,17 +95,20 @@ def untried(case: Training | Program, place: Place) -> Result | None:
     why = ""
     timed = next((row for row in TIMINGS if row.name == case.name), None)
     on_host = (
-        case.on_host if isinstance(case, Training) else case.name == "kill and resume" or bool(timed and timed.on_host)
+        case.on_host if isinstance(case, Training) else case.name == KILL_AND_RESUME or bool(timed and timed.on_host)
     )
     if on_host and not place.dry_run and not place.engine:
         why = "Megatron's host optimizer needs Transformer Engine"
-    if place.no_drive and (case.name == "kill and resume" or (isinstance(case, Training) and case.needs_drive)):
+    if place.no_drive and (case.name == KILL_AND_RESUME or (isinstance(case, Training) and case.needs_drive)):
         why = f"no directory on a drive that takes direct reads (--drive): {place.no_drive}"
     if timed is not None and not place.dry_run and timed.host_bytes > free_host_memory.available_bytes():
         why = f"takes up to {timed.host_bytes / 1e9:.0f} GB of host memory"
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
     if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
         why = "what tests need is not installed: WITH_TESTS=1"
+    if place.device_bytes is not None and case.device_bytes > place.device_bytes:
+        need, there = case.device_bytes / 1e9, place.device_bytes / 1e9
+        why = f"{SHORT_OF_DEVICE} {need:.0f} GB of device memory, {place.device} has {there:.0f}"
     return Result(case=case.name, status="could not try", said=why) if why else None
 
 
@@ -128,6 +134,11 @@ class JobRun:
         new = [f"{name}={value}" for name, value in environment.items() if os.environ.get(name) != value]
         self._started_by = shlex.join(["env", *new, *command])
         self._process = JobProcess(command, environment, ROOT, folder / "log")
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device, that it may still take."""
+        return max((case.device_bytes for case in self.left), default=0)
 
     def poll(self) -> list[Result]:
         """Results that are new."""

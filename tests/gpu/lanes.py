@@ -5,7 +5,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from case_table import Job
+from case_table import Job, Program, Training
 from gpu_report import FINAL, GpuReport, Result
 from job_runs import JobRun, Place, untried, with_cases
 from msgspec.structs import replace
@@ -13,6 +13,12 @@ from msgspec.structs import replace
 from megatron_ext.formats import json_files
 
 POLL_SECONDS = 0.1
+
+
+def has_room(place: Place, running: list[JobRun], cases: list[Training | Program]) -> bool:
+    """Whether the device has room for ``cases`` beside what runs."""
+    held, need = sum(one.device_bytes for one in running), max(case.device_bytes for case in cases)
+    return not held or place.device_bytes is None or held + need <= place.device_bytes
 
 
 class Lanes:
@@ -64,7 +70,8 @@ class Lanes:
                 self._waiting.popleft()
                 continue
             alone = job.alone or any(running.job.alone for running in self._running)
-            if len(self._running) >= (1 if alone else self.place.lanes):
+            most = 1 if alone else self.place.lanes
+            if len(self._running) >= most or not has_room(self.place, self._running, cases):
                 return
             self._waiting.popleft()
             self._running.append(JobRun(with_cases(job, cases), self.place, next(self._folders), deadline))

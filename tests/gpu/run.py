@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent)]
 
 import drive_place
+import torch
 from case_table import BUDGET_SECONDS, PLANNED, Job, jobs
 from drive_place import LEAST_FREE_BYTES
 from gpu_report import machine_facts, new_report, resumed, table
@@ -89,6 +90,12 @@ def lanes_of(processors: int, available_bytes: int | None) -> int:
     return max(1, min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE, fitting))
 
 
+def device_of_the_tier() -> dict:
+    """Name and memory of the device that all cases share."""
+    device = torch.cuda.get_device_properties(0)
+    return {"device": device.name, "device_bytes": device.total_memory}
+
+
 def run(args: argparse.Namespace) -> int:
     todo = chosen(args)
     if args.list:
@@ -128,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
             processors=processors,
             lanes=number,
             hang=args.hang,
+            **({} if args.dry_run else device_of_the_tier()),
         )
         lanes = Lanes(place, report, args.out, args.spent)
         try:

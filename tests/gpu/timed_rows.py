@@ -21,6 +21,12 @@ ON_HOST = "--optimizer-cpu-offload"
 HOST_BYTES_PER_PARAMETER = 22
 """At most: three fp32 states, a 16-bit parameter, a gradient in fp32 and in 16 bits as slots of a step."""
 
+CONTEXT_BYTES = 2_400_000_000
+"""Of a device, for each rank beside PyTorch's blocks: with Transformer Engine, on one H200."""
+
+DEVICE_BYTES_PER_PARAMETER = {"device": 24, "host": 12, "peers": 6, "least": 7}
+"""That trainings of 1.6B parameters held there: stock Megatron's by where its optimizer steps, FSDP2's and ours."""
+
 LEAST = 0
 """``percent`` of the least device bytes for which there is a plan."""
 
@@ -73,6 +79,20 @@ class Timed(NamedTuple):
     def host_bytes(self) -> int:
         """At most, where anything rests there."""
         return HOST_BYTES_PER_PARAMETER * self.parameters if self.on_host or self.system != "megatron" else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device, as far as it is known before planning."""
+        everything = DEVICE_BYTES_PER_PARAMETER["device"] * self.parameters
+        if self.limit_device_bytes or self.percent:
+            return CONTEXT_BYTES + (self.limit_device_bytes or everything * (self.percent or 0) // 100)
+        if self.planned:
+            kind = "least"
+        elif self.system != "megatron":
+            kind = "peers"
+        else:
+            kind = "host" if ON_HOST in self.options else "device"
+        return CONTEXT_BYTES + DEVICE_BYTES_PER_PARAMETER[kind] * self.parameters
 
     def seconds(self) -> float:
         """It may take, on one H200: building, and its iterations at 3.3 times the time of stock Megatron, or with FSDP2

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from places import ROOT
@@ -15,6 +16,9 @@ from training import work_left
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 from case_table import FACTORS, jobs, possible
 from covering import covering_rows, pairs
+from gpu_report import new_report, table
+from job_runs import Place, untried
+from lanes import has_room
 from run import lanes_of
 
 HUNG = jobs()[1].cases[1].name
@@ -39,6 +43,42 @@ def out(tmp_path) -> Path:
 def test_so_many_jobs_run_at_once_as_processors_and_host_memory_are_enough_for(processors, gib, lanes):
     assert lanes_of(processors, gib << 30) == lanes
     assert lanes_of(processors, None) == min(3, 1 + processors // 6)
+
+
+def place_with(gigabytes: int) -> Place:
+    """Of a machine with a drive, Transformer Engine and a device of so many GB."""
+    of_machine = {"work": ROOT, "drive": ROOT, "no_drive": "", "dry_run": False, "engine": True, "processors": 16}
+    return Place(**of_machine, lanes=3, hang="", device="a card", device_bytes=gigabytes * 10**9)
+
+
+@pytest.mark.parametrize(("gigabytes", "kinds"), [(150, ""), (85, ""), (42, "d"), (25, "d2sg")])
+def test_what_the_device_has_no_memory_for_is_not_tried_and_said(gigabytes, kinds):
+    """Of 1B parameters states on the device and two ranks; of 1.6B stock Megatron and a plan within 30 GB."""
+    names = {
+        "d": jobs()[1].cases[3].name,
+        "2": jobs()[2].cases[0].name,
+        "s": "timing: stock, all on the device",
+        "g": "timing: gradients, shards on the host, optimizer on the device",
+    }
+    cases = [case for job in jobs() for case in job.cases if not job.spare]
+    report = new_report(ROOT, {}, [(case.name, False) for case in cases], dry_run=False, budget=1.0)
+    short = []
+    for case in cases:
+        result = untried(case, place_with(gigabytes))
+        if result is not None and "GB of device memory, a card has" in result.said:
+            assert result.status == "could not try" and result.said.startswith("not run: needs ")
+            report = report.with_result(result)
+            short.append(case.name)
+    assert short == [names[kind] for kind in kinds]
+    assert (f"({len(short)} for lack of device memory)" in table(report).splitlines()[-1]) == bool(short)
+
+
+def test_jobs_run_beside_each_other_as_far_as_the_device_has_memory():
+    large, shared = jobs()[1:3]
+    running = [SimpleNamespace(device_bytes=max(case.device_bytes for case in large.cases))]
+    assert not has_room(place_with(80), running, shared.cases) and has_room(place_with(85), running, shared.cases)
+    assert has_room(place_with(24), [], shared.cases)  # what may not fit alone is another question
+    assert has_room(place_with(80)._replace(device_bytes=None), running, shared.cases)
 
 
 @pytest.mark.timeout(2700)

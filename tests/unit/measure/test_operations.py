@@ -1,5 +1,6 @@
 """What is timed is what the run does."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,26 @@ def test_the_step_of_this_rank_s_shard_of_16_bit_parameters(kind, there, back, w
     assert calls.dtypes[there:] == back * 4
     assert [call for call in calls.made if call == ("zero_", 2048)] == whole
     assert operation.gradients[0].dtype == torch.float32
+
+
+def storages() -> dict[int, int]:
+    """Bytes of the storages behind all tensors of this process."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+
+
+@pytest.mark.parametrize("kind", [Optimizer, HostStep, DeviceStep, HostOptimizer, RunStep, RunStepCastOnDevice])
+def test_a_step_says_what_it_makes_and_holds_nothing_behind_its_visit(kind):
+    options = Options(parameter_bytes=2, hidden_size=256, device="cpu", optimizer_on_host=True)
+    operation = kind(SimpleNamespace(options=options, device=HostDevice(), torch_device=torch.device("cpu")))
+    before = storages()
+    for size in (1 << 22, 1 << 23):
+        operation.issue(size, 0).wait()
+        made = sum(held for key, held in storages().items() if key not in before)
+        assert 0.8 * sum(operation.made_bytes(size)) < made < 1.15 * sum(operation.made_bytes(size))
+        operation.drop()
+        assert sum(held for key, held in storages().items() if key not in before) < 1 << 16
 
 
 @pytest.mark.parametrize("kind", [RunStep, RunStepCastOnDevice])

@@ -3,9 +3,11 @@
 import os
 
 import pytest
+import torch
 
 from megatron_ext.cli import main as cli
 from megatron_ext.formats.errors import InputError
+from megatron_ext.measure import measure
 from megatron_ext.measure.options import Options
 
 HUGE = 10**25
@@ -36,6 +38,34 @@ def test_threads_are_those_of_a_run(monkeypatch):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     assert Options(data_parallel_size=1).rank_threads == 14 and Options(data_parallel_size=4).rank_threads == 4
     assert Options(data_parallel_size=8, ranks_per_node=4).rank_threads == 4
+
+
+def test_ranks_that_srun_has_bound_have_all_of_their_processors(monkeypatch):
+    """Not those that torchrun starts in a step of Slurm, nor ours in a batch script: they share the step's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    options = Options(data_parallel_size=8)
+    assert options.rank_threads == 2
+    monkeypatch.setenv("RANK", "3")
+    assert options.rank_threads == 14
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert options.rank_threads == 2
+
+
+def test_a_missing_package_that_training_needs_is_said_before_measuring(monkeypatch, capsys):
+    monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    monkeypatch.setattr("megatron_ext.measure.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron_ext.measure.local_launch.run", lambda options: None)
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert measure(Options(data_parallel_size=1)) is None
+    assert 'pip install "cuda-bindings==12.*"' in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert measure(Options(data_parallel_size=1)) is None and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

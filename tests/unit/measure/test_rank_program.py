@@ -26,7 +26,8 @@ def operation_of(name, fabric):
         builds=False,
         close=lambda: None,
         issue=lambda size, round_index: done,
-        made_bytes=lambda size: 3 * size,
+        made_bytes=lambda size: (3 * size, 0),
+        drop=lambda: None,
     )
 
 
@@ -63,6 +64,8 @@ def fabric_of(options):
         torch_device=torch.device("cpu"),
         set_up_seconds=None,
         set_up_bytes=0,
+        arena_bytes=1 << 30,
+        has_room=lambda host_bytes, device_bytes: True,
     )
 
 

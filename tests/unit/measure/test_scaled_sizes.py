@@ -37,7 +37,7 @@ class Killed(Exception):
 @pytest.fixture
 def machine(monkeypatch):
     """One whose clock runs by what is measured; it is killed after ``kill_after`` visits."""
-    state = SimpleNamespace(now=0.0, visits=[], kill_after=None)
+    state = SimpleNamespace(now=0.0, visits=[], kill_after=None, bytes_there={})
 
     def sample(fabric, operation, size, seconds, max_rounds):
         state.visits.append((operation.name, size))
@@ -52,7 +52,8 @@ def machine(monkeypatch):
         return found
 
     def operation(name):
-        made = SimpleNamespace(name=name, builds=name != "cpu", close=lambda: None, made_bytes=lambda size: 0)
+        made = SimpleNamespace(name=name, builds=name != "cpu", close=lambda: None, drop=lambda: None)
+        made.made_bytes = lambda size: (0, state.bytes_there.get(name, 0) * size)
         made.issue = lambda size, index: SimpleNamespace(wait=lambda: None)
         return type(name, (), {"name": name, "__new__": lambda cls, fabric: made})
 
@@ -71,7 +72,7 @@ def machine(monkeypatch):
     return state
 
 
-def run(options):
+def run(options, **memory):
     fabric = SimpleNamespace(
         ranks_per_device=1,
         options=options,
@@ -83,6 +84,8 @@ def run(options):
         device=HostDevice(),
         set_up_seconds=None,
         set_up_bytes=0,
+        arena_bytes=memory.get("arena_bytes", 1 << 40),
+        has_room=lambda host_bytes, device_bytes: device_bytes <= memory.get("device_bytes", 0),
     )
     return rank_program.run(fabric, lambda *_: None)
 
@@ -92,7 +95,7 @@ def test_a_large_model_with_its_optimizer_on_the_host_is_measured_in_time(machin
     options = replace(LARGE, seconds=seconds)
     table = assemble(options, run(options))
     assert machine.now <= 1.2 * seconds
-    notes = [note for note in table.metadata.notes if note.startswith("out of time, optimizer: ")]
+    notes = [note for note in table.metadata.notes if note.startswith("out of time or memory, optimizer: ")]
     measured = max(size for name, size in machine.visits if name == "optimizer")
     assert measured < 3200 * MIB and len(notes) == 1 and f"from {measured / MIB:.4g} MiB" in notes[0]
     # What there was no time for is in the table: near what it takes, and not surer than it can be.
@@ -100,7 +103,21 @@ def test_a_large_model_with_its_optimizer_on_the_host_is_measured_in_time(machin
     truth = 20.0 + last.size_bytes * SECONDS_PER_BYTE["optimizer"] * 1e6
     assert last.size_bytes == options.rounded(3200 * MIB) and last.p50_us == pytest.approx(truth, rel=0.02)
     assert last.p95_us > 1.05 * last.p50_us and last.samples == 1
-    assert not any("out of time, cpu" in note for note in table.metadata.notes)
+    assert not any("memory, cpu" in note for note in table.metadata.notes)
+
+
+def test_what_does_not_fit_the_device_is_scaled_from_what_does(machine):
+    """A model whose tensors for one step take more than the device has, and a group that takes more than its part."""
+    machine.bytes_there = {"device_step": 11.0, "optimizer": 5.0}
+    options = replace(LARGE, seconds=3600.0)
+    table = assemble(options, run(options, device_bytes=1000 * MIB, arena_bytes=100 * MIB))
+    largest = {name: max(size for own, size in machine.visits if own == name) for name, _ in machine.visits}
+    assert largest["device_step"] <= 1000 * MIB / 11 and largest["optimizer"] <= 200 * MIB
+    assert largest["cpu"] <= 100 * MIB and largest["publish"] <= 100 * MIB
+    assert largest["host_step"] == options.rounded(400 * MIB)
+    for curve, size in ((table.device_step, 400), (table.optimizer, 3200), (table.routes.cpu, 400)):
+        assert curve.points[-1].size_bytes == options.rounded(size * MIB)
+    assert sum(note.startswith("out of time or memory, ") for note in table.metadata.notes) == 4
 
 
 def test_a_kill_keeps_what_was_measured_and_the_next_call_goes_on(machine, tmp_path, monkeypatch):

@@ -42,3 +42,25 @@ def test_the_host_optimizer_that_megatron_replaces_is_freed(monkeypatch):
         assert seen() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks"),
+    [
+        ([(0, {0, 1, 2, 3})] * 2 + [(1, {0, 1, 2, 3})], 3),  # torchrun: a node's ranks may run on all of its processors
+        ([(0, {4, 5, 6, 7}), (0, {8, 9, 10, 11})], 1),  # srun: each has its own
+    ],
+)
+def test_a_rank_shares_its_processors_with_the_ranks_that_may_run_on_them(monkeypatch, others, ranks):
+    used = []
+    own = MagicMock()
+    own.schedule.parallel.node_size = 8
+    monkeypatch.setattr(build_executor, "has_cuda", lambda: True)
+    monkeypatch.setattr(build_executor.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(build_executor.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(build_executor.host_threads, "numa_node", lambda device: 0)
+    monkeypatch.setattr(build_executor.host_threads, "use", lambda ranks: used.append(ranks) or [])
+    monkeypatch.setattr(build_executor, "gather_objects", lambda value: [value, *others])
+    build_executor.ready_the_host(own)
+    assert used == [ranks]
