@@ -111,6 +111,11 @@ class Links:
         """Tokens of the expert-tensor-parallel ranks to each of them, or their sums back, by the bytes of all."""
         return self.ring(self.parallel.etp, -(-self.parallel.etp // self.ranks_per_node))
 
+    def sequence_gather(self, ranks: int) -> Line:
+        """Keys and values of the context-parallel ranks to each of them, by the bytes of all."""
+        tp = self.parallel.tensor_model_parallel_size
+        return self.ring(ranks, -(-tp * ranks // self.ranks_per_node))
+
     def tensor_all_reduce(self) -> Line:
         """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""
         tp = self.parallel.tensor_model_parallel_size
@@ -169,8 +174,7 @@ class Links:
 
     def contention(self) -> tuple[Contention, ...]:
         """What activities do to each other: by the links that they share, otherwise as the sheet says."""
-        sheet = self.sheet
-        given = sheet.disturbance
+        sheet, given = self.sheet, self.sheet.disturbance
         beside_copy, network = given.collective_beside_copy.value, sheet.network
         crosses, on_host_link = self.nodes > 1, sheet.nvlink is None and self.parallel.dp > self.nodes
         copy_beside = 1.0

@@ -118,6 +118,7 @@ class _Estimates:
         self._us_per_score = 1e6 / sheet.device.flop_per_s[dtype].value / attention.value
         self._us_per_byte = 1e6 / sheet.device.memory_bytes_per_s.value / sheet.device.memory_efficiency.value
         self._all_reduce = self.links.tensor_all_reduce()
+        self._exchange = self.links.sequence_gather(batch.context_parallel)
         self._share = experts_share(workload)
 
     def reduce(self, ranks: int) -> Line:
@@ -147,9 +148,9 @@ class _Estimates:
     def us(self, work: Work, again: int) -> float:
         """One layer's forward or backward, which has ``again`` times the kernels of a forward."""
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
-        fused = not self.batch.score_heads
-        us_per_score = self._us_per_score if fused else self._us_per_flop
-        scores = max(work.score_flop * us_per_score, work.score_bytes * self._us_per_byte)
+        us_per_score = self._us_per_flop if self.batch.score_heads else self._us_per_score
+        exchange_us = self._exchange.at(work.exchanged_bytes) if work.exchanged_bytes else 0.0
+        scores = max(work.score_flop * us_per_score, work.score_bytes * self._us_per_byte, exchange_us)
         alone = products + scores + work.moved_bytes * self._us_per_byte
         between_ranks = ((self._all_reduce, work.reduced_bytes), *self._tokens(work.routed))
         return max(alone, again * KERNELS * self.device.kernel_us.value) + sum(

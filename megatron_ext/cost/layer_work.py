@@ -11,6 +11,8 @@
   rank. Those travel to the ranks of their experts and back, forward and backward: all-to-all between expert-parallel
   ranks, then gathered and summed among expert-tensor-parallel ranks, whatever ``--moe-token-dispatcher-type`` does.
   Not counted: choosing and sorting tokens, an uneven router, dropping, and overlap of a shared expert with this.
+* With context parallelism a rank's queries meet the keys and values of whole sequences. They go round the ring of its
+  ranks beside the scores; backward sends them once more, with their gradients.
 * Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
 Recomputing adds forward work to backward.
 """
@@ -35,7 +37,7 @@ class Work(NamedTuple):
     """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention,
     whose backward has ``score_backward`` times as many operations. ``moved_bytes``: between the products.
     ``reduced_bytes``: of each tensor-parallel all-reduce. ``routed``: of tokens on a rank of their experts, for each
-    time that they travel."""
+    time that they travel. ``exchanged_bytes``: keys and values of whole sequences, from all context-parallel ranks."""
 
     products: tuple[tuple[float, float], ...] = ()
     score_flop: float = 0.0
@@ -44,36 +46,28 @@ class Work(NamedTuple):
     reduced_bytes: tuple[float, ...] = ()
     routed: tuple[float, ...] = ()
     score_backward: float = 2.0
+    exchanged_bytes: float = 0.0
 
     @property
     def flop(self) -> float:
         return sum(flop for flop, _ in self.products) + self.score_flop
 
     def plus(self, other: "Work") -> "Work":
-        return Work(
-            self.products + other.products,
-            self.score_flop + other.score_flop,
-            self.score_bytes + other.score_bytes,
-            self.moved_bytes + other.moved_bytes,
-            self.reduced_bytes + other.reduced_bytes,
-            self.routed + other.routed,
-            max(self.score_backward, other.score_backward),
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in self._fields}
+        return self._replace(**sums | {"score_backward": max(self.score_backward, other.score_backward)})
 
     def backward(self, recompute: str | None) -> "Work":
         """The work of backward behind this forward."""
-        twice = Work(
-            tuple((2 * flop, 2 * size) for flop, size in self.products),
-            self.score_backward * self.score_flop,
-            2 * self.score_bytes,
-            2 * self.moved_bytes,
-            self.reduced_bytes,
-            self.routed,
+        twice = self._replace(
+            products=tuple((2 * flop, 2 * size) for flop, size in self.products),
+            score_flop=self.score_backward * self.score_flop,
+            score_bytes=2 * self.score_bytes,
+            moved_bytes=2 * self.moved_bytes,
+            exchanged_bytes=2 * self.exchanged_bytes,
         )
         if recompute == "selective":
-            return twice._replace(
-                score_flop=twice.score_flop + self.score_flop, score_bytes=twice.score_bytes + self.score_bytes
-            )
+            scores = ("score_flop", "score_bytes", "exchanged_bytes")
+            return twice._replace(**{name: getattr(twice, name) + getattr(self, name) for name in scores})
         return twice.plus(self) if recompute == "full" else twice
 
 
@@ -123,9 +117,14 @@ def forward_work(
     hidden = max((p.shape[-1] for p in used if len(p.shape) == 1 and "norm" in p.name), default=0)
     if routed := [p for p in used if EXPERTS in p.name]:
         total = total.plus(_work_of_experts(routed, hidden or min(routed[0].shape), batch, share))
-    if kind == "output" and any(len(p.shape) == 2 for p in used):
-        vocab = max(p.shape[0] for p in used if len(p.shape) == 2)
-        total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES * batch.tokens * vocab)
+    if kind == "output" and (rows := [p.shape[0] for p in used if len(p.shape) == 2]):
+        total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES * batch.tokens * max(rows))
+    if batch.context_parallel > 1:  # rows of queries, keys and values, less the queries'
+        width = sum(p.shape[0] for p in used if p.name.endswith("linear_qkv.weight"))
+        width -= sum(p.shape[1] for p in used if p.name.endswith("linear_proj.weight"))
+        if width > 0:
+            size = batch.tokens * batch.context_parallel * width * ITEM_BYTES[used[0].dtype]
+            total = total._replace(exchanged_bytes=float(size))
     if tp > 1 and used:
         message = float(batch.tokens * (hidden or used[0].shape[-1]) * ITEM_BYTES[used[0].dtype])
         total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer", "moe") else 1))
@@ -149,9 +148,7 @@ def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, shar
 
 def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int, normed: bool) -> Work:
     item, tokens, name = ITEM_BYTES[parameter.dtype], batch.tokens, parameter.name
-    between = (
-        item * tokens / (tp if batch.sequence_parallel else 1)
-    )  # bytes of an activation between matrices, a column
+    between = item * tokens / (tp if batch.sequence_parallel else 1)  # bytes of one column between matrices
     if len(parameter.shape) != 2:
         is_norm = "norm" in name and name.endswith("weight")
         return Work(moved_bytes=2.0 * between * parameter.shape[-1] if is_norm else 0.0)

@@ -26,6 +26,7 @@ class MicroBatch(NamedTuple):
             ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
         hidden_dropout: activations are dropped at random, and the mask is kept, one byte an element.
+        context_parallel: ranks that a sequence is divided among; each attends to all of it.
     """
 
     seq_length: int
@@ -36,6 +37,7 @@ class MicroBatch(NamedTuple):
     recompute_method: str = "uniform"
     recompute_num_layers: int = 1
     hidden_dropout: bool = False
+    context_parallel: int = 1
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""
@@ -44,7 +46,8 @@ class MicroBatch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return self.seq_length * self.micro_batch_size
+        """Of one rank."""
+        return self.seq_length * self.micro_batch_size // self.context_parallel
 
 
 class GptShape(NamedTuple):

@@ -11,6 +11,7 @@ from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.cost.environment import world_sizes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -104,3 +105,20 @@ def test_combine_and_compare_verbs(path, tmp_path, capsys):
 def test_predict_refuses_sizes_that_no_group_has(size):
     with pytest.raises(InputError, match=r"^--bytes: .*(negative|no plausible size)"):
         cost_table_text.predicted(ONE_GPU, "gpu", size, extrapolate=True)
+
+
+def test_estimate_verb_divides_a_sequence(tmp_path):
+    """Context-parallel ranks take half of the time of whole sequences, and more than those of half sequences."""
+    shape = GptShape(2, 4096, 16384, 32, 32, 32000, 128)
+    work = gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(8192), zero_stage=3)
+    workload.save(tmp_path / "W.json", work)
+
+    def forward_us(*sizes: str) -> float:
+        out = str(tmp_path / "T.json")
+        arguments = ["--hardware", "h100-nvlink", "--workload", str(tmp_path / "W.json"), "--out", out, *sizes]
+        assert cli.main(["cost", "estimate", *arguments]) == 0
+        return next(row.forward_us for row in cost_table.load(out).compute if row.layer_kind == "transformer")
+
+    whole, half = forward_us("--seq-length", "32768"), forward_us("--seq-length", "16384")
+    parts = forward_us("--seq-length", "32768", "--context-parallel-size", "2")
+    assert parts == pytest.approx(whole / 2, rel=0.01) and parts > 1.1 * half

@@ -79,6 +79,27 @@ def test_tensor_parallel_ranks_share_the_work():
     assert spread.moved_bytes == one.moved_bytes / 2 < two.moved_bytes
 
 
+def test_context_parallel_ranks_share_the_tokens_and_attend_to_whole_sequences():
+    """Each has half of the tokens, hence half of the operations, those of scores too; keys and values of both go round,
+    256 columns each, and back with their gradients."""
+    whole, batch = run_of()
+    part = batch._replace(context_parallel=2)
+    one, two = work_of(whole, batch)[1], work_of(whole, part)[1]
+    assert part.tokens == batch.tokens / 2 and two.flop == one.flop / 2 and two.score_flop == one.score_flop / 2
+    assert two.moved_bytes == one.moved_bytes / 2 and one.exchanged_bytes == 0
+    exchanged = [two.backward(recompute).exchanged_bytes for recompute in (None, "selective", "full")]
+    assert two.exchanged_bytes == 2 * 128 * 2 * 256 and exchanged == [each * two.exchanged_bytes for each in (2, 3, 3)]
+    assert work_of(gpt_workload(LLAMA, whole.parallel, part), part)[1].exchanged_bytes == 2 * 128 * 2 * 64
+    # The longer of scores and exchange counts: over Ethernet the exchange, of 4 MiB through a rank's part of its card.
+    sheet, (far, _), long = sheets.load("h100-ethernet"), run_of(dp=2, tp=8), MicroBatch(4096, 8, context_parallel=2)
+    scores, exchange = (
+        next(row.forward_us for row in estimate(sheet, far, each).compute if row.layer_kind == "transformer")
+        for each in (long._replace(micro_batch_size=4, context_parallel=1), long)
+    )
+    line = Links(sheet, far.parallel).sequence_gather(2)
+    assert line == Links(sheet, far.parallel).gather() and 0 < line.at(1 << 22) - (exchange - scores) < 0.1 * exchange
+
+
 def test_a_gather_on_one_node_and_over_two():
     sheet = sheets.load("h100-rdma")
     one = Links(sheet, run_of()[0].parallel).gather()
