@@ -2,7 +2,10 @@
 # Set up .venv from pinned versions and a patched Megatron; does only what is not done yet.
 #
 #   PYTHON=python3.11         interpreter to use, 3.10 or newer; default: one whose PyTorch sees a CUDA device, or the first
-#   WHEELS=DIR                install from the wheels in DIR, without a network
+#   WHEELS=DIR                install from the wheels in DIR, without a network; the same Python fills it elsewhere, here:
+#                               pip download -d DIR -c constraints.txt ".[core]" setuptools pip "cuda-bindings==13.*"
+#                               pip download -d DIR --no-deps megatron-core==RELEASE    # that of constraints.txt
+#                             ".[train]" where there is no PyTorch, ".[core,test]" for WITH_TESTS, 12.* for CUDA 12
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
 #   WITH_CHECKOUT=1           also install what megatron/training of a checkout imports
 #   WITH_TESTS=1              also install what scripts/test.sh runs

@@ -59,7 +59,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     if picture:
         json_files.check_writable(picture)
     if out:
-        os.makedirs(out, exist_ok=True)
+        json_files.make_directory(out)
         json_files.check_writable(os.path.join(out, "workload.json"))
     request = Request(words=with_dropout(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
     problem = ready(request)

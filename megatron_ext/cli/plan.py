@@ -114,7 +114,7 @@ def plan(
         environment.refuse(found, allow=use.allow_differences, file=cost_table, how=ALLOW)
 
     work = _workload(workload_path, checkout, entry, script_arguments, refuse_table)
-    schedules.make_directory(out) if work.ramp else json_files.check_writable(out)
+    (json_files.make_directory if work.ramp else json_files.check_writable)(out)
     with naming_files(cost_table, workload_path or str(checkout)):
         differences = table_differences(table, work, use, file=cost_table)
         digest = json_files.sha256(cost_table)

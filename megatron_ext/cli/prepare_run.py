@@ -41,6 +41,7 @@ class Preparation:
     def __init__(
         self, checkout: str, out: Path, arguments, *, entry: str | None, policy: str, seconds: float, nvme_path
     ):
+        from megatron_ext.checkout import check
         from megatron_ext.planner.policies import check_policy
 
         self.checkout, self.entry, self.policy, self.kept = checkout, entry, policy, []
@@ -57,9 +58,9 @@ class Preparation:
         refuse_script(self.script, "prepare")
         self.arguments = [*self._places(), *arguments]
         self.is_first = os.environ.get("RANK", "0") == "0"
-        self.patched = self.is_first and self._is_patched()  # one process at a time may look
+        self.patched = self.is_first and check(self.checkout).state == "applied"  # one process at a time may look
         if self.is_first:
-            _make_directory(out)
+            json_files.make_directory(out)
             directory_lock.hold(out, field="--out")
             json_files.check_writable(self.workload_path)
             for path in (self.workload_path, self.table_path, self.schedule_path):
@@ -69,11 +70,6 @@ class Preparation:
         """Where ranks are, as a launcher says it."""
         local = (ranks_on_this_node() or 0) * self.script.sizes.tensor_model_parallel_size
         return [f"--gpus-per-node={local}"] if local and self.script.ours.gpus_per_node is None else []
-
-    def _is_patched(self) -> bool:
-        from megatron_ext.checkout import check
-
-        return check(self.checkout).state == "applied"
 
     def _say(self, text: str) -> None:
         if self.is_first:
@@ -106,10 +102,12 @@ class Preparation:
             return False
 
     def measure(self) -> bool:
-        """Measure unless the table that is there holds for this model and machine; whether this process goes on."""
+        """Measure unless the table that is there holds for this model and machine; whether this process goes on. Under
+        a launcher rank 0 judges: what other nodes see may differ, and who measured alone would wait for ever."""
+        from megatron_ext.measure import cluster_launch
 
         options = for_workload(with_sizes(self.options, self.script), self.model)
-        reason = self._table_differs(options)
+        reason = cluster_launch.said_by_first(self.table_differs(options))
         if reason is None:
             self._keep(self.table_path)
             return self.is_first
@@ -124,7 +122,7 @@ class Preparation:
         kept_measurement.remove(str(self.table_path))
         return True
 
-    def _table_differs(self, options: Options) -> str | None:
+    def table_differs(self, options: Options) -> str | None:
         """Why the table cannot be kept (empty where there is none); None where it can."""
         from megatron_ext.runtime.machine import environment as this_environment
 
@@ -190,13 +188,6 @@ class Preparation:
     def _keep(self, path: Path) -> None:
         self.kept.append(path.name)
         self._say(f"kept: {path}")
-
-
-def _make_directory(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot be made: {error.strerror}", field="--out", value=str(out)) from None
 
 
 def _fitted(words, *, hardware: str | None, fixed: str, **asked):

@@ -18,10 +18,10 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     run = reports.load_measured(run_dir)
     if isinstance(run, reports.TracedRun):
         said = _fit_again(run, extrapolate)
-        if said is not None:
-            emit(as_json, {"fit": said[0]}, said[1])
-            return
-        run = reports.load(run_dir)  # names the file that is missing
+        if said is None:
+            why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` takes a trace without it"
+            raise InputError(why, file=f"{run_dir}/scheduled.metrics.json")
+        return emit(as_json, {"fit": said[0]}, said[1])
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)
         said = _fit_again(run, extrapolate)

@@ -231,6 +231,14 @@ def check_writable(path) -> None:
         raise InputError(f"cannot be written: {error.strerror}", file=path) from None
 
 
+def make_directory(path) -> None:
+    """Make the directory of ``--out``. Raises InputError where it cannot be made."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"expected a directory: {error.strerror}", field="--out", value=str(path)) from None
+
+
 def sha256(path) -> str:
     """Hex digest of a file's bytes; ranks compare it before the first collective."""
     return hashlib.sha256(read_bytes(path)).hexdigest()

@@ -48,20 +48,43 @@ def meet(use_cuda: bool, threads: int):
         A store by which they meet.
     """
     import torch
-    import torch.distributed as dist
 
     from megatron_ext.cpubench import gloo
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(threads)
     gloo.run_collectives_in_order()
-    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    return _begin("cpu:gloo,cuda:nccl" if use_cuda else "gloo", "default_pg")
+
+
+_stores = []
+"""Rank 0 may be who serves them, and ranks meet there again."""
+
+
+def _begin(backend: str, name: str):
+    """Make the default process group under a name of its own; a store by which ranks meet. Collective."""
+    import torch.distributed as dist
 
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
     store, rank, world_size = next(iter(rendezvous("env://")))
-    of_torch, ours = (prefix(name, store) for name in ("default_pg", "megatron_ext"))
-    dist.init_process_group(backend, store=of_torch, rank=rank, world_size=world_size)
-    return ours
+    _stores.append(store)
+    dist.init_process_group(backend, store=prefix(name, store), rank=rank, world_size=world_size)
+    return prefix("megatron_ext", store)
+
+
+def said_by_first(value):
+    """Rank 0's ``value`` on all ranks that a launcher has started, before they meet; without one ``value``.
+    Collective."""
+    if not is_launched():
+        return value
+    import torch.distributed as dist
+
+    from megatron_ext.runtime.objects import gather_objects
+
+    _begin("gloo", "first")
+    found = gather_objects(value)[0]
+    dist.destroy_process_group()
+    return found
 
 
 def everyone_and_node(per_node: int):

@@ -76,10 +76,8 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
         present.remove("publish")
         present.insert(present.index("cpu"), "publish")
     left_out = {*unsafe_pairs(fabric.torch_device.type)}
-    beside_step = BESIDE_HOST_STEP - ({"publish"} if fabric.torch_device.type == "cuda" else set())
-    left_out |= {
-        pair for pair in permutations(present, 2) if "host_step" in pair and not beside_step.intersection(pair)
-    }
+    near = BESIDE_HOST_STEP - ({"publish"} if fabric.torch_device.type == "cuda" else set())
+    left_out |= {pair for pair in permutations(present, 2) if "host_step" in pair and not near.intersection(pair)}
     together = [(measured, busy) for busy in present for measured in present if measured != busy]
     return [pair for pair in together if pair not in left_out]
 

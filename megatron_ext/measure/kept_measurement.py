@@ -52,10 +52,8 @@ def write(options: Options, visits: Visits, seconds: float) -> None:
     if options.keep_path is not None:
         rows = tuple((name, size, passes) for (name, size), passes in visits.items())
         facts = {"options": _asked(options), "environment": environment(options.device)}
-        json_files.save(
-            options.keep_path,
-            Kept(schema_version=SCHEMA_VERSION, kind="measurement", seconds=seconds, curves=rows, **facts),
-        )
+        kept = Kept(schema_version=SCHEMA_VERSION, kind="measurement", seconds=seconds, curves=rows, **facts)
+        json_files.save(options.keep_path, kept)
 
 
 def read(options: Options) -> tuple[Visits, float]:

@@ -263,7 +263,9 @@ class Measurement:
                 if enough == 0:
                     break  # every size has been visited once; the table says so
                 continue
-            if (name, size) not in self.merged and (name, size) not in own and self._left_out(name, size, left):
+            too_large = name in ISSUED and size > self.fabric.arena_bytes
+            new = (name, size) not in self.merged and (name, size) not in own
+            if too_large or (new and self._left_out(name, size, left)):
                 self.done += 1
                 continue
             still = sum(
@@ -310,8 +312,6 @@ class Measurement:
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
         """Whether a size is not visited for the first time: there is no room, or see [Note: What a visit needs]."""
-        if name in ISSUED and size > self.fabric.arena_bytes:
-            return True
         room = self.fabric.has_room(*self.operations[name].made_bytes(size))
         need = scaled_sizes.needed(self.needs, name, size)
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)

@@ -74,18 +74,9 @@ def save(path, schedules: list[Schedule]) -> None:
     """
     path = Path(path)
     wanted = {path / f"{schedule.parallel.num_microbatches}.json": schedule for schedule in schedules}
-    make_directory(path)
+    json_files.make_directory(path)
     for file, schedule in wanted.items():
         user_defined_schedule.save(file, schedule)
     for file in path.glob("*.json"):
         if file.stem.isdecimal() and file not in wanted:
             file.unlink()
-
-
-def make_directory(path) -> None:
-    """Raises InputError where ``path`` cannot be made a directory."""
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = f"expected a directory, for a schedule of each number of micro-batches: {error.strerror}"
-        raise InputError(why, field="--out", value=str(path)) from None

@@ -53,6 +53,20 @@ def test_the_object_holds_medians_of_both_runs(tmp_path, capsys):
     assert found["predicted_relative_error"]["scheduled"] == pytest.approx(expected["scheduled"] / 1004.5 - 1)
 
 
+def test_a_training_that_left_its_trace_alone_is_told_what_reads_that(tmp_path, capsys):
+    """A script of the user's writes no metrics."""
+    make_run(tmp_path, iterations=6)
+    for kind in ("stock", "scheduled", "reference"):
+        (tmp_path / f"{kind}.metrics.json").unlink()
+    code, _, err = command(capsys, tmp_path)
+    assert (
+        code == 2
+        and f"{tmp_path}/scheduled.metrics.json: cannot be read" in err
+        and "`megatron-ext cost calibrate`" in err
+    )
+    assert cli.main(["cost", "calibrate", str(tmp_path)]) == 0
+
+
 def test_table_page_and_picture_say_the_same(tmp_path, capsys):
     make_run(tmp_path, iterations=6)
     code, out, _ = command(capsys, tmp_path)

@@ -58,6 +58,14 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     assert simulated["iteration_time_us"] == pytest.approx(winner["iteration_time_us"], rel=0.01)
 
 
+def test_a_directory_that_cannot_be_made_is_refused_in_one_line(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    assert main(["fit", "--hardware", "l40s", "--out", out, "--", *MODEL, *BATCH]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--out = '{out}': expected a directory: Not a directory" in line
+
+
 def test_advise_judges_the_settings_as_given(capsys):
     words = ["--hardware", "l40s", "--json", "--", *MODEL, *BATCH]
     said = []

@@ -22,4 +22,4 @@ def test_a_directory_is_written_and_a_file_is_refused(tmp_path, capsys):
     assert "Before the batch is full, by number of micro-batches: 2: " in told.err
     assert list(schedules.load(tmp_path / "schedules")) == [2, 4]
     assert cli.main([*command, "--out", str(tmp_path / "w.json")]) == 2
-    assert "expected a directory, for a schedule of each number of micro-batches" in capsys.readouterr().err
+    assert "expected a directory: " in capsys.readouterr().err

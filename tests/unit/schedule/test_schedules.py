@@ -64,5 +64,5 @@ def test_memory_is_that_of_all_numbers(planned, tmp_path, field, change):
 
 def test_out_that_is_a_file_is_refused(planned, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="--out = .*expected a directory, for a schedule of each number"):
+    with pytest.raises(InputError, match="--out = .*expected a directory: "):
         schedules.save(tmp_path / "file", planned)

@@ -1,0 +1,38 @@
+"""Ranks that a launcher has started agree with the first before they meet to measure."""
+
+import os
+import socket
+import subprocess
+import sys
+
+from places import ROOT
+
+PROGRAM = """
+import os, time
+import torch.distributed as dist
+from megatron_ext.measure import cluster_launch
+time.sleep(float(os.environ["LATE"]))
+said = cluster_launch.said_by_first(f"of rank {os.environ['RANK']}")
+cluster_launch.meet(False, 1)
+print(said, dist.get_world_size())
+"""
+
+
+def test_what_the_first_rank_says_holds_and_they_meet_behind_it():
+    """As srun starts them: rank 0 serves the store, and is the last and the first to come."""
+    for late in (0, 1):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROGRAM],
+                env={**shared, "RANK": str(rank), "LATE": "2" if rank == late else "0"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        assert [rank.communicate(timeout=300)[0] for rank in ranks] == ["of rank 0 2\n"] * 2
