@@ -263,9 +263,8 @@ class Measurement:
                 if enough == 0:
                     break  # every size has been visited once; the table says so
                 continue
-            too_large = name in ISSUED and size > self.fabric.arena_bytes
             new = (name, size) not in self.merged and (name, size) not in own
-            if too_large or (new and self._left_out(name, size, left)):
+            if (name in ISSUED and size > self.fabric.arena_bytes) or (new and self._left_out(name, size, left)):
                 self.done += 1
                 continue
             still = sum(

@@ -53,6 +53,7 @@ class RunStep(HostStep):
     def close(self) -> None:
         for unit in self.units:
             unit.close()
+            vars(unit).clear()  # its room knows it, so both would stay until Python collects circles
         if self._link is not None:
             self._link.close()
         self.units, self._link, self._size = [], None, None
