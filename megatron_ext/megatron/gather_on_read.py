@@ -40,6 +40,18 @@ class GatherOnRead(ParamReads):
         self._last: str | None = None
         self._gathered = 0
 
+    def until_forced(self, start_param_sync: Callable) -> Callable:
+        """Megatron's ``start_param_sync`` of the last chunk: it is not noticed, and where it is forced everything is
+        whole behind it."""
+
+        def sync(*args, force_sync: bool = False, **how) -> None:
+            with self.suspended():
+                start_param_sync(*args, force_sync=force_sync, **how)
+            if force_sync:
+                self.close()
+
+        return sync
+
     def _gather_together(self, place: str, used: set[int]) -> None:
         self._wait_for_replicas(place)
         self._gather_used(used)

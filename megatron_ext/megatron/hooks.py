@@ -87,6 +87,8 @@ def active():
 
 
 def _configure_from(args) -> None:
+    if getattr(args, "skip_train", False):  # models are not wrapped then: nothing is laid out, and nothing begins
+        return
     schedule, parallel = getattr(args, "user_defined_schedule", None), None
     if schedule is not None:
         from megatron_ext.megatron import refusals

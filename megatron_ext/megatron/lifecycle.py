@@ -154,8 +154,10 @@ class Run(BuildingRun):
             if in_turn is not None:
                 reads.open()
         else:
-            for ddp in self._ddps:
+            *others, last = self._ddps
+            for ddp in others:
                 ddp.start_param_sync = reads.unnoticed(ddp.start_param_sync)
+            last.start_param_sync = reads.until_forced(last.start_param_sync)
 
     def _replicas(self) -> list[int]:
         """Global ranks that gather together: experts may be shared by ranks of several data-parallel groups."""

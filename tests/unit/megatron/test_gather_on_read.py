@@ -57,6 +57,21 @@ def test_a_rank_that_reads_alone_says_where(monkeypatch, store):
     reads.close()
 
 
+def test_who_reads_alone_behind_a_forced_gather_finds_everything_whole(monkeypatch, store):
+    """As the one rank does that writes a checkpoint, in a run in which Megatron gathers."""
+    (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05)
+    sync = reads.until_forced(lambda *parameters, force_sync: whole.sum())
+    reads.open()
+    sync(force_sync=True)
+    whole.sum()
+    reads.open()
+    sync([whole])
+    with pytest.raises(ScheduleError, match="uses parameters"):
+        whole.sum()
+    assert gathered == []
+    reads.close()
+
+
 def test_a_rank_without_replicas_asks_nobody(monkeypatch, store):
     (reads, whole, gathered), _ = make_pair(monkeypatch, store, 0.05, ranks=[3])
     use(reads, whole, 2)

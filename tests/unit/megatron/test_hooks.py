@@ -1,6 +1,7 @@
 """Where a run begins: at the script's hook, or at the first one in megatron/ where the script has none."""
 
 import argparse
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -33,3 +34,14 @@ def test_a_run_that_stays_for_readers_ends_where_the_next_training_has_no_schedu
     assert hooks.active() is kept and closed == []
     assert hooks.configure(None) is None
     assert hooks.active() is None and closed == [True]
+
+
+def test_a_schedule_has_no_part_where_nothing_is_trained(monkeypatch):
+    """With --skip-train Megatron does not wrap its models: one that is built late would wait for that without end."""
+    args = SimpleNamespace(skip_train=True, user_defined_schedule="schedule.json")
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    spec = importlib.util.find_spec(hooks.__name__)
+    assert spec is not None and spec.loader is not None
+    fresh = importlib.util.module_from_spec(spec)  # of a process that has not asked yet
+    spec.loader.exec_module(fresh)
+    assert fresh.active() is None
