@@ -142,6 +142,7 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 @click.option("--seq-length", type=click.IntRange(1), required=True)
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence-parallel", is_flag=True)
+@click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
 @click.option("--context-parallel-size", "context_parallel", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
 @click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)

@@ -85,8 +85,7 @@ class Links:
 
     def gather(self, ranks: int | None = None) -> Line:
         """All-gather of a group whose shards ``ranks`` share (default: DP), or its reduce-scatter."""
-        ranks = ranks or self.parallel.dp
-        return self.ring(ranks, self._nodes_of(ranks))
+        return self.ring(ranks or self.parallel.dp, self._nodes_of(ranks or self.parallel.dp))
 
     def all_to_all(self) -> Line:
         """Tokens on their way to experts, or back: by the bytes that one rank has for all expert-parallel ranks.
@@ -182,13 +181,9 @@ class Links:
             beside_copy = copy_beside = 2.0
         elif crosses and network is not None and network.shares_host_link:
             # The card's bytes come first; a copy gets what is left of the link, at least half of it.
-            left = 1 - self.host_copy().us_per_byte / self._network().us_per_byte
-            copy_beside = 1 / max(left, 0.5)
+            copy_beside = 1 / max(1 - self.host_copy().us_per_byte / self._network().us_per_byte, 0.5)
         publishing = 2.0 if crosses or on_host_link else given.collective_beside_copy.value
-        rows = [
-            ("cpu", "publish", given.copy_beside_publish.value),
-            ("publish", "cpu", given.copy_beside_publish.value),
-        ]
+        rows = [(*pair, given.copy_beside_publish.value) for pair in (("cpu", "publish"), ("publish", "cpu"))]
         for collective in ("gpu", "reduce"):
             rows += [
                 (collective, "cpu", beside_copy),

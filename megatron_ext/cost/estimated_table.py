@@ -208,9 +208,8 @@ def _dtype(workload: Workload) -> str:
 
 
 def _scan_note(workload: Workload) -> tuple[str, ...]:
-    if not any("mamba" in chunk.layer_kinds for chunk in workload.chunks):
-        return ()
-    return ("layers of kind mamba: the products of their matrices alone, without the scan between them",)
+    note = "layers of kind mamba: the products of their matrices alone, without the scan between them"
+    return (note,) if any("mamba" in chunk.layer_kinds for chunk in workload.chunks) else ()
 
 
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:

@@ -29,8 +29,10 @@ SCORE_PASSES = 7
 """Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
 FUSED_BACKWARD = 2.5
 """Of fused attention: FlashAttention-2 (arXiv 2307.08691), section 4.1."""
-LOSS_BYTES = 18
-"""Bytes moved for one logit: read once in 16 bits, then four passes in 32 bits."""
+LOSS_BYTES = {None: 18, "native": 10, "te": 4}
+"""Bytes moved for one logit by forward, and half of backward's, by ``--cross-entropy-fusion-impl``. Megatron's loss
+reads 16 bits and passes over 32 bits in nine kernels, 52 bytes in all; compiled, some 30. Transformer Engine's kernels
+stay in 16 bits: two passes that read, gradients in place of logits, which are scaled: 10."""
 
 
 class Work(NamedTuple):
@@ -118,13 +120,12 @@ def forward_work(
     if routed := [p for p in used if EXPERTS in p.name]:
         total = total.plus(_work_of_experts(routed, hidden or min(routed[0].shape), batch, share))
     if kind == "output" and (rows := [p.shape[0] for p in used if len(p.shape) == 2]):
-        total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES * batch.tokens * max(rows))
-    if batch.context_parallel > 1:  # rows of queries, keys and values, less the queries'
+        total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES[batch.loss_fusion] * batch.tokens * max(rows))
+    if batch.context_parallel > 1 and used:  # rows of queries, keys and values, less the queries'
         width = sum(p.shape[0] for p in used if p.name.endswith("linear_qkv.weight"))
         width -= sum(p.shape[1] for p in used if p.name.endswith("linear_proj.weight"))
-        if width > 0:
-            size = batch.tokens * batch.context_parallel * width * ITEM_BYTES[used[0].dtype]
-            total = total._replace(exchanged_bytes=float(size))
+        size = batch.tokens * batch.context_parallel * max(width, 0) * ITEM_BYTES[used[0].dtype]
+        total = total._replace(exchanged_bytes=float(size))
     if tp > 1 and used:
         message = float(batch.tokens * (hidden or used[0].shape[-1]) * ITEM_BYTES[used[0].dtype])
         total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer", "moe") else 1))

@@ -345,16 +345,18 @@ def batch_of(args):
     """What one step computes on, for checked options."""
     from megatron_ext.workload.gpt_shapes import MicroBatch
 
-    tp = args.tensor_model_parallel_size
-    backend = getattr(args, "attention_backend", None) or "auto"
-    fused = args.transformer_impl != "local" or getattr(args, "use_flash_attn", False) or backend in ("flash", "fused")
+    tp, said = args.tensor_model_parallel_size, vars(args).get
+    backend = said("attention_backend") or "auto"
+    fused = args.transformer_impl != "local" or said("use_flash_attn") or backend in ("flash", "fused")
+    fused_loss = "te" if said("cross_entropy_fusion_impl") == "te" else "native"
     return MicroBatch(
         seq_length=args.seq_length,
         micro_batch_size=args.micro_batch_size,
-        sequence_parallel=getattr(args, "sequence_parallel", False) and tp > 1,
+        sequence_parallel=said("sequence_parallel", False) and tp > 1,
         recompute=args.recompute_granularity,
         recompute_method=args.recompute_method or "uniform",
         recompute_num_layers=args.recompute_num_layers or 1,
         score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,
         hidden_dropout=args.hidden_dropout > 0,
+        loss_fusion=fused_loss if said("cross_entropy_loss_fusion") else None,
     )

@@ -26,6 +26,7 @@ class MicroBatch(NamedTuple):
             ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
         hidden_dropout: activations are dropped at random, and the mask is kept, one byte an element.
+        loss_fusion: ``native`` or ``te``, with ``--cross-entropy-loss-fusion``.
         context_parallel: ranks that a sequence is divided among; each attends to all of it.
     """
 
@@ -38,6 +39,7 @@ class MicroBatch(NamedTuple):
     recompute_num_layers: int = 1
     hidden_dropout: bool = False
     context_parallel: int = 1
+    loss_fusion: str | None = None
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""

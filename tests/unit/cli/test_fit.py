@@ -75,6 +75,19 @@ def test_advise_judges_the_settings_as_given(capsys):
     assert said[0] == said[1] and len(json.loads(said[0])["frontier"]) == 1
 
 
+def test_a_fused_loss_is_counted_and_stays_in_the_commands(capsys):
+    times = []
+    for words in ([], ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]):
+        assert main(["advise", "--hardware", "l40s", "--json", "--", *MODEL, *BATCH, *words]) == 0
+        said, text = capsys.readouterr()
+        times.append(json.loads(said)["frontier"][0]["iteration_time_us"])
+        (estimate,) = [line for line in text.splitlines() if "cost estimate" in line]
+        assert ("--cross-entropy-fusion-impl te" in estimate) == bool(words)
+    # Without it 2 microseconds more a token: 42 bytes a logit of 32,000 at 864 GB/s, of which 80 % are reached.
+    saved = (54 - 12) * 32000 * 32 * 2048 / (864e3 * 0.8) / 8
+    assert times[0] - times[1] == pytest.approx(saved, rel=0.02)
+
+
 def refused(capsys, *arguments: str) -> str:
     assert main(["fit", *arguments]) == 2
     said = capsys.readouterr().err.strip()

@@ -71,6 +71,19 @@ def test_the_host_optimizer_takes_no_float32_parameters():
 
 
 @pytest.mark.parametrize(
+    ("options", "loss_fusion"),
+    [
+        ("", None),
+        ("--cross-entropy-fusion-impl te", None),  # Megatron asks for the other option, too
+        ("--cross-entropy-loss-fusion", "native"),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "te"),
+    ],
+)
+def test_what_fuses_the_loss(options, loss_fusion):
+    assert gpt_arguments.batch_of(ignored_options.parse(options.split())).loss_fusion == loss_fusion
+
+
+@pytest.mark.parametrize(
     ("options", "layers"),
     [
         ("--num-layers 8", [2, 2, 2, 2]),
