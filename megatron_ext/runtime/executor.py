@@ -197,7 +197,7 @@ class Executor(StepCalls):
         start = time.perf_counter_ns()
         self._drop_all()
         self.clock.version += 1
-        by_optimizer = by_optimizer and (self._delayed is None or self._delayed.written)
+        by_optimizer = by_optimizer and not (self._delayed is not None and self._delayed.unknown)
         for part in self.parts:
             part.updated(self.iterations, by_optimizer)
         self.recorder.add("issue", "publish", start, time.perf_counter_ns())

@@ -40,7 +40,7 @@ class DelayedUpdate(Part):
     """
 
     def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
-        self.applied = self._told = 0
+        self.applied, self._changed_at = 0, -1
         self._iteration, self._after = begun, after
         self._publisher, self._link, self._issuer = publisher, link, issuer
         self._worker, self._computed = Worker("delayed-update"), link.device.event()
@@ -67,9 +67,9 @@ class DelayedUpdate(Part):
         return self._job is not None
 
     @property
-    def written(self) -> bool:
-        """Whether the shards have got values of the host's optimizer since the last :meth:`updated`."""
-        return not self.delays or self.applied > self._told
+    def unknown(self) -> bool:
+        """Whether the shards have values that somebody else has given them, and no update has been applied since."""
+        return self.delays and self._changed_at == self.applied
 
     def take(self, units: list[HostUnit], stepped: Callable[[], None] = lambda: None) -> None:
         """Step ``units``, which have a room each, when the shards are published: on what their gradients are when the
@@ -86,7 +86,7 @@ class DelayedUpdate(Part):
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Let the thread make the steps that were taken, if any."""
-        self._counted, self._told = False, self.applied
+        self._counted = False
         if self._taken:
             assert self._job is None
             taken, self._taken = self._taken, []
@@ -134,6 +134,7 @@ class DelayedUpdate(Part):
                 "parameters were changed while a delayed update is pending: call "
                 "megatron_ext.megatron.hooks.unshard_all() on all ranks before they are changed"
             )
+        self._changed_at = self.applied
 
     def close(self) -> None:
         """End the thread, after the step in progress."""

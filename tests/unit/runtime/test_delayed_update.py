@@ -115,16 +115,17 @@ def test_the_first_iterations_are_not_delayed(delayed, begun):
     assert found == [begun == 2] * 2 + [True] * 2
 
 
-def test_shards_that_no_update_has_written_are_told_from_those_that_one_has(delayed):
-    """Others may have changed them, of which the host's optimizer does not know."""
-    one, found = delayed(after=1), []
-    for number in range(1, 5):
+@pytest.mark.parametrize("changed", [True, False])
+def test_what_somebody_has_changed_is_unknown_to_the_optimizer_until_an_update_is_applied(delayed, changed):
+    one, found = delayed(), []
+    if changed:
+        one.update.changed()
+    for number in range(1, 4):
         one.update.begin()
-        if number > 1:
-            one.update.apply()
-        found.append(one.update.written)
-        one.take(number) if number > 1 else one.update.updated(number, by_optimizer=True)
-    assert found == [True, False, True, True]
+        one.update.apply()
+        found.append(one.update.unknown)
+        one.take(number)
+    assert found == [changed, False, False]
 
 
 def test_no_step_changes_parameters_while_they_are_published(delayed):
