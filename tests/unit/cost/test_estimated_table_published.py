@@ -59,8 +59,8 @@ OTHERS = {
     "Llama 8B": (32, 4096, 14336, 32, 8, 128256, 0, True),
     "Llama 405B": (126, 16384, 53248, 128, 8, 128256, 0, True),
 }
-# Sheet, sizes, micro-batch, seconds, predicted over published: eight of the 345 rows of docs/planning.md. CP ranks count
-# as DP ranks.
+# Sheet, sizes, micro-batch, seconds, predicted over published: eight of the 345 rows of docs/planning.md. CP ranks
+# count as DP ranks.
 # llm-foundry scripts/train/benchmarking/README.md (FSDP); Korthikanti et al. 2022 (arXiv 2205.05198) table 5 (attention
 # not fused); NVIDIA's dgxc-benchmarking at 35a9aec, BF16; The Llama 3 Herd of Models, table 4: 380 TFLOP/s.
 ROWS = {
