@@ -57,11 +57,11 @@ trap 'stop 143' TERM
 run=runs/$NAME
 mkdir -p "$run"
 exec 9>> "$run/.lock"
-flock --nonblock 9 || refuse "NAME = '$NAME': $run is in use by process $(cat "$run/.lock")"
+flock --nonblock 9 || [ $? -ne 1 ] || refuse "NAME = '$NAME': $run is in use by process $(cat "$run/.lock")"
 echo $$ > "$run/.lock"
 
 exec 8>> runs/.setup.lock
-run flock 8
+run flock 8 || say "$PWD/runs takes no locks: two first runs at once would disturb each other"
 run scripts/setup.sh
 exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"

@@ -196,17 +196,19 @@ def _sharing(ranks: int, environment: dict[str, str]) -> int:
     devices = device_sharing.visible_devices()
     sharing = device_sharing.ranks_of_fullest(ranks, devices)
     if sharing > 1:
-        print(f"launch: {device_sharing.said(ranks, devices)}", file=sys.stderr, flush=True)
+        _say(device_sharing.said(ranks, devices))
     return sharing
+
+
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def _watch(ranks: list[Rank], interrupted: list[int]) -> int:
     """Wait until all ranks have ended well or one has not; returns the exit code."""
     while True:
         if interrupted:
-            print(
-                f"launch: {signal.Signals(interrupted[0]).name} received; ending all ranks", file=sys.stderr, flush=True
-            )
+            _say(f"{signal.Signals(interrupted[0]).name} received; ending all ranks")
             return 128 + interrupted[0]
         codes = _codes(ranks)
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
@@ -247,9 +249,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
     if code == 2:  # the rank has said what is wrong; the others say or hide the same
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    print(
-        f"launch: rank {first} (process {ranks[first].pid}) {how}; ending the other ranks", file=sys.stderr, flush=True
-    )
+    _say(f"rank {first} (process {ranks[first].pid}) {how}; ending the other ranks")
     return 1
 
 

@@ -1,5 +1,6 @@
 """A directory belongs to one process at a time."""
 
+import errno
 import fcntl
 import os
 
@@ -21,3 +22,19 @@ def test_a_directory_in_use_is_refused(tmp_path):
         assert other.read() == f"{os.getpid()}\n"
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EACCES])
+def test_a_file_system_without_locks_is_worked_on(tmp_path, monkeypatch, number):
+    """Lustre takes none unless it is mounted so: nobody could use it."""
+
+    def refuse(descriptor, how):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    if number == errno.EACCES:
+        with pytest.raises(InputError, match="cannot be locked: Permission denied"):
+            directory_lock.hold(tmp_path, field="--out")
+    else:
+        directory_lock.hold(tmp_path, field="--out")
+        assert (tmp_path / directory_lock.NAME).read_text() == f"{os.getpid()}\n"
