@@ -22,7 +22,7 @@ from megatron_ext.workload.workload import Limits
 GIB = 1 << 30
 OURS = ("--zero-stage", "--data-parallel-size")
 """Of a setting's options, those that a launch script does not have."""
-NEEDED = ("--use-distributed-optimizer", "--overlap-param-gather")
+NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 MOST_EQUAL, MOST_WAYS = 4, 8
 QUICK = "planned by quick rules, which --out writes; the commands below plan in full, which may take minutes"
 ALL_ON_HOST = "gradients in host memory, shards in host memory, optimizer on the host"

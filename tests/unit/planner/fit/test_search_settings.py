@@ -121,6 +121,7 @@ def test_a_launch_line_takes_out_what_is_there_and_not_chosen(given):
     add, out = found.launch
     assert set(out) == {word.partition("=")[0] for word in given.split() if word.startswith("--")}
     assert "--overlap-param-gather" in add and "--use-distributed-optimizer" not in add
+    assert "--overlap-grad-reduce" in add  # without which Megatron refuses the other
     assert not any(word.startswith("--recompute") for word in found.words())
     again = ready(asked)
     assert as_json(judge(asked, again, again.search())) == as_json(found)
