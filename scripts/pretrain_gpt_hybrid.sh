@@ -67,9 +67,10 @@ exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Runs are compared to the last bit: on GPUs nothing may add in another order each time. Measured is what trains.
-export $(python -c 'import os
+repeatable=$(python -c 'import os
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 print(*(f"{name}={value}" for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ))')
+[ -z "$repeatable" ] || export $repeatable
 
 world=$((PP * DP))
 model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQ"
