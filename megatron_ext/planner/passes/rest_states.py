@@ -13,7 +13,7 @@ from megatron_ext.planner.passes.time_host_step import can_time_steps, copies_of
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
 from megatron_ext.schedule.host_slots import step_slots_bytes
-from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
+from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
@@ -139,9 +139,18 @@ def with_states_on_device(
             if need[index] <= room[group.pp_rank]:
                 room[group.pp_rank] -= need[index]
                 groups[index] = group
-        if tuple(groups) not in seen:
-            seen.append(tuple(groups))
-            yield share, replace(schedule, groups=seen[-1])
+        made = replace(schedule, groups=tuple(groups))
+        if not keeps_device_bytes(made, workload):
+            # The reduce of a gradient that comes and goes waits for the one before, whose whole gradient it frees.
+            made = replace(made, groups=tuple(map(_with_shard_of_gradient, given, groups)))
+        if made.groups not in seen:
+            seen.append(made.groups)
+            yield share, made
+
+
+def _with_shard_of_gradient(before: Group, group: Group) -> Group:
+    came = before.gradients is not None and group.gradients is None
+    return replace(group, gradients="sharded") if came else group
 
 
 def bytes_to_reserve(given: Candidate) -> list[int]:

@@ -92,6 +92,26 @@ def test_groups_whose_steps_hide_least_go_first_and_their_gradients_and_shards_w
     assert not [*with_states_on_device(by_shard, work, order, (1.0,))]  # these shards have to rest in host memory
 
 
+def test_gradients_of_a_rank_alone_stay_whole_where_the_limit_has_room_for_those_that_then_come_together():
+    """The reduce of each small group frees the whole gradient of the large one before it; one that stays does not."""
+    work, table = case(zero_stage=3, device_bytes=10**9)
+    work = replace(work, parallel=replace(work.parallel, data_parallel_size=1), zero_stage=2)
+    layers = [[p for p in work.chunks[0].parameters if p.layer == layer] for layer in range(4)]
+    norms = [[[p for p in layer if p.name.endswith("norm") == small] for small in (False, True)] for layer in layers]
+    schedule = plan(work, replace(table, device_step=None))
+    like = replace(schedule.groups[0], gradients="host", ranks=1)
+    cut = [(tuple(p.name for p in some), sum(p.bytes for p in some)) for both in norms for some in both]
+    schedule = replace(schedule, groups=tuple(replace(like, parameters=names, bytes=size) for names, size in cut))
+    small = [index for index in range(8) if index % 2]
+    peaks = {}
+    for room in (1.0, 1e5, 1e9):
+        limit = held(schedule, work)[0] + int(room) + sum(20 * cut[index][1] for index in small)
+        ((_, moved),) = with_states_on_device(schedule, replace(work, limits=Limits(device_bytes=limit)), small, (1.0,))
+        assert on_device(moved) == {*small} and held(moved, work)[0] <= limit
+        peaks[moved.groups[1].gradients] = held(moved, work)[0]
+    assert peaks["sharded"] < peaks[None]
+
+
 def _by_cpu_shard(rank):
     def change(entry):
         return replace(entry, unshard=tuple(replace(action, route="cpu_shard") for action in entry.unshard))
