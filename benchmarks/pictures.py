@@ -287,6 +287,19 @@ def delayed_update(result: dict):
     return figure
 
 
+def published_iterations(result: dict):
+    """Predicted over published time of every row, over the published time, a colour for each kind of software."""
+    figure, (axis,) = figure_of(8, 4.5)
+    for group in dict.fromkeys(row["group"] for row in result["rows"]):
+        own = [row for row in result["rows"] if row["group"] == group]
+        ratios = [row["predicted_s"] / row["published_s"] for row in own]
+        axis.semilogx([row["published_s"] for row in own], ratios, ".", label=group)
+    axis.axhline(1, color=OTHER, lw=1)
+    axis.set(xlabel="published iteration time, s", ylabel="predicted / published", title="From data sheets (simulated)")
+    axis.legend(fontsize=7, loc="lower right")
+    return figure
+
+
 def simulated_clusters(result: dict):
     """Gain over stock: network rate across, micro-batch size up; every cell carries it in per cent."""
     points = result["picture"]
@@ -311,7 +324,7 @@ def simulated_clusters(result: dict):
 
 
 KINDS = (main_job, hot_path, planner_suite, fit_truth, fit_trained, verdict_truth, parity, robustness, strict_device)
-KINDS += (gpu, gpu_offload, peers, delayed_update, simulated_clusters)
+KINDS += (gpu, gpu_offload, peers, delayed_update, simulated_clusters, published_iterations)
 PICTURES = {function.__name__: function for function in KINDS}
 
 

@@ -149,6 +149,14 @@ def parity(result: dict) -> str:
     return f"{result['equal']} of {result['cases']} equal; {seen}"
 
 
+def published_iterations(result: dict) -> str:
+    """By kind of software."""
+    return "**simulated** over published, median (10th to 90th percentile): " + "; ".join(
+        f"{name}, {one['rows']} rows, {one['median']:.2f} ({one['p10']:.2f} to {one['p90']:.2f})"
+        for name, one in result["summary"].items()
+    )
+
+
 def fit_truth(result: dict) -> str:
     return (
         f"**simulated** within 1 % in {result['agree']} of {result['cases']} small cases, worst "
@@ -197,6 +205,11 @@ ROWS = {
     ),
     "simulated_clusters": Row(
         "On which known machines would a plan win?", "benchmarks/simulated_clusters.py", simulated_clusters
+    ),
+    "published_iterations": Row(
+        "What do data sheets alone predict of iteration times that others have published?",
+        "benchmarks/published_iterations.py",
+        published_iterations,
     ),
     "peers": Row("Device bytes beside what people use", "benchmarks/peers.py", peers),
     "peers_slow_link": Row("The same on two nodes over a slow link", "benchmarks/peers.py --gbit 2.5", peers),
