@@ -3,7 +3,7 @@
 import os
 
 import click
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.cli.checkout_model import (
     LAYER_RUNNERS,
@@ -51,14 +51,14 @@ def _of_script(options, checkout: str | None, entry: str | None):
     refuse_early(script, options)
     if of_megatron:
         use_megatron_of(checkout, entry)
-    if checkout:
-        refuse_script(script, "measure")
     if not checkout:
-        options = with_sizes(msgspec.structs.replace(options, modules=options.modules or LAYER_RUNNERS), script)
+        host = options.optimizer_on_host or "--optimizer-cpu-offload" in script.megatron
+        options = with_sizes(replace(options, modules=options.modules or LAYER_RUNNERS, optimizer_on_host=host), script)
         if script.sizes.num_experts is None:
             return options
         args = ignored_options.parse(script.megatron, verb="measure", data_parallel_size=options.ranks_of_stage)
-        return msgspec.structs.replace(options, expert_data_parallel_size=of_experts(parallel_of(args)))
+        return replace(options, expert_data_parallel_size=of_experts(parallel_of(args)))
+    refuse_script(script, "measure")
     from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
     arguments = list(options.module_args)
