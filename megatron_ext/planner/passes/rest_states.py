@@ -150,7 +150,7 @@ def with_states_on_device(
 
 def _with_shard_of_gradient(before: Group, group: Group) -> Group:
     came = before.gradients is not None and group.gradients is None
-    return replace(group, gradients="sharded") if came else group
+    return replace(before, gradients="sharded", states_rest="device", shard_rests=None) if came else group
 
 
 def bytes_to_reserve(given: Candidate) -> list[int]:
@@ -173,10 +173,14 @@ def bytes_to_reserve(given: Candidate) -> list[int]:
 
 def moved_group(group: Group) -> Group:
     """The group with its states on the device, and there what the device's step reads and writes."""
-    gradients = group.gradients
-    if gradients == "host":  # a whole gradient and the shard of one rank take the same
-        gradients = "sharded" if group.ranks > 1 else None
-    return replace(group, states_rest="device", shard_rests=None, gradients=gradients)
+    moved = replace(group, states_rest="device", shard_rests=None)
+    if group.gradients != "host":
+        return moved
+    if group.ranks > 1:
+        return replace(moved, gradients="sharded")
+    return replace(
+        moved, gradients=None, reduce_every=1, alone=False
+    )  # whole, it takes what the shard of one rank takes
 
 
 def device_bytes(group: Group, workload: Workload) -> int:

@@ -101,14 +101,16 @@ def test_gradients_of_a_rank_alone_stay_whole_where_the_limit_has_room_for_those
     schedule = plan(work, replace(table, device_step=None))
     like = replace(schedule.groups[0], gradients="host", ranks=1)
     cut = [(tuple(p.name for p in some), sum(p.bytes for p in some)) for both in norms for some in both]
-    schedule = replace(schedule, groups=tuple(replace(like, parameters=names, bytes=size) for names, size in cut))
     small = [index for index in range(8) if index % 2]
+    groups = [replace(like, parameters=names, bytes=size, alone=i in small) for i, (names, size) in enumerate(cut)]
+    schedule = replace(schedule, groups=tuple(groups))
     peaks = {}
     for room in (1.0, 1e5, 1e9):
         limit = held(schedule, work)[0] + int(room) + sum(20 * cut[index][1] for index in small)
         ((_, moved),) = with_states_on_device(schedule, replace(work, limits=Limits(device_bytes=limit)), small, (1.0,))
         assert on_device(moved) == {*small} and held(moved, work)[0] <= limit
         peaks[moved.groups[1].gradients] = held(moved, work)[0]
+        assert moved.groups[1].alone == (moved.groups[1].gradients is not None)
     assert peaks["sharded"] < peaks[None]
 
 
