@@ -80,12 +80,16 @@ class MemoryPool:
             taken = self._take(rehearsal, self._peak)
             if taken > in_order:
                 taken = self._take(rehearsal, 0)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:  # what says that the device is full is one
+            full = isinstance(error, torch.cuda.OutOfMemoryError)
+            if not full and "expandable_segments" not in str(error):  # which 2.8 refuses with any pool
+                raise
             self._pool = None
             torch.cuda.empty_cache()
+            why = "the device has no room for a" if full else "with expandable_segments this PyTorch makes no"
             return (
-                "the device has no room for a pool of whole groups and gradients; torch's allocator may wait for it in "
-                "the first iterations"
+                f"{why} pool of whole groups and gradients; torch's allocator may wait for the device in the first "
+                "iterations"
             )
         if taken <= 1.1 * self._peak:
             return None

@@ -1,10 +1,15 @@
 """The rehearsal takes and gives back what an iteration does, in its order."""
 
+import contextlib
+from unittest.mock import Mock
+
 import pytest
+import torch
 from one_rank import OneRank
 from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
+from megatron_ext.runtime import memory_pool
 from megatron_ext.runtime.memory_pool import rehearse
 
 SHAPES = {
@@ -49,6 +54,27 @@ def test_a_rehearsal_resizes_what_an_iteration_resizes_in_its_order(shape, polic
     log.clear()
     rank.iteration()
     assert in_rehearsal[: len(log)] == log and rank.events
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "has no room for a pool"),
+        (RuntimeError("MemPool doesn't currently support expandable_segments."), "this PyTorch makes no pool"),
+    ],
+)
+def test_a_run_goes_on_without_a_pool_that_cannot_be_filled(monkeypatch, error, words):
+    monkeypatch.setattr(memory_pool, "_new_pool", object)
+    for name, does in (("empty_cache", lambda: None), ("memory_reserved", lambda: 0)):
+        monkeypatch.setattr(torch.cuda, name, does)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
+    monkeypatch.setattr(memory_pool, "LEAST_TORCH", (2, 0))
+    monkeypatch.setattr(memory_pool.MemoryPool, "_rehearse", Mock(side_effect=error))
+    pool = memory_pool.MemoryPool(Mock(kind="cuda"))
+    assert words in pool.fill(lambda: None) and pool.fill(lambda: None) is None
+    monkeypatch.setattr(memory_pool.MemoryPool, "_rehearse", Mock(side_effect=RuntimeError("an illegal access")))
+    with pytest.raises(RuntimeError, match="illegal"):
+        memory_pool.MemoryPool(Mock(kind="cuda")).fill(lambda: None)
 
 
 def test_a_device_that_is_full_leaves_no_group_whole():
