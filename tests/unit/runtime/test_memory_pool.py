@@ -1,6 +1,5 @@
 """The rehearsal takes and gives back what an iteration does, in its order."""
 
-import contextlib
 from unittest.mock import Mock
 
 import pytest
@@ -64,15 +63,12 @@ def test_a_rehearsal_resizes_what_an_iteration_resizes_in_its_order(shape, polic
     ],
 )
 def test_a_run_goes_on_without_a_pool_that_cannot_be_filled(monkeypatch, error, words):
-    monkeypatch.setattr(memory_pool, "_new_pool", object)
-    for name, does in (("empty_cache", lambda: None), ("memory_reserved", lambda: 0)):
+    for name, does in (("empty_cache", lambda: None), ("memory_reserved", lambda: 0), ("MemPool", Mock)):
         monkeypatch.setattr(torch.cuda, name, does)
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", contextlib.nullcontext)
-    monkeypatch.setattr(memory_pool, "LEAST_TORCH", (2, 0))
-    monkeypatch.setattr(memory_pool.MemoryPool, "_rehearse", Mock(side_effect=error))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", Mock(side_effect=error))
     pool = memory_pool.MemoryPool(Mock(kind="cuda"))
     assert words in pool.fill(lambda: None) and pool.fill(lambda: None) is None
-    monkeypatch.setattr(memory_pool.MemoryPool, "_rehearse", Mock(side_effect=RuntimeError("an illegal access")))
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", Mock(side_effect=RuntimeError("an illegal access")))
     with pytest.raises(RuntimeError, match="illegal"):
         memory_pool.MemoryPool(Mock(kind="cuda")).fill(lambda: None)
 
