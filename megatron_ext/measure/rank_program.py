@@ -276,7 +276,8 @@ class Measurement:
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(found)
-            self.operations[name].drop()
+            if self.fabric.torch_device.type == "cuda":  # in host memory a step's tensors stay: making them takes long
+                self.operations[name].drop()
             taken = monotonic() - begun
             self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].builds)
             self.spent[name] += taken

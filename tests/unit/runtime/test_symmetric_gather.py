@@ -58,7 +58,7 @@ class OneRank:
     options, world_size, torch_device, device = Options(data_parallel_size=1), 1, torch.device("cpu"), HostDevice()
 
     def __init__(self):
-        self.data, self.arena = dist.group.WORLD, torch.rand(256)
+        self.data, self.arena, self.arena_bytes = dist.group.WORLD, torch.rand(256), 1024
 
     def window(self, memory, size_bytes, round_index):
         return memory[: size_bytes // 4]
