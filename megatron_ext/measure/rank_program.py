@@ -66,7 +66,8 @@ def run(
         so_far: given what there is when the curves and compute are done, and later; on rank 0 only.
     """
     measurement = Measurement(fabric, report)
-    faulthandler.dump_traceback_later(MOST_OVER * fabric.options.seconds, file=2, exit=ends)
+    seconds = fabric.options.seconds  # where they are few, 2 s more: a busy machine takes those for one step
+    faulthandler.dump_traceback_later(max(MOST_OVER * seconds, seconds + 2), file=2, exit=ends)
     measurement.take_passes()
     result = measurement.finish(so_far)
     faulthandler.cancel_dump_traceback_later()
