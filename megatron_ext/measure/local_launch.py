@@ -20,7 +20,7 @@ import msgspec
 from megatron_ext.formats.errors import InputError
 from megatron_ext.launch import launcher
 from megatron_ext.measure import cluster_launch
-from megatron_ext.measure.options import MOST_OVER, Options
+from megatron_ext.measure.options import Options
 
 TIME_IS_UP = "Timeout ("
 """What Python's faulthandler writes before the stacks."""
@@ -74,7 +74,7 @@ def found(messages: Iterable[dict], said: str, options: Options) -> dict:
     print(f"in {known['what']}:\n{tail}", file=sys.stderr)
     if "so_far" not in known:
         kept = "; the same command goes on from what is kept" if options.keep_path else ""
-        raise RankFailed(f"not ended in {MOST_OVER} times --seconds {options.seconds:g}: {known['what']}{kept}")
+        raise RankFailed(f"not ended in time for --seconds {options.seconds:g}: {known['what']}{kept}")
     return known["so_far"] | {"given_up": known["what"]}
 
 

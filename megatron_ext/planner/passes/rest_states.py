@@ -178,9 +178,8 @@ def moved_group(group: Group) -> Group:
         return moved
     if group.ranks > 1:
         return replace(moved, gradients="sharded")
-    return replace(
-        moved, gradients=None, reduce_every=1, alone=False
-    )  # whole, it takes what the shard of one rank takes
+    # Of one rank, a whole gradient takes what its shard takes.
+    return replace(moved, gradients=None, reduce_every=1, alone=False)
 
 
 def device_bytes(group: Group, workload: Workload) -> int:

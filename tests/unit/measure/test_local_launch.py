@@ -22,7 +22,7 @@ def test_what_is_there_becomes_the_table_where_the_rest_does_not_end(capsys):
 
 
 def test_where_nothing_is_there_yet_it_is_said_what_hangs():
-    with pytest.raises(RankFailed, match=r"not ended in 1.2 times --seconds 3: optimizer 2 GiB; .* is kept"):
+    with pytest.raises(RankFailed, match=r"not ended in time for --seconds 3: optimizer 2 GiB; .* is kept"):
         found([at("ready"), at("optimizer 2 GiB")], STACKS, OPTIONS)
 
 
