@@ -19,7 +19,6 @@ from math import inf
 from typing import NamedTuple
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
-from megatron_ext.cost.curve import points_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, REDUCE
 from megatron_ext.simulator.timing import Timing
@@ -100,7 +99,7 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
     largest, least = largest_group(workload, (chunk,)), {}
     for expert in {parameter.expert for parameter in chunk.parameters}:
         own, per_byte = timing.among(workload.parallel.ranks_of(expert)), inf
-        measured = {point.size_bytes for point in points_of(own.table.reduce)}
+        measured = {point.size_bytes for point in own.reduces}
         sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
         for size in sorted(sizes, reverse=True):
             with contextlib.suppress(InputError):  # larger groups than measured cannot be planned

@@ -50,7 +50,8 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Cost by size. ``algorithms`` holds one curve a name where a source compares several
     (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
-    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients."""
+    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients,
+    any other those of parameters whose gradients are float32."""
 
     points: tuple[Point, ...] = ()
     algorithms: dict[str, tuple[Point, ...]] = {}

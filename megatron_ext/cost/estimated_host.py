@@ -17,8 +17,6 @@ GRADIENT_BYTES = 4
 ADAM_BYTES = 28
 CAST_BYTES = 4
 """Reading the main parameter; writing the new one comes on top."""
-AROUND_BYTES = 16
-"""The norm, clipping and zeroes."""
 
 
 class HostWork:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.environment import world_sizes
-from megatron_ext.cost.estimated_host import ADAM_BYTES, AROUND_BYTES, CAST_BYTES, GRADIENT_BYTES, HostWork
+from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
 from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of
@@ -126,10 +126,12 @@ class _Estimates:
         return self.links.reduce(ranks).scaled(GRADIENT_BYTES / self._item)
 
     def optimizer(self) -> Line:
-        """The step of one rank's shards with norm and clipping, by bytes of its whole parameters."""
+        """The step of one rank's shards with norm and clipping, by bytes of its whole parameters. Around it a gradient
+        is read for the norm, read and written to be clipped, and zeroed."""
+        around_bytes = 4 * self.workload.optimizer.gradient_item_bytes
         if not self.workload.optimizer.on_host:
-            return self._on_device(self._adam_bytes + AROUND_BYTES)
-        around, step = self._on_device(AROUND_BYTES), self.host.own_step()
+            return self._on_device(self._adam_bytes + around_bytes)
+        around, step = self._on_device(around_bytes), self.host.own_step()
         return Line(around.us + step.us, around.us_per_byte + step.us_per_byte)
 
     def device_step(self) -> Line:
@@ -138,8 +140,11 @@ class _Estimates:
 
     @property
     def _adam_bytes(self) -> int:
-        """Of one parameter; one of 32 bits is its own main parameter."""
-        return ADAM_BYTES + (CAST_BYTES + self._item if self._item < GRADIENT_BYTES else 0)
+        """Of one parameter, whose main parameter and states are read and written; one of 32 bits is its own."""
+        settings = self.workload.optimizer
+        main = ITEM_BYTES[settings.main_parameter_dtype] if self._item < GRADIENT_BYTES else 0
+        stepped = 2 * (settings.state_item_bytes + (main or self._item))
+        return settings.gradient_item_bytes + stepped + (main + self._item if main else 0)
 
     def _on_device(self, bytes_per_parameter: float) -> Line:
         moved = bytes_per_parameter / self._item / self.workload.parallel.dp

@@ -44,10 +44,9 @@ class Timing:
     def __init__(
         self, workload: Workload, table: CostTable, *, extrapolate: bool = False, dense: "Timing | None" = None
     ):
-        table = by_parameter_bytes(table, workload)
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         self.ranks = workload.parallel.ranks_of(dense is not None)
-        flat, others = by_algorithm(table)
+        flat, others = by_algorithm(by_parameter_bytes(table, workload))
         flat, *ways = host_steps(flat)
         self.costs = Costs(flat, extrapolate=extrapolate)
         self._beyond = Costs(flat, extrapolate=True)
@@ -72,7 +71,8 @@ class Timing:
         own = table.launches or Launches()
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
         self.crosses_nodes = [nodes_spanned(parallel, rank, self.ranks) for rank in range(parallel.pp)]
-        self._reduce = sorted(points_of(table.reduce), key=lambda point: point.size_bytes)
+        self.reduces = sorted(points_of(flat.reduce), key=lambda point: point.size_bytes)
+        """Points of the reduce's curve, by bytes of parameters."""
         said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
         """How many times the reduce of a shard comes on top of the table's curve: there and back among instances."""
@@ -253,10 +253,10 @@ class Timing:
         """Microseconds of reducing one group's gradients; 0 where the table lacks it. A group smaller than the smallest
         size measured takes as long as that size. Where the table knows of no instances of the optimizer, their
         all-reduce takes as long as a reduce of the shard and a gather, which moves as much."""
-        if not size_bytes or not self._reduce:
+        if not size_bytes or not self.reduces:
             return 0.0
         sizes = (size_bytes, *[size_bytes // self.ranks] * self._apart)
-        return sum(self._estimate("reduce", max(size, self._reduce[0].size_bytes)).us for size in sizes)
+        return sum(self._estimate("reduce", max(size, self.reduces[0].size_bytes)).us for size in sizes)
 
     def to_host_us(self, size_bytes: int) -> tuple[float, float]:
         """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.
@@ -295,7 +295,7 @@ class Timing:
     @property
     def least_reduce_us(self) -> float:
         """Microseconds that reducing any group takes at least."""
-        return min((point.p50_us for own in self.kinds for point in own._reduce), default=0.0)
+        return min((point.p50_us for own in self.kinds for point in own.reduces), default=0.0)
 
     def optimizer_us(self, size_bytes: int) -> float:
         """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 where the table lacks it."""

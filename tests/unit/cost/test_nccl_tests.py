@@ -139,7 +139,8 @@ def test_a_reduce_scatter_is_read_at_the_bytes_of_the_gradients(tmp_path, dtype,
     table = replace(make_table(work), reduce=cost_table.load(tmp_path / "T.json").reduce)
     assert Timing(work, table).reduce_us(1 << 24) == pytest.approx(us)
     measured = Timing(work, replace(table, reduce=replace(table.reduce, counts="parameters")))
-    assert measured.reduce_us(1 << 24) == pytest.approx(BETWEEN)
+    # Measured in float32, by bytes of parameters: gradients of 16 bits are half as many bytes.
+    assert measured.reduce_us(1 << 24) == pytest.approx(BETWEEN if gradient_dtype == "float32" else 70.0)
 
 
 def of_2019(program: str, listed: int = 8, error: str = "0e+00", verdict: str = "0 OK", ranks: int = 8) -> str:
