@@ -28,7 +28,7 @@ from megatron_ext.cli.run_on_cpu import run_on_cpu
 from megatron_ext.cli.schema import schema
 from megatron_ext.cli.show import show
 from megatron_ext.cli.simulate import simulate
-from megatron_ext.formats.errors import InputError, one_line
+from megatron_ext.formats.errors import InputError, RankFailed, one_line
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
         text = str(error)
         click.echo(text if text.startswith("megatron-ext ") else f"megatron-ext: {text}", err=True)
         return 2
+    except RankFailed as error:
+        click.echo(f"megatron-ext: {error}", err=True)
+        return 1
     except click.exceptions.Abort:
         click.echo("megatron-ext: interrupted", err=True)
         return 130

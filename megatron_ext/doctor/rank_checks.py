@@ -61,8 +61,10 @@ TITLES = (
 )
 """Checks in their order: what the parts of the doctor look at."""
 
-IMPORTING = 3.0
-"""How many times as long as a check Megatron and Transformer Engine may take to be imported."""
+LONGER = dict.fromkeys((case.check for case in training_check.CASES if case.all_on_host), 3.0)
+LONGER |= {training_check.MEGATRON: 3.0}
+"""How many times as long as another check: to import Megatron and Transformer Engine, and to train a large model three
+times."""
 
 HELD_SECONDS = 2.0
 """So long after a check was given up the process ends whatever it holds, the interpreter's lock too."""
@@ -134,9 +136,9 @@ class _Checks:
         self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
-        patience = self.options.check_seconds * (IMPORTING if title == training_check.MEGATRON else 1.0)
+        patience = self.options.check_seconds * LONGER.get(title, 1.0)
         seconds = max(min(patience, left), 1.0)
-        with _given_up_after(seconds, stacks, lambda: self._last_words(title, seconds, begun, stacks)):
+        with _given_up_after(seconds, stacks, lambda: self._last_words(seconds, patience, begun, stacks)):
             try:
                 own, raised = check(), False
             except (InputError, RuntimeError, OSError) as error:
@@ -153,14 +155,12 @@ class _Checks:
         dist.broadcast_object_list(values, src=0, group=self.place.everyone)
         return values[0]
 
-    def _last_words(self, title: str, seconds: float, begun: tuple[Finding, ...], stacks: IO[str]) -> None:
+    def _last_words(self, seconds: float, patience: float, begun: tuple[Finding, ...], stacks: IO[str]) -> None:
         """Of rank 0, behind its stacks: under a launcher nobody else tells what was found before."""
-        self.say(f"{title}: given up after {seconds:.0f} s")
+        self.say(f"{begun[0].check}: given up after {seconds:.0f} s")
+        report = self._write(given_up(begun[0], seconds, patience, self.options, stacks), *begun[1:])
         if not self.options.stacks:
-            stacks.seek(0)
-            where = " < ".join(stacks_of_ranks.main_thread(stacks.read()))
-            hung = replace(begun[0], found=f"did not end in {seconds:.0f} s: rank 0 in {where}")
-            self.say(finding.text(self._write(hung, *begun[1:])))
+            self.say(finding.text(report))
 
     def fabric(self) -> Fabric:
         """What transfers are issued by, made when it is first needed. Collective."""
@@ -192,6 +192,18 @@ class _Checks:
         if self.place.rank == 0:
             finding.save(self.options.out, report)
         return report
+
+
+def given_up(begun: Finding, seconds: float, patience: float, options: DoctorOptions, stacks: IO[str]) -> Finding:
+    """What is found of a check that has not ended in so many seconds. Where it had less than its ``patience``, because
+    the time of all checks is over, it has not failed; else whoever started the ranks looks at their stacks."""
+    if seconds < patience:
+        return finding.no_time(begun.check, options.seconds)
+    if options.stacks:
+        return begun
+    stacks.seek(0)
+    where = " < ".join(stacks_of_ranks.main_thread(stacks.read()))
+    return replace(begun, found=f"did not end in {seconds:.0f} s: rank 0 in {where}")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from megatron_ext.doctor import finding, stacks
 from megatron_ext.doctor.finding import Finding, Report
 from megatron_ext.doctor.place import DoctorOptions
-from megatron_ext.formats.errors import InputError, one_line
+from megatron_ext.formats.errors import InputError, RankFailed, one_line
 from megatron_ext.launch import launcher
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
@@ -32,6 +32,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
 
     Raises:
         InputError: a rank found that the input is bad.
+        RankFailed: there is no report.
     """
     environment = {**_settings(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if checkout is not None:
@@ -49,7 +50,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
                 raise SystemExit(code)
             printed = tail if code else printed
             if not os.path.exists(options.out):
-                raise RuntimeError(f"the ranks ended before the first check: {tail}")
+                raise RankFailed(f"the ranks ended before the first check: {tail}")
             report = finding.load(options.out)
             found, ended_in, left = finding.left_of(report)
             if options.titles and left == options.titles:  # they did not even come to the first

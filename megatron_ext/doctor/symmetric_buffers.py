@@ -44,7 +44,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
 def symmetric_gather(place: Place, whole: torch.Tensor) -> symmetric.SymmetricGather:
     """With a communicator of its own."""
     group = dist.new_group(backend="nccl", **symmetric.without_thread_blocks(place.device))
-    return symmetric.SymmetricGather(group, device_of(whole), {whole.dtype: whole.numel()})
+    return symmetric.SymmetricGather(group, device_of(whole), {whole.dtype: whole.numel()}, place.everyone)
 
 
 def _time(gather: Callable[[], object]) -> float:

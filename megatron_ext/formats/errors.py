@@ -1,4 +1,4 @@
-"""The one exception for what a user got wrong."""
+"""The one exception for what a user got wrong, and the one for ranks that ended too early."""
 
 import re
 
@@ -28,6 +28,10 @@ class InputError(ValueError):
             parts.append(_short(value))
         parts.append(message)
         super().__init__(one_line(": ".join(parts)))
+
+
+class RankFailed(RuntimeError):
+    """A rank ended, or did not begin, before it had done everything; says why in its first line."""
 
 
 def flag(name: str) -> str:

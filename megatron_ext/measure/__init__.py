@@ -28,7 +28,8 @@ def measure(options: Options):
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
     from megatron_ext.runtime.stream_flags import missing
 
-    if options.uses_cuda() and not util.find_spec("cuda") and os.environ.get("RANK", "0") == "0":
+    found = util.find_spec("cuda") and util.find_spec("cuda.bindings")  # other packages lie in ``cuda``, too
+    if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
         print(f"without cuda-bindings what copies between host and device cannot train: {missing()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options

@@ -105,8 +105,8 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
     """Measure as one rank; the result on rank 0, None on the other ranks.
 
     Args:
-        tell: told by rank 0 ``what`` it is at and what it has ``so_far``, by name; the process then ends when its time
-            is up. None: it is waited for.
+        tell: told by rank 0 ``what`` it is at, whether it ``measures`` already, and what it has ``so_far``, by name;
+            the process then ends when its time is up. None: it is waited for.
         stream: where rank 0 says how far it is; None: standard error.
     """
     import torch.distributed as dist
@@ -130,7 +130,7 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
             assert progress is not None  # rank 0 alone reports
             progress(done, total, what)
             if tell is not None:
-                tell(what=what)
+                tell(what=what, measures=done > 0)
 
         so_far = (lambda raw: None) if tell is None else (lambda raw: tell(so_far=raw))
         result = rank_program.run(fabric, report, so_far, ends=tell is not None)

@@ -6,9 +6,10 @@ for whoever has started it, lies in files without a name: nothing of them stays.
 [Note: Giving up]
 A call of a driver cannot be interrupted. So a measurement that has not ended when its time is up is not waited for:
 the ranks write to standard error where they are, and end (:func:`megatron_ext.measure.rank_program.run`). What rank 0
-has told of it becomes the table, and the table says what was missed.
+has told of it becomes the table, and the table says what was missed. Starting has limits of its own.
 """
 
+import faulthandler
 import json
 import os
 import sys
@@ -17,20 +18,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, RankFailed
 from megatron_ext.launch import launcher
 from megatron_ext.measure import cluster_launch
-from megatron_ext.measure.options import Options
+from megatron_ext.measure.options import START_SECONDS, Options
 
 TIME_IS_UP = "Timeout ("
 """What Python's faulthandler writes before the stacks."""
 
 SHOWN_CHARACTERS = 4000
 """Of what ranks have said."""
-
-
-class RankFailed(RuntimeError):
-    """A rank ended before it had measured everything."""
 
 
 def run(options: Options) -> dict:
@@ -71,15 +68,19 @@ def found(messages: Iterable[dict], said: str, options: Options) -> dict:
     tail = said[-SHOWN_CHARACTERS:].strip()
     if TIME_IS_UP not in said:
         raise RankFailed(f"a rank of the measurement failed: {tail}")
-    print(f"in {known['what']}:\n{tail}", file=sys.stderr)
+    what = known.get("what", "importing PyTorch, and meeting")
+    print(f"in {what}:\n{tail}", file=sys.stderr)
+    if not known.get("measures"):
+        raise RankFailed(f"the ranks have not started: {what} takes more than {START_SECONDS:g} s")
     if "so_far" not in known:
         kept = "; the same command goes on from what is kept" if options.keep_path else ""
-        raise RankFailed(f"not ended in time for --seconds {options.seconds:g}: {known['what']}{kept}")
-    return known["so_far"] | {"given_up": known["what"]}
+        raise RankFailed(f"not ended in time for --seconds {options.seconds:g}: {what}{kept}")
+    return known["so_far"] | {"given_up": what}
 
 
 def main() -> None:
     """One rank: ``OPTIONS TOLD ALOUD``, the latter descriptors of files; started by :func:`run` only."""
+    faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)
     options, told, aloud = msgspec.json.decode(sys.argv[1], type=Options), *map(int, sys.argv[2:])
 
     def tell(**message) -> None:

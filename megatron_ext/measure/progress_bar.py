@@ -13,6 +13,9 @@ WORD_SECONDS, DRAWN_SECONDS = 10.0, 0.5
 LONG_SECONDS = 2.0
 """From when on a line says how long its piece of work has lasted."""
 
+LARGE_BYTES = 1 << 30
+"""From when on making memory is said."""
+
 CLEAR = "\r\x1b[K"
 """Back to the begin of the terminal's line, without what is on it."""
 
@@ -42,6 +45,15 @@ class Words:
             return f"starting: {now - self.started:.0f} s" + (f", {self.what}{lasts}" if self.what else "")
         left = self.begun + self.seconds - now
         return f"{self.done} of {self.total}: {self.what}{lasts}, {abs(left):.0f} s {'left' if left >= 0 else 'over'}"
+
+
+def visit_text(name: str, size_bytes: int, made_bytes: int, seconds: float) -> str:
+    """What a measurement is at: a curve at a size; where that is worth a word, how much host memory it makes for it and
+    how long it needs."""
+    units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
+    size = next(f"{size_bytes / unit:.4g} {words}" for unit, words in units if size_bytes >= unit)
+    making = f", making {made_bytes / 1e9:.1f} GB of host memory" if made_bytes > LARGE_BYTES else ""
+    return f"{name} {size}{making}" + (f", about {seconds:.0f} s" if seconds > 1 else "")
 
 
 @contextmanager

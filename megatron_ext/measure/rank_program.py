@@ -30,7 +30,8 @@ from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import MIB, MOST_OVER
+from megatron_ext.measure.options import MIB, MOST_OVER, START_SECONDS
+from megatron_ext.measure.progress_bar import visit_text
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.visits import ISSUED, curves_of, first_medians, merge_visits, shuffled
@@ -46,9 +47,6 @@ from the other sizes of the same measurement, host copies of 0.5 to 25 MB were u
 and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by
 it."""
 
-LARGE_BYTES = 1 << 30
-"""From when on making memory is said."""
-
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
 
@@ -58,14 +56,14 @@ def run(
 ) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None on the other ranks.
 
-    Where it takes ``MOST_OVER`` times as long as asked for, standard error says in which lines all threads are, and
-    with ``ends`` the process ends with exit code 1.
+    Where it takes ``MOST_OVER`` times as long as asked for, or a piece of starting more than ``START_SECONDS``,
+    standard error says in which lines all threads are, and with ``ends`` the process ends with exit code 1.
 
     Args:
         report: its ``done`` is 0 until measuring begins.
         so_far: given what there is when the curves and compute are done, and later; on rank 0 only.
     """
-    measurement = Measurement(fabric, report)
+    measurement = Measurement(fabric, report, ends)
     seconds = fabric.options.seconds  # where they are few, 2 s more: a busy machine takes those for one step
     faulthandler.dump_traceback_later(max(MOST_OVER * seconds, seconds + 2), file=2, exit=ends)
     measurement.take_passes()
@@ -88,12 +86,14 @@ class Measurement:
         spent: seconds by what was measured.
     """
 
-    def __init__(self, fabric: Fabric, report: Report):
-        self.fabric, self.report = fabric, report
+    def __init__(self, fabric: Fabric, report: Report, ends: bool = False):
+        self.fabric, self.report, self._ends, self._starts = fabric, report, ends, True
+        self.done, self.total = 0, 1
         self.overlong: dict[tuple[str, int], float] = {}
         self.spent: defaultdict[str, float] = defaultdict(float)
         options = fabric.options
         modules = options.modules if "compute" in options.links else None
+        self._say("making the layers")
         runners = load_runners(modules, list(options.module_args)) if modules is not None else {}
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
@@ -104,14 +104,14 @@ class Measurement:
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
         self.operations: dict[str, Operation] = {}
         for name in names:
+            self._say(f"memory of {name}")
             operation = symmetric if name == SymmetricGather.name else kinds[name](fabric)
             if operation is not None:
                 self.operations[name] = operation
         names = list(self.operations)
         self.drive = None
         if options.nvme_path is not None and "nvme" in options.links:
-            if fabric.rank == 0:
-                report(0, 1, "nvme: block size, queue depth")
+            self._say("nvme: block size, queue depth")
             read = nvme_route.NvmeRead(fabric)
             self.operations |= {"nvme": read, "publish_nvme": nvme_route.NvmeWrite(read)}
             names += ["nvme", "publish_nvme"]
@@ -126,7 +126,6 @@ class Measurement:
         self.kept_at = monotonic()
         self.refined: set[tuple[str, int]] = set()
         self.short: set[tuple[str, int]] = set()
-        self.done = 0
         self._count()
         # Measured alone it has all of the time.
         share = COMPUTE_SHARE if names or self.pairs else 1.0
@@ -145,6 +144,7 @@ class Measurement:
         if self.compute_rounds is not None:
             self.compute_rounds.end = self.end
         self.done += 1
+        self._starts = False
         self._say("ready")
 
     def take_passes(self) -> None:
@@ -231,6 +231,8 @@ class Measurement:
         }
 
     def _say(self, what: str) -> None:
+        if self._starts:
+            faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=self._ends)
         if self.fabric.rank == 0:
             self.report(self.done, self.total, what)
 
@@ -256,7 +258,7 @@ class Measurement:
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
             need = scaled_sizes.needed(self.needs, name, size)
-            self._say(f"{name} {_text(size)}{what_takes_long(self.operations[name].made_bytes(size)[0], need)}")
+            self._say(visit_text(name, size, self.operations[name].made_bytes(size)[0], need))
             begun = monotonic()
             left = self.curves_end - begun
             enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
@@ -312,8 +314,8 @@ class Measurement:
         return {visit: passes for visit, passes in visits.items() if visit in self.grid}, seconds
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
-        """Whether a size is not visited for the first time: there is no room, or see [Note: What a visit needs]."""
-        room = self.fabric.has_room(*self.operations[name].made_bytes(size))
+        """Whether a size is not visited for the first time: a rank has no room, or see [Note: What a visit needs]."""
+        room = all(gather_objects(self.fabric.has_room(*self.operations[name].made_bytes(size))))
         need = scaled_sizes.needed(self.needs, name, size)
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
         return bool(self.fabric.agree(int(need > most or not room)))
@@ -366,12 +368,6 @@ def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
     return {"beside_allocator_bytes": most} if most > 0 else {}
 
 
-def what_takes_long(made_bytes: int, seconds: float) -> str:
-    """Of a visit that makes so much host memory and needs so long, where that is worth a word."""
-    making = f", making {made_bytes / 1e9:.1f} GB of host memory" if made_bytes > LARGE_BYTES else ""
-    return making + (f", about {seconds:.0f} s" if seconds > 1 else "")
-
-
 def parts_due(used: float) -> int:
     """How many of the :data:`PASSES` parts of compute belong before the moment when this share of the curves' time
     is used: the first behind the first pass, the others as far apart as the time allows."""
@@ -381,13 +377,6 @@ def parts_due(used: float) -> int:
 def _weight(size: int) -> float:
     """Share of the time that a size gets: a round of a large one takes longer."""
     return 1.0 + min(size / (4 * MIB), 8.0)
-
-
-def _text(size: int) -> str:
-    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.4g} {name}"
-    return f"{size} B"
 
 
 def _refined(fabric: Fabric, visits: list, medians: dict) -> list:

@@ -53,7 +53,7 @@ def collective_routes(
         parts = [range(len(schedule.groups)), groups]
         all_of_kind, own = ({index for index in part if schedule.groups[index].ranks == ranks} for part in parts)
         how = (all_of_kind, {index: groups[index] for index in own}, backend, recorder)
-        of_kind = OfKind([*schedules.values()], ranks, *how)
+        of_kind = OfKind([*schedules.values()], ranks, *how, process_groups.get(ranks))
         for name, make in GATHERERS.items():
             route = make(of_kind)
             if route is not None:

@@ -189,6 +189,9 @@ def _small(layout: str, rows: list[Row]) -> Job:
 PLANS = "plans of what is timed"
 TWO_RANKS = ", 2 ranks on the device"
 """Ends the names of programs that are run by so many."""
+HOST_OPTIMIZER = ", optimizer on the host"
+"""Ends the name of a measurement of it."""
+MEASURE = "measure --seconds 20"
 
 
 SPARE_PLANS = "plans of offload"
@@ -249,10 +252,10 @@ def jobs() -> list[Job]:
             script="timings.py",
             alone=True,
         ),
-        Job(name="measure", cases=program("measure --seconds 20", 50, 150), alone=True),
+        Job(name="measure", cases=program(MEASURE, 50, 150), alone=True),
         *(
-            Job(name=f"{name}{TWO_RANKS}", cases=program(f"{name}{TWO_RANKS}", 60, 180), alone=True, spare=True)
-            for name in ("doctor", "measure --seconds 20")
+            Job(name=name, cases=program(name, 60, 180), alone=True, spare=True)
+            for name in (f"{MEASURE}{HOST_OPTIMIZER}", f"doctor{TWO_RANKS}", f"{MEASURE}{TWO_RANKS}")
         ),
         Job(name="plans of offload", cases=program(SPARE_PLANS, 60, 240), alone=True, spare=True),
         Job(name="offload", cases=_timings(spare=True), layout=one, script="timings.py", alone=True, spare=True),

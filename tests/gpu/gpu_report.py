@@ -30,6 +30,9 @@ Status = Literal["pass", "FAIL", "HUNG", "DIED", "could not try", "NOT RUN"]
 FINAL: tuple[Status, ...] = ("pass", "FAIL", "HUNG", "DIED", "could not try")
 """What a case is not run again for."""
 
+GIVEN_UP = "given up in"
+"""Begins what is said of a measurement in which something did not end."""
+
 SHORT_OF_DEVICE = "not run: needs"
 """Begins what is said of a case that the device has no memory for."""
 
@@ -178,7 +181,7 @@ def table(report: GpuReport) -> str:
     """For people: a line a case, and the sum."""
     lines = [f"{result.status:<13} {result.seconds:6.1f} s  {result.case}" for result in report.results]
     for index, result in enumerate(report.results):
-        if result.said and result.status != "pass":
+        if result.said and (result.status != "pass" or result.said.startswith(GIVEN_UP)):
             lines[index] += f"\n{'':24}{result.said[:400]}"
     counts = {status: sum(result.status == status for result in report.results) for status in (*FINAL, "NOT RUN")}
     summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)

@@ -64,6 +64,21 @@ def nothing(args: list[str]) -> dict:
     return {}
 
 
+def hanging(args: list[str]):
+    """Layers of a rank whose first forward never ends, which is soon noticed."""
+    from time import sleep
+
+    from megatron_ext.measure import rank_program
+
+    rank_program.START_SECONDS = 1.0
+
+    def forward(self):
+        sleep(3600)
+
+    Layer.forward = forward
+    return layer_runners(args)
+
+
 def hanging_contention(args: list[str]):
     """Layers of a rank whose contention never ends, as where a driver does not return."""
     from time import sleep

@@ -59,6 +59,7 @@ class OfKind(NamedTuple):
         indices: of those of all ranks.
         groups: this rank's.
         backend: of the process groups.
+        shared: Megatron's process group of the ranks that share this rank's; None where it has no groups.
     """
 
     schedules: list[Schedule]
@@ -67,6 +68,7 @@ class OfKind(NamedTuple):
     groups: dict[int, Group]
     backend: str
     recorder: Recorder
+    shared: Any
 
     @property
     def schedule(self) -> Schedule:
@@ -106,7 +108,7 @@ def _symmetric(of: OfKind) -> BufferedGather | None:
     largest: dict[torch.dtype, int] = {}
     for whole in (group.whole for index, group in groups.items() if index in wanted):
         largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
-    return symmetric_gather.SymmetricGather(data, device, largest, of.recorder) if largest else None
+    return symmetric_gather.SymmetricGather(data, device, largest, of.shared, of.recorder) if largest else None
 
 
 def _shard_gather(of: OfKind) -> BufferedGather | None:

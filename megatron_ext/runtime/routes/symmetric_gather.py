@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
+from megatron_ext.formats.errors import one_line
 from megatron_ext.launch import device_sharing
+from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
@@ -76,21 +78,28 @@ class SymmetricGather(BufferedGather):
     Args:
         process_group: made with :func:`without_thread_blocks`.
         largest: by dtype, elements of the largest whole group; the same on all ranks.
+        everyone: process group of the same ranks for objects; None: of all ranks.
 
     Raises:
-        RuntimeError: NCCL or torch refuses.
+        RuntimeError: NCCL or torch refuses; on all ranks, where one has no memory: the others would wait for it.
     """
 
-    def __init__(self, process_group, device, largest: dict[torch.dtype, int], recorder=NOTHING):
+    def __init__(self, process_group, device, largest: dict[torch.dtype, int], everyone=None, recorder=NOTHING):
         super().__init__("symmetric", (), device, recorder)  # torch keeps the windows, and they the communicator
         self.process_group = process_group
-        memory = _memory()
-        if memory.get_backend(device.device) != "NCCL":
-            memory.set_backend("NCCL")
-        for dtype in sorted(largest, key=str):
-            numel = largest[dtype] + largest[dtype] // dist.get_world_size(process_group)
-            self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)
-            memory.rendezvous(self._buffers[dtype], group=process_group.group_name)
+        memory, why = _memory(), ""
+        try:
+            if memory.get_backend(device.device) != "NCCL":
+                memory.set_backend("NCCL")
+            for dtype in sorted(largest, key=str):
+                numel = largest[dtype] + largest[dtype] // dist.get_world_size(process_group)
+                self._buffers[dtype] = memory.empty(numel, dtype=dtype, device=device.device)
+        except (RuntimeError, AttributeError) as error:
+            why = one_line(str(error), 300)
+        if why := max(gather_objects(why, everyone)):
+            raise RuntimeError(why)
+        for buffer in self._buffers.values():
+            memory.rendezvous(buffer, group=process_group.group_name)
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         buffer, numel = self._buffers[whole.dtype], whole.numel()

@@ -17,8 +17,8 @@ from warm_python import WarmPython
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.formats.errors import InputError
-from megatron_ext.measure import Options, local_launch, measure
+from megatron_ext.formats.errors import InputError, RankFailed
+from megatron_ext.measure import Options, measure
 from megatron_ext.measure.compute_rounds import LEAST_ROUNDS
 from megatron_ext.measure.rank_program import PASSES
 from megatron_ext.measure.sampling import MAX_ROUNDS
@@ -258,6 +258,15 @@ def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_a_measurement_that_does_not_start_ends_and_says_in_one_line_what_it_is_at(tmp_path):
+    command = verb("measure", "--out", tmp_path / "T.json", "--dp 1 --links compute --modules layers:hanging")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    *stacks, last = done.stderr.splitlines()
+    assert last == "megatron-ext: the ranks have not started: compute, once takes more than 300 s"
+    assert done.returncode == 1 and any("layers.py" in line and "in forward" in line for line in stacks)
+    assert "RankFailed" not in done.stderr and list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_rank_ends_the_measurement(capfd):
     def kill_one():
         while len(running := rank_processes(os.getpid())) < 2:
@@ -266,7 +275,7 @@ def test_a_killed_rank_ends_the_measurement(capfd):
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    with pytest.raises(local_launch.RankFailed):
+    with pytest.raises(RankFailed):
         measure(Options(**QUICK))
     killer.join()
     assert "was ended by SIGKILL; ending the other ranks" in capfd.readouterr().err

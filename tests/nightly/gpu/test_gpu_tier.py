@@ -1,5 +1,6 @@
 """``scripts/test_gpu.sh`` on a machine without a GPU: all cases in small, the report, and what a hang costs."""
 
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -90,9 +91,10 @@ def test_a_case_that_hangs_costs_its_own_line_only(megatron_tree, out):
     hung = found.pop(HUNG)
     assert hung["status"] == "HUNG" and "no end after 10 s" in hung["said"]
     assert "Current thread" in hung["stacks"] and "train_ranks.py" in hung["stacks"]
-    assert {result["status"] for result in found.values()} == {"pass"}, first.stdout
+    absent = {name for name in found if "DeepSpeed" in name and importlib.util.find_spec("deepspeed") is None}
+    assert {name for name, result in found.items() if result["status"] != "pass"} == absent, first.stdout
     assert not [result for result in found.values() if "stand-in" in result.get("said", "")]
-    assert f"{len(found)} pass, 1 HUNG" in first.stdout and HUNG in first.stdout
+    assert f"{len(found) - len(absent)} pass, 1 HUNG" in first.stdout and HUNG in first.stdout
     assert [path.name for path in out.parent.iterdir()] == [out.name] and work_left(out.parent) == []
 
     begun = time.monotonic()

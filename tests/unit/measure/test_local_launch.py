@@ -2,16 +2,16 @@
 
 import pytest
 
-from megatron_ext.formats.errors import InputError
-from megatron_ext.measure.local_launch import RankFailed, found
+from megatron_ext.formats.errors import InputError, RankFailed
+from megatron_ext.measure.local_launch import found
 from megatron_ext.measure.options import Options
 
 OPTIONS = Options(seconds=3.0, keep_path="T")
 STACKS = "Timeout (0:00:03)!\nThread 0x1 (most recent call first):\n  File contention.py"
 
 
-def at(what: str) -> dict:
-    return {"what": what}
+def at(what: str, measures: bool = True) -> dict:
+    return {"what": what, "measures": measures}
 
 
 def test_what_is_there_becomes_the_table_where_the_rest_does_not_end(capsys):
@@ -24,6 +24,14 @@ def test_what_is_there_becomes_the_table_where_the_rest_does_not_end(capsys):
 def test_where_nothing_is_there_yet_it_is_said_what_hangs():
     with pytest.raises(RankFailed, match=r"not ended in time for --seconds 3: optimizer 2 GiB; .* is kept"):
         found([at("ready"), at("optimizer 2 GiB")], STACKS, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("told", "what"), [([], "importing PyTorch, and meeting"), ([at("first use of gpu", False)], "first use of gpu")]
+)
+def test_ranks_that_do_not_start_are_not_waited_for(told, what):
+    with pytest.raises(RankFailed, match=f"^the ranks have not started: {what} takes more than 300 s$"):
+        found(told, STACKS, OPTIONS)
 
 
 def test_a_result_counts_whatever_came_before_or_was_printed():

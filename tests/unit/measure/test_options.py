@@ -58,7 +58,8 @@ def test_ranks_that_srun_has_bound_have_all_of_their_processors(monkeypatch):
 def test_a_missing_package_that_training_needs_is_said_before_measuring(monkeypatch, capsys):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr("megatron_ext.measure.util.find_spec", lambda name: None)
+    # NVIDIA's cuda-pathfinder lies in ``cuda`` as well, and comes with other packages.
+    monkeypatch.setattr("megatron_ext.measure.util.find_spec", lambda name: name == "cuda" or None)
     monkeypatch.setattr("megatron_ext.measure.local_launch.run", lambda options: None)
     for name in ("RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

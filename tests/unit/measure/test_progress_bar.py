@@ -7,7 +7,7 @@ import time
 import pytest
 
 from megatron_ext.measure import progress_bar
-from megatron_ext.measure.progress_bar import Words, bar
+from megatron_ext.measure.progress_bar import Words, bar, visit_text
 
 
 @pytest.fixture
@@ -31,6 +31,14 @@ def test_the_start_is_said_and_what_is_left_is_counted_from_its_end(clock):
     assert words.line() == "2 of 706: gpu 4 KiB for 12 s, 28 s left"
     clock[0] += 30
     assert words.line() == "2 of 706: gpu 4 KiB for 42 s, 2 s over"
+
+
+def test_memory_that_takes_long_to_make_is_said():
+    assert visit_text("cpu", 512, 0, 0.1) == "cpu 512 B"
+    assert visit_text("gpu", 6144, 1 << 30, 1.0) == "gpu 6 KiB"
+    assert visit_text("optimizer", 2 << 30, 9 << 30, 12.4) == (
+        "optimizer 2048 MiB, making 9.7 GB of host memory, about 12 s"
+    )
 
 
 def test_lines_come_also_where_nothing_new_is_told(monkeypatch, capsys):

@@ -131,17 +131,19 @@ def test_what_there_is_is_handed_on_before_what_may_not_end(visits, monkeypatch)
     assert set(first["unmeasured_pairs"]) == {("gpu", "cpu"), ("cpu", "gpu")}
 
 
+def test_what_one_rank_s_device_has_no_room_for_no_rank_measures(visits, monkeypatch):
+    visits.seen.clear()
+    as_ranks_do(monkeypatch, lambda own: [own, False] if own is True else [own])
+    rank_program.run(fabric_of(Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu"))), lambda *_: None)
+    assert visits.seen == []
+
+
 def test_measuring_begins_behind_all_that_is_started(visits):
     said = []
     options = Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu"))
     rank_program.run(fabric_of(options), lambda done, total, what: said.append((done, what)))
     begins = said.index((1, "ready"))
     assert {done for done, _ in said[:begins]} == {0} and all(done for done, _ in said[begins:])
-
-
-def test_memory_that_takes_long_to_make_is_said():
-    assert rank_program.what_takes_long(1 << 20, 0.2) == ""
-    assert rank_program.what_takes_long(26 * 10**9, 6.9) == ", making 26.0 GB of host memory, about 7 s"
 
 
 def test_short_host_copies_are_visited_more_often_for_as_many_rounds(visits):

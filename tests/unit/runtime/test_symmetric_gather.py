@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as memory
+from gathered import as_ranks_do
 from symmetric_stand_in import SymmetricStandIn
 
 from megatron_ext.measure import assemble_table
@@ -84,8 +85,19 @@ def test_measuring_gathers_as_a_run_does_or_says_why_not(stand_in, monkeypatch, 
         assert stand_in.gathers == [[(0, 0), (0, 512)]]
 
 
-def _refuse(name):
+def _refuse(*_, **__):
     raise RuntimeError("NCCL error\nlast")
+
+
+@pytest.mark.parametrize("own_fails", [True, False])
+def test_where_one_rank_has_no_memory_none_waits_for_it(stand_in, monkeypatch, own_fails):
+    """Registering is collective: a rank that went on would wait for the other until the time limit."""
+    if own_fails:
+        monkeypatch.setattr(memory, "empty", _refuse)
+    as_ranks_do(monkeypatch, lambda own: [own, "" if own_fails else "out of memory"])
+    with pytest.raises(RuntimeError, match="^NCCL error last$" if own_fails else "^out of memory$"):
+        symmetric.SymmetricGather(dist.group.WORLD, HostDevice(), {torch.float32: 64})
+    assert not stand_in.registered
 
 
 def test_what_was_measured_becomes_a_curve_of_its_own():
