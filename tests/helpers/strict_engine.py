@@ -273,7 +273,7 @@ class Engine:
                 heads = self.queue[:1] if self.order == ONE_QUEUE else self.streams
                 heads = [stream for stream in heads if stream.items and self._may_move(stream, stream.items[0])]
                 if not heads:
-                    self.changed.wait(0.0003)
+                    self.changed.wait(0.0003 if self.queue else 0.05)  # what is added is told, what gets ready is not
                     continue
                 stream = self._draw.choice(heads)
                 item = stream.items[0]

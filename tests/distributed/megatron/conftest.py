@@ -10,39 +10,59 @@ from training import run_warm
 
 from megatron_ext.workload import workload as workload_file
 
+running: list[ParityService] = []
+"""The ranks that are up."""
+
 
 class Workloads(dict):
-    """By layout and model; without the page of text that a failing test would print."""
+    """By layout and model, or ``shapes`` and a name of ``cases.SHAPES``. The first of a layout describes all of it."""
 
-    def __repr__(self) -> str:
+    def __init__(self, made_once):
+        super().__init__()
+        self._made_once = made_once
+
+    def __missing__(self, key: tuple[str, str]):
+        layout, name = key
+
+        def describe(folder: Path) -> None:
+            result = run_warm([sys.executable, str(HELPERS / "describe_cases.py"), str(folder), layout], timeout=200)
+            assert result.returncode == 0, result.stderr
+
+        folder = self._made_once(f"workloads.{layout}", describe)
+        self[key] = workload_file.load(folder / f"{layout}.{name}.json")
+        return self[key]
+
+    def __repr__(self) -> str:  # not the page of text that a failing test would print
         return f"{len(self)} workloads"
 
 
 @pytest.fixture(scope="session")
 def workloads(megatron_tree, made_once) -> Workloads:
-    """Workloads of every model on every layout, and of ``describe_cases.SHAPES`` under ``shapes``."""
-
-    def describe(folder: Path) -> None:
-        program = [sys.executable, str(HELPERS / "describe_cases.py"), str(folder)]
-        result = run_warm(program, timeout=200)
-        assert result.returncode == 0, result.stderr
-
-    folder = made_once("workloads", describe)
-    return Workloads({tuple(path.stem.split(".")): workload_file.load(path) for path in folder.glob("*.json")})
+    return Workloads(made_once)
 
 
 @pytest.fixture(scope="session")
 def services(megatron_tree):
     """``services(layout)``: ranks that are up, of one layout at a time."""
-    running: list[ParityService] = []
 
     def service(layout: str) -> ParityService:
         if not running or running[0].layout != layout:
-            while running:
-                running.pop().close()
+            end_ranks()
             running.append(ParityService(layout))
         return running[0]
 
     yield service
+    end_ranks()
+
+
+def end_ranks() -> None:
     while running:
         running.pop().close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Ranks that nobody asks for next end: also while they wait, every thread of gloo wakes a hundred times a second,
+    which for four ranks is a tenth of a processor."""
+    if nextitem is None or (nextitem.path != item.path and "services" not in nextitem.fixturenames):
+        end_ranks()

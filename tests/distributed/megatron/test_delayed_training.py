@@ -50,7 +50,7 @@ def drive(tmp_path) -> list[str]:
             ("interleaved", 1, (None,), None, ["1", "--clip-grad", "1e9"]),
             ("no_pipeline", 3, (None,), 2, ["2"]),
         ],
-        2,
+        1,
     ),
 )
 def test_training_is_that_of_the_rule(workloads, services, tmp_path, layout, zero_stage, kinds, every, options):

@@ -209,7 +209,7 @@ def test_a_reduce_that_is_left_out_or_added_in_another_order_is_seen(
     assert differences(answer)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "host"])
+@pytest.mark.parametrize("kind", some(["host", "sharded"], 1))
 def test_gradients_that_come_and_go_are_those_of_stock_but_for_rounding(workloads, interleaved, tmp_path, kind):
     """Against whole gradients, which Megatron adds up before it reduces them: the sums have another order."""
     schedule = reduced(workloads["interleaved", "fp32"], 2, tmp_path / "s.json", kind)
@@ -236,7 +236,7 @@ def test_a_stale_shard_in_host_memory_is_seen(workloads, interleaved, tmp_path):
     assert differences(answer)
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", some([1, 3], 1))
 def test_a_group_that_is_never_gathered_is_seen(workloads, interleaved, tmp_path, zero_stage):
     """By another result with zero stage 1, where the stale copy is still there; with zero stage 3
     there is nothing to compute on."""

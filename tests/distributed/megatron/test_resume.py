@@ -13,7 +13,14 @@ DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")  # drawn fro
 @pytest.mark.parametrize(
     ("name", "zero_stage", "more"),
     some(
-        [("fp32", 3, DROPOUT), ("bf16-offload", 3, ()), ("bf16-tied", 1, ()), ("fp16", 3, ()), ("bf16-tied", 3, ())], 2
+        [
+            ("bf16-offload", 3, DROPOUT),
+            ("fp32", 3, DROPOUT),
+            ("bf16-tied", 1, ()),
+            ("fp16", 3, ()),
+            ("bf16-tied", 3, ()),
+        ],
+        1,
     ),
 )
 def test_a_loaded_checkpoint_goes_on_like_the_run_that_saved_it(services, workloads, tmp_path, name, zero_stage, more):

@@ -100,7 +100,7 @@ def test_training_is_that_without_slots(workloads, services, tmp_path, cast, zer
             ("host", 2, "1e9", ""),
             ("host", 1, "1e-4", ",no_rollback=1"),
         ],
-        2,
+        1,
     ),
 )
 def test_overflow_and_clipping_beside_states_on_the_drive(workloads, services, tmp_path, cast, zero_stage, clip, fault):

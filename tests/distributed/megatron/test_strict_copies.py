@@ -17,7 +17,8 @@ MODEL = "bf16-tied"
 """Its norms are sums that the number of threads does not change, other than the backward of torch's layer_norm on the
 processor: training is compared with a reference of one thread."""
 
-PROCESSORS = 8
+PROCESSORS = 4
+"""Two for each rank: more threads than the machine has processors would wait for each other by spinning."""
 
 LEAST_BYTES = 2048
 """In place of a MB: the model has 240 KB."""

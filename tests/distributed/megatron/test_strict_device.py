@@ -186,7 +186,7 @@ def test_what_passes_through_slots_is_ordered(service, workloads, tmp_path, cast
             ("host", True, ("early.py", "when", 1)),  # parameters that leave before they are made
             ("device", True, ("early.py", "when", 0)),  # a room taken by a second unit
         ],
-        3,
+        1,
     ),
 )
 def test_an_ordering_of_rooms_that_is_taken_away_is_seen(service, workloads, tmp_path, cast, early, site):
@@ -231,12 +231,15 @@ def test_a_device_without_flags_for_streams_is_refused_at_once(service, workload
 
 @pytest.mark.parametrize(
     ("site", "seed"),
-    [
-        (("streams.py", "wait_event"), 5),  # a copy before its block is free, or compute before its copy
-        (("streams.py", "wait"), 6),  # a copy before the other rank's shard is there
-        (("drive_copy.py", "poll"), 8),  # a staging slot filled anew while it is still copied from
-        (("drive_copy.py", "when"), 8),  # a copy out of a slot that is not filled
-    ],
+    some(
+        [
+            (("streams.py", "wait_event"), 5),  # a copy before its block is free, or compute before its copy
+            (("drive_copy.py", "when"), 8),  # a copy out of a slot that is not filled
+            (("streams.py", "wait"), 6),  # a copy before the other rank's shard is there
+            (("drive_copy.py", "poll"), 8),  # a staging slot filled anew while it is still copied from
+        ],
+        2,
+    ),
 )
 def test_an_ordering_that_is_taken_away_is_seen(service, workloads, tmp_path, site, seed):
     assert is_seen(service, ordering(*site), lambda: strict_case(seed, workloads, tmp_path, 3))

@@ -1,6 +1,5 @@
 """The census of peers.py: storages that Python can reach, each once, without activations and what rests on the host."""
 
-import peer_census
 import torch
 from torch import nn
 
@@ -14,6 +13,8 @@ class ShardedLayer(TransformerLayer):
 
 
 def counted(modules, host, work) -> tuple[int, int]:
+    import peer_census  # with torch.distributed.tensor, which every worker would import to collect
+
     census = peer_census.Census(modules, lambda: host)
     census.begin()
     work()
@@ -21,7 +22,7 @@ def counted(modules, host, work) -> tuple[int, int]:
 
 
 def test_parameters_gradients_and_states_count_and_activations_and_host_memory_do_not(monkeypatch):
-    monkeypatch.setattr(peer_census, "COLLECTIVES", ())  # torch's own functions stay as they are
+    monkeypatch.setattr("peer_census.COLLECTIVES", ())  # torch's own functions stay as they are
     before, _ = counted([], [], lambda: None)
     model = nn.Sequential(*(ShardedLayer(1000, 1000, bias=False) for _ in range(2)))
     shard, states, batch = torch.zeros(500_000), torch.zeros(250_000), torch.zeros(100, 1000)

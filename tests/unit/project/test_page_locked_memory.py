@@ -19,6 +19,8 @@ STANDS_IN = {"copies.py"}
 
 def locking(text: str) -> bool:
     """Whether a file locks memory."""
+    if not any(name in text for name in LOCKS):  # syntax trees of all files would be made by every worker
+        return False
     calls = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     return any(isinstance(function, ast.Attribute) and function.attr in LOCKS for function in calls)
 
