@@ -31,8 +31,8 @@ class ReferenceDelay:
         for inner in (part.optimizer for part in parts):
             vars(inner)["step"] = partial(self._step, inner, inner.step)
         vars(optimizer)["step"] = partial(self._step_or_skip, optimizer.step)
-        for ddp in ddps:  # Megatron calls it before it evaluates, saves and hashes
-            vars(ddp)["disable_forward_pre_hook"] = partial(self._apply_and, ddp.disable_forward_pre_hook)
+        for ddp in ddps:  # Megatron forces it before it evaluates, saves and hashes
+            vars(ddp)["start_param_sync"] = partial(self._apply_and, ddp.start_param_sync)
 
     def begin(self) -> None:
         """A training iteration begins."""
@@ -43,9 +43,10 @@ class ReferenceDelay:
         for inner in list(self._pending):
             self._apply_one(inner)
 
-    def _apply_and(self, function, *args, **kwargs):
-        self.apply()
-        return function(*args, **kwargs)
+    def _apply_and(self, start_param_sync, *args, force_sync: bool = False, **how) -> None:
+        if force_sync:
+            self.apply()
+        start_param_sync(*args, force_sync=force_sync, **how)
 
     def _step_or_skip(self, step, *args, **kwargs):
         result = step(*args, **kwargs)
@@ -57,14 +58,13 @@ class ReferenceDelay:
         if self._iteration <= self._delay:
             step(closure)
             return
-        self._apply_one(inner)
+        if inner in self._pending:
+            self._apply_one(inner)
         gradients = [(parameter, name, gradient.clone()) for parameter, name, gradient in _gradients(inner)]
         self._pending[inner] = step, gradients, settings_of(inner)
 
     @torch.no_grad()
     def _apply_one(self, inner) -> None:
-        if inner not in self._pending:
-            return
         step, gradients, settings = self._pending.pop(inner)
         now, settings_now = _gradients(inner), settings_of(inner)
         _put(inner, gradients, settings)
