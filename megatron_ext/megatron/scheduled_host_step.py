@@ -221,7 +221,7 @@ class HostStep:
         states.units += self._make_units(hybrid, members, size, slots.slot_bytes, partial(DriveUnit, states))
         states.open(take_over(hybrid, {parameter for of_group in members.values() for parameter in of_group}))
         self.states.append(states)
-        _save_from_drive(optimizer, states)
+        save_from_drive(optimizer, states)
         return [*states.units]
 
     # When they are stepped.
@@ -340,7 +340,7 @@ def _delayed_step(hybrid, step, units: list[HostUnit], delayed: DelayedUpdate, c
     delayed.take(units, hybrid._sync_sub_optimizers_state_to_hdo)
 
 
-def _save_from_drive(optimizer, states: DriveStates) -> None:
+def save_from_drive(optimizer, states: DriveStates) -> None:
     """Let what Megatron takes of one parameter's states come from the drive."""
     get: Callable = optimizer._get_main_param_and_optimizer_states
 
@@ -350,7 +350,8 @@ def _save_from_drive(optimizer, states: DriveStates) -> None:
         copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
         if copy is None or states.unit_of(copy) is None:
             return get(parameter)
-        in_memory = {name: value for name, value in get(parameter).items() if value.dim() == 0}  # the step count
+        # The step count; where 0.16 has loaded a checkpoint, beside it a bool that says that this is no padding.
+        in_memory = {n: value for n, value in get(parameter).items() if torch.is_tensor(value) and value.dim() == 0}
         return in_memory | states.read_tensors(copy)
 
     vars(optimizer)["_get_main_param_and_optimizer_states"] = read

@@ -1,9 +1,11 @@
-"""Which groups the host's optimizer may step beside the backward."""
+"""Which groups the host's optimizer may step beside the backward, and what a checkpoint has of states on the drive."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_ext.megatron.scheduled_host_step import added_up_later
+from megatron_ext.megatron.scheduled_host_step import added_up_later, save_from_drive
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -16,3 +18,18 @@ def test_what_tensor_parallel_ranks_add_up_behind_the_reduce_waits(ranks, name):
     assert late == (ranks > 1 and not name.startswith("linear"))
     vars(parameter)["sequence_parallel"] = True
     assert added_up_later([parameter], [name], ranks)
+
+
+def test_a_run_that_was_loaded_saves_states_of_the_drive_again():
+    """Megatron 0.16 leaves among the states of a parameter what its format says of the shard: a bool."""
+    shard, copy, step = torch.zeros(2), torch.zeros(2), torch.tensor(3.0)
+    states = {"step": step, "exp_avg": torch.ones(2), "padding": False}
+    optimizer = SimpleNamespace(
+        _get_main_param_and_optimizer_states=lambda parameter: states,
+        model_param_group_index_map={"weight": (0, 0)},
+        optimizer=SimpleNamespace(param_groups=[{"params": [shard]}], gpu_params_map_cpu_copy={shard: copy}),
+    )
+    on_drive = {"param": torch.full((2,), 5.0), "exp_avg": torch.full((2,), 7.0)}
+    drive = SimpleNamespace(unit_of=lambda parameter: parameter is copy or None, read_tensors=lambda copy: on_drive)
+    save_from_drive(optimizer, drive)
+    assert optimizer._get_main_param_and_optimizer_states("weight") == {"step": step, **on_drive}
