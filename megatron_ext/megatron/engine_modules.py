@@ -172,9 +172,12 @@ class Linear(_Module):
         elif self.use_bias and self.parallel_mode == "column":
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
-    def multiply(self, x):
-        """``x`` by the weight, without bias."""
-        return F.linear(x, self.weight)
+    def multiply(self, x, gather: Callable | None):
+        """``x`` by the weight, without bias. Where ``gather`` makes ``x`` of the ranks' parts of a sequence, each rank
+        saves its own part, and backward gathers again."""
+        if gather is None:
+            return F.linear(x, self.weight)
+        return SavesInputs.apply(lambda x, weight: F.linear(gather(x), weight), x, self.weight)
 
     def forward(self, x, is_first_microbatch: bool | None = None, **options):
         """``x`` of shape (sequence, batch, in); the bias beside the result where ``return_bias`` says so."""
@@ -184,10 +187,12 @@ class Linear(_Module):
             bias = getattr(self, "layer_norm_bias", None)
             x = _norm(self.normalization, x, self.layer_norm_weight, bias, self.eps, self.zero_centered_gamma)
         cut = self.parallel_mode if self.tp_size > 1 else None
-        if cut == "column":
-            copied = mappings.copy_to_tensor_model_parallel_region
-            x = mappings.gather_from_sequence_parallel_region(x) if self.sequence_parallel else copied(x)
-        out = self.multiply(x)
+        gather = None
+        if cut == "column" and self.sequence_parallel:
+            gather = mappings.gather_from_sequence_parallel_region
+        elif cut == "column":
+            x = mappings.copy_to_tensor_model_parallel_region(x)
+        out = self.multiply(x, gather)
         if cut == "row":
             reduce = mappings.reduce_from_tensor_model_parallel_region
             out = mappings.reduce_scatter_to_sequence_parallel_region(out) if self.sequence_parallel else reduce(out)

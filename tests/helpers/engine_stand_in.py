@@ -135,7 +135,8 @@ class _Training:
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """There is no fp8 here."""
 
-    def multiply(self, x):
+    def multiply(self, x, gather):
+        x = x if gather is None else gather(x)
         return FusedLinear.apply(x, self.weight) if self.fuse_wgrad_accumulation else F.linear(x, self.weight)
 
     def get_extra_state(self):
