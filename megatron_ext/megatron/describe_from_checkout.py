@@ -298,6 +298,7 @@ def _described(chunks: list) -> Described:
 
     from megatron_ext.megatron.boundaries import bare
     from megatron_ext.megatron.describe_model import describe_chunk
+    from megatron_ext.megatron.gpt_arguments import context_ranks
     from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
     from megatron_ext.megatron.saved_activations import with_activations
     from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
@@ -309,9 +310,8 @@ def _described(chunks: list) -> Described:
         refuse_frozen(bare(chunk))
     workload = workload_of_run(args)
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    layer_options = options_of_layers(args)  # of whole sequences
-    args.seq_length //= getattr(args, "context_parallel_size", 1)  # of one rank
-    batch = MicroBatch(args.seq_length, args.micro_batch_size, sequence_parallel=args.sequence_parallel)
+    how = {"sequence_parallel": args.sequence_parallel, "context_parallel": context_ranks(args)}
+    batch = MicroBatch(args.seq_length, args.micro_batch_size, **how)
     workload = msgspec.structs.replace(
         workload,
         p2p_bytes=p2p_bytes(workload.parallel, batch, args.hidden_size, args.params_dtype.itemsize),
@@ -321,7 +321,7 @@ def _described(chunks: list) -> Described:
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
     )
-    return Described(workload=workload, layer_options=layer_options)
+    return Described(workload=workload, layer_options=options_of_layers(args))
 
 
 def _reason(error: BaseException) -> str:

@@ -150,35 +150,19 @@ def _refuse(args, name: str, message: str) -> NoReturn:
     raise option_error(name, message, getattr(args, name))
 
 
-LARGEST = {
-    "num_layers": 1 << 13,
-    "hidden_size": 1 << 18,
-    "ffn_hidden_size": 1 << 20,
-    "num_attention_heads": 1 << 12,
-    "num_query_groups": 1 << 12,
-    "kv_channels": 1 << 14,
-    "seq_length": 1 << 24,
-    "vocab_size": 1 << 24,
-}
+CONTEXT = "context_parallel_size"
+
+LARGEST = dict(num_layers=1 << 13, hidden_size=1 << 18, ffn_hidden_size=1 << 20, num_attention_heads=1 << 12)
+LARGEST |= dict(num_query_groups=1 << 12, kv_channels=1 << 14, seq_length=1 << 24, vocab_size=1 << 24)
 """Sizes beyond any model. They bound the time and memory that a mistyped value costs."""
 
-PARALLEL = (
-    "pipeline_model_parallel_size",
-    "tensor_model_parallel_size",
-    "micro_batch_size",
-    "num_virtual_stages_per_pipeline_rank",
-    "data_parallel_size",
-    "num_distributed_optimizer_instances",
-    "global_batch_size",
-    "gpus_per_node",
-    "num_layers_per_virtual_pipeline_stage",
-)
+PARALLEL = (*PARALLEL_SIZES, "micro_batch_size", "data_parallel_size", "global_batch_size", "gpus_per_node")
 
 
 def _check_sizes(args) -> None:
     """Sizes that are given are positive, and not beyond any model."""
-    for name, largest in {**LARGEST, **dict.fromkeys(PARALLEL, parallel_sizes.LARGEST)}.items():
-        value = getattr(args, name)
+    for name, largest in {**LARGEST, **dict.fromkeys((*PARALLEL, CONTEXT), parallel_sizes.LARGEST)}.items():
+        value = getattr(args, name, None)
         if value is not None and value < 1:
             _refuse(args, name, "must be at least 1")
         if value is not None and value > largest:
@@ -205,6 +189,8 @@ def _check_shapes(args) -> None:
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.max_position_embeddings < args.seq_length:
         _refuse(args, "max_position_embeddings", f"is below --seq-length {args.seq_length}")
+    if context_ranks(args) > 1 and args.seq_length % (2 * context_ranks(args)):
+        _refuse(args, CONTEXT, f"times 2 does not divide --seq-length {args.seq_length}")
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
 
@@ -262,23 +248,16 @@ def layers_of_stages(args) -> list[int]:
 
 def _check_processes(args, world_size: int) -> None:
     """The processes make whole replicas; the default of ``data_parallel_size``."""
-    pp = args.pipeline_model_parallel_size
-    replica = pp * args.tensor_model_parallel_size
+    pp, tp, cp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, context_ranks(args)
+    replica, sizes = pp * tp * cp, f"pipeline {pp} x tensor {tp}" + f" x context {cp}" * (cp > 1)
     if args.data_parallel_size is None:
         if world_size % replica:
-            raise InputError(
-                f"is no multiple of pipeline {pp} x tensor {args.tensor_model_parallel_size}",
-                field="WORLD_SIZE",
-                value=world_size,
-            )
+            raise InputError(f"is no multiple of {sizes}", field="WORLD_SIZE", value=world_size)
         args.data_parallel_size = world_size // replica
-    if world_size != replica * args.data_parallel_size:
-        raise InputError(
-            f"need {replica * args.data_parallel_size} processes: pipeline {pp} x tensor "
-            f"{args.tensor_model_parallel_size} x data {args.data_parallel_size}",
-            field="WORLD_SIZE",
-            value=world_size,
-        )
+    need = replica * args.data_parallel_size
+    if world_size != need:
+        why = f"need {need} processes: {sizes} x data {args.data_parallel_size}"
+        raise InputError(why, field="WORLD_SIZE", value=world_size)
 
 
 def _fill_batch(args) -> None:
@@ -300,7 +279,7 @@ def parallel_of(args):
     return Parallel.of(
         pp=pp,
         vp=vp,
-        dp=args.data_parallel_size,
+        dp=args.data_parallel_size * context_ranks(args),
         tp=args.tensor_model_parallel_size,
         microbatches=args.num_microbatches,
         group=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
@@ -310,6 +289,11 @@ def parallel_of(args):
         etp=getattr(args, "expert_tensor_parallel_size", None),
         instances=args.num_distributed_optimizer_instances,
     )
+
+
+def context_ranks(args) -> int:
+    """Ranks that a sequence is divided among, which share parameters as replicas do; the example has none."""
+    return getattr(args, CONTEXT, 1)
 
 
 def dtype_of(args) -> str:
@@ -359,4 +343,5 @@ def batch_of(args):
         score_heads=0 if fused and backend not in ("unfused", "local") else args.num_attention_heads // tp,
         hidden_dropout=args.hidden_dropout > 0,
         loss_fusion=fused_loss if said("cross_entropy_loss_fusion") else None,
+        context_parallel=context_ranks(args),
     )

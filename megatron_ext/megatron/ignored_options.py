@@ -88,6 +88,9 @@ REFUSED = """
 """.replace("-", "_").split()
 """Options that change parameters, who holds them, or the order of steps."""
 
+DESCRIBES = "describe", "fit"
+"""Verbs that know what ranks do which share sequences: they time no layer and train none."""
+
 BATCH = "rampup_batch_size step_batch_size_schedule".split()
 """Options that change the number of micro-batches in the course of training."""
 
@@ -169,6 +172,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
+    if verb in DESCRIBES:
+        parser.add_argument(flag(gpt_arguments.CONTEXT), type=int, default=argparse.SUPPRESS)
     return add_other_options(parser)
 
 
@@ -200,7 +205,7 @@ def check_other_options(args, verb: str = "describe") -> None:
     """
     given = vars(args)
     _refuse_neutral(given)
-    for name in REFUSED:
+    for name in [name for name in REFUSED if name != gpt_arguments.CONTEXT or verb not in DESCRIBES]:
         # One rank of a kind is what there is without the option; one layer of a kind is not.
         without = (None, ["1"]) if name.endswith(("parallel_size", "weight_shards")) else (None,)
         if given.get(name) not in without:

@@ -65,7 +65,7 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
     """
     from megatron_ext.megatron.ignored_options import parse
 
-    args = parse(options, data_parallel_size=workload.parallel.world_size)
+    args = parse(options, verb="measure", data_parallel_size=workload.parallel.world_size)
     one = Parallel.of(tp=workload.parallel.tensor_model_parallel_size, microbatches=1)
     built = gpt_workload(gpt_arguments.shape_of(args), one, gpt_arguments.batch_of(args))
     known, there = _layer_bytes(built.chunks), _layer_bytes(workload.chunks)

@@ -151,7 +151,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
     Raises:
         InputError: an option is wrong.
     """
-    args = ignored_options.parse(options, data_parallel_size=torch.distributed.get_world_size())
+    args = ignored_options.parse(options, verb="measure", data_parallel_size=torch.distributed.get_world_size())
     recomputed, alike = _recomputes(args)
     empty, model = _models(args)
     device = next(model.parameters()).device

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron_ext.formats.errors import one_line
 from megatron_ext.megatron.boundaries import bare, layers_of
 from megatron_ext.megatron.engine_modules import DotProductAttention, Linear, SavesInputs
+from megatron_ext.megatron.gpt_arguments import context_ranks
 from megatron_ext.runtime.saved_tensors import SavedTensors
 from megatron_ext.workload.workload import Chunk
 
@@ -49,6 +50,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     """
     # Chunks of the same layers save the same: most chunks of a model are alike.
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
+    sizes["seq_length"] //= context_ranks(args)  # of one rank
     config = bare(module).config
     settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
     layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)

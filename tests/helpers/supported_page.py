@@ -20,7 +20,7 @@ ACCEPTED = {
     "--decrease-batch-size-if-needed": "the rest of a batch is left out, in every iteration alike",
     "--overlap-param-gather-with-optimizer-step": "the schedule takes its place and says so",
     "--context-parallel-size": "parameters are sharded over these ranks as over replicas; `measure` on GPUs alone, "
-    "`cost estimate` anywhere",
+    "`describe`, `fit` and `cost estimate` anywhere",
     "--num-distributed-optimizer-instances": "shards lie over the ranks of one instance; all zero stages, also with "
     "experts",
     "--fp8-format": "compute in fp8, parameters gathered in 16 bits; described and planned, trained on no GPU yet",

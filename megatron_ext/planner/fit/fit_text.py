@@ -85,6 +85,7 @@ class Found(NamedTuple):
         recompute = {name: v for name, v in setting.options().items() if name.startswith("--recompute")}
         sizes = {"--seq-length": str(batch.seq_length), "--micro-batch-size": str(batch.micro_batch_size)}
         sizes |= {"--sequence-parallel": ""} if batch.sequence_parallel else {}
+        sizes |= {"--context-parallel-size": str(batch.context_parallel)} if batch.context_parallel > 1 else {}
         sizes |= {"--cross-entropy-fusion-impl": batch.loss_fusion} if batch.loss_fusion else {}
         estimate = (
             f"megatron-ext cost estimate --hardware {self.request.hardware} --workload workload.json --out "

@@ -33,7 +33,12 @@ class Setting(NamedTuple):
     @property
     def samples(self) -> int:
         """The global batch."""
-        return self.parallel.num_microbatches * self.batch.micro_batch_size * self.parallel.data_parallel_size
+        return self.parallel.num_microbatches * self.batch.micro_batch_size * self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Megatron's data-parallel size, without the ranks that share a sequence."""
+        return self.parallel.data_parallel_size // self.batch.context_parallel
 
     @property
     def tokens(self) -> int:
@@ -51,7 +56,9 @@ class Setting(NamedTuple):
         found = {"--zero-stage": str(self.zero_stage), "--micro-batch-size": str(batch.micro_batch_size)}
         found["--tensor-model-parallel-size"] = str(parallel.tensor_model_parallel_size)
         found["--pipeline-model-parallel-size"] = str(parallel.pp)
-        found["--data-parallel-size"] = str(parallel.data_parallel_size)
+        found["--data-parallel-size"] = str(self.replicas)
+        if batch.context_parallel > 1:
+            found["--context-parallel-size"] = str(batch.context_parallel)
         if parallel.vp > 1:
             found["--num-virtual-stages-per-pipeline-rank"] = str(parallel.vp)
         if batch.recompute is not None:
@@ -77,7 +84,8 @@ class Setting(NamedTuple):
         place = "host" + (", delayed" if self.optimizer.delayed else "") if self.optimizer.on_host else "device"
         micro = f"micro-batch {batch.micro_batch_size}"
         layout = f"TP {parallel.tensor_model_parallel_size} PP {parallel.pp} VP {parallel.vp} "
-        layout = f"{layout}DP {parallel.data_parallel_size}, " if layout_too else ""
+        layout += f"CP {batch.context_parallel} " * (batch.context_parallel > 1)
+        layout = f"{layout}DP {self.replicas}, " if layout_too else ""
         return f"{layout}zero stage {self.zero_stage}, optimizer on the {place}, {recompute}, {micro}"
 
 

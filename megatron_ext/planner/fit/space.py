@@ -69,11 +69,11 @@ class Space(NamedTuple):
 
     def _layouts(self) -> Iterator[tuple[Parallel, int]]:
         """Parallel sizes with micro-batch sizes that divide the batch."""
-        own = self.given.parallel
+        own, cp = self.given.parallel, self.given.batch.context_parallel
         for parallel in self._sizes() if self.layout else [own]:
             sizes = (1 << power for power in range(MOST_MICRO_BATCH.bit_length()))
             for size in self._values("micro-batch-size", self.given.batch.micro_batch_size, sizes):
-                count, rest = divmod(self.given.samples, size * parallel.data_parallel_size)
+                count, rest = divmod(self.given.samples * cp, size * parallel.data_parallel_size)
                 if rest or not count:
                     continue
                 changed = replace(parallel, num_microbatches=count, order=megatron_order(parallel.pp, parallel.vp))
@@ -93,7 +93,9 @@ class Space(NamedTuple):
                 continue
             for pp in self._values(LAYOUT[1], own.pp, powers):
                 dp, rest = divmod(own.world_size, tp * pp)
-                if rest or shape.layers % pp or dp not in self._values(LAYOUT[3], own.data_parallel_size, [dp]):
+                if rest or shape.layers % pp or dp % self.given.batch.context_parallel:
+                    continue
+                if dp not in self._values(LAYOUT[3], own.data_parallel_size, [dp]):
                     continue
                 chunks = [vp for vp in range(1, MOST_CHUNKS + 1) if pp > 1 and shape.layers // pp % vp == 0] or [1]
                 for vp in [own.vp] if LAYOUT[2] in self.fixed else chunks:

@@ -42,11 +42,11 @@ def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
 def _nodes(problem: Problem, setting: Setting) -> int | None:
     """By how many times as many data-parallel ranks it fits, of those that divide the batch."""
     for times in MORE_NODES:
-        parallel, samples = setting.parallel, setting.samples
+        parallel, batch = setting.parallel, setting.batch
         dp = parallel.data_parallel_size * times
-        if samples % (setting.batch.micro_batch_size * dp):
+        count, rest = divmod(setting.samples * batch.context_parallel, batch.micro_batch_size * dp)
+        if rest or not count:
             continue
-        count = samples // setting.batch.micro_batch_size // dp
         more = setting._replace(parallel=replace(parallel, data_parallel_size=dp, num_microbatches=count))
         try:
             more.parallel.check()

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 
 from megatron_ext.cost import hardware_sheet
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.planner.effort import EFFORT
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes
@@ -50,6 +51,27 @@ def test_gradients_stay_whole_beside_sequence_parallelism():
     several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
     assert several and all(one.keeps_gradients and one.zero_stage != 2 for one in several)
     assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
+
+
+def test_ranks_that_share_sequences_are_kept():
+    words = [*SMALL, "--num-layers", "4", "--context-parallel-size", "2"]
+    found = ready(request(words, search_layout=True)).space.settings()
+    assert {one.samples for one in found} == {16} and {one.parallel.world_size for one in found} == {8}
+    assert {one.options()["--context-parallel-size"] for one in found} == {"2"}
+    given = ready(request(SMALL)).space.given, found[0]
+    assert [int(one.options()["--data-parallel-size"]) for one in given] == [8, 4]
+    # Half of the tokens on each of as many ranks that share parameters.
+    alone, shared = (one.workload(Limits()).chunks[0].activation_bytes[1] for one in given)
+    assert 2 * shared == alone and given[0].parallel.data_parallel_size == given[1].parallel.data_parallel_size
+
+
+@pytest.mark.parametrize(
+    ("size", "why"),
+    [("0", "must be at least 1"), ("3", "times 2 does not divide"), ("16", "a multiple of .* context 16")],
+)
+def test_ranks_that_cannot_share_sequences(size, why):
+    with pytest.raises(InputError, match=why):
+        ready(request([*SMALL, "--context-parallel-size", size]))
 
 
 def test_brute_force(monkeypatch):
