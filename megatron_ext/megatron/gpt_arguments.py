@@ -47,13 +47,7 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
             group.add_argument(flag(name), type=int, default=default)
     for name in ("attention_dropout", "hidden_dropout"):
         model.add_argument(flag(name), type=float, default=0.0)
-    for name in (
-        "group_query_attention",
-        "add_qkv_bias",
-        "qk_layernorm",
-        "untie_embeddings_and_output_weights",
-        "swiglu",
-    ):
+    for name in "group_query_attention add_qkv_bias qk_layernorm untie_embeddings_and_output_weights swiglu".split():
         model.add_argument(flag(name), action="store_true")
     model.add_argument("--disable-bias-linear", dest="add_bias_linear", action="store_false")
     model.add_argument("--position-embedding-type", choices=("learned_absolute", "rope"), default="learned_absolute")

@@ -125,8 +125,8 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
 
 def refuse_checkpoints(args, schedule: Schedule) -> None:
     """Checkpoints that cannot be written: all parameters of a rank are needed whole and never are; a process that is
-    forked sees neither the drive as it was nor page-locked memory; or a package is missing, without which Megatron's
-    writer waits for ever.
+    forked sees neither the drive as it was nor page-locked memory; one that is not forked shares host memory with
+    training; or a package is missing, without which Megatron's writer waits for ever.
 
     Raises:
         InputError: naming the option.
@@ -137,12 +137,15 @@ def refuse_checkpoints(args, schedule: Schedule) -> None:
     whole = f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist does not"
     unseen = "the writing process does not see the page-locked parameters that the device casts; leave it out"
     late = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
+    shared = "its process reads optimizer states in host memory while training changes them; leave it out"
+    reads_states = getattr(args, "async_save", False) and getattr(args, "optimizer_cpu_offload", False)
     missing = "Megatron writes it by the Python package psutil, which is not there: pip install psutil"
     for option, value, wrong, why in (
         ("ckpt_format", "torch", short, whole),
         ("non_persistent_ckpt_type", "local", short, whole),
         ("async_save", True, schedule.state_slots, late),
         ("async_save", True, slots is not None and slots.cast == "device", unseen),
+        ("use_persistent_ckpt_worker", True, reads_states, shared),
         ("ckpt_format", "torch_dist", find_spec("psutil") is None, missing),
     ):
         if wrong and getattr(args, option, None) == value:

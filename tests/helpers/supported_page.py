@@ -25,7 +25,8 @@ ACCEPTED = {
     "experts",
     "--fp8-format": "compute in fp8, parameters gathered in 16 bits; described and planned, trained on no GPU yet",
     "--log-params-norm": "reads whole, fresh parameters",
-    "--async-save": "but for states on the drive and new parameters that the device casts",
+    "--async-save": "but for states on the drive, new parameters that the device casts, and states in host memory by a "
+    "persistent worker",
     "--ckpt-format torch_dist": "also of states on the drive",
 }
 """Options about which people ask, that are accepted; each has a test."""

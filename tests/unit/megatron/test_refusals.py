@@ -268,6 +268,16 @@ def saving(**options) -> SimpleNamespace:
     return SimpleNamespace(save="folder", **options)
 
 
+def test_a_writer_that_shares_states_in_host_memory_is_refused():
+    how = dict(async_save=True, use_persistent_ckpt_worker=True, optimizer_cpu_offload=True)
+    for other in how:
+        refuse_checkpoints(saving(**how | {other: False}), planned())
+    with pytest.raises(
+        InputError, match="--use-persistent-ckpt-worker = True: .* states in host memory while training"
+    ):
+        refuse_checkpoints(saving(**how), planned())
+
+
 def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_states():
     plain = planned()
     slots = lambda states, cast: replace(plain, state_slots=states, step_slots=cast and SimpleNamespace(cast=cast))
