@@ -30,10 +30,16 @@ def unavailable() -> str:
 def on_stand_in(train: Callable[[], T], seed: int) -> tuple[T, str]:
     """What ``train()`` returns, and what is found, in one line; empty where all is ordered. Collective."""
     import parity_worker  # not where there is a GPU
+    import torch.distributed as dist
     from strict_cases import ORDERS, findings
 
     strict = {"seed": seed, "order": ORDERS[seed % len(ORDERS)]}
     with mock.patch.object(parity_worker, "train", train):
         trained, judged = parity_worker.train_strictly(strict)
-    found = findings({"strict": judged})
-    return trained, "; ".join([*found[:MOST_SAID], *([f"{len(found) - MOST_SAID} more"] if found[MOST_SAID:] else [])])
+    said = [""]
+    if dist.get_rank() == 0:  # it has judged all ranks
+        found = findings({"strict": judged})
+        more = [f"{len(found) - MOST_SAID} more"] if found[MOST_SAID:] else []
+        said = ["; ".join([*found[:MOST_SAID], *more])]
+    dist.broadcast_object_list(said)
+    return trained, said[0]
