@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+from types import SimpleNamespace
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -95,6 +96,8 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
         dtype = config.params_dtype
         with torch.device("meta"):
             built = gpt_model.build_chunks(args, config)
+        if args.attention_backend:  # Megatron itself would set variables of the environment by it
+            vars(config)["attention_backend"] = SimpleNamespace(name=args.attention_backend)
         # Precision wrappers convert every parameter.
         return [
             with_activations(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)

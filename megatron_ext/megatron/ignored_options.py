@@ -46,7 +46,7 @@ FLAGS = """
 FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt_hybrid.py alone
 
 VALUES = """
-    adam-beta1 adam-beta2 adam-eps async-strategy attention-backend check-weight-hash-across-dp-replicas-interval
+    adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval
     ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl data-cache-path dataloader-type
     ddp-bucket-size decoupled-lr decoupled-min-lr dist-ckpt-format dist-ckpt-strictness empty-unused-memory-level
     end-weight-decay error-injection-rate error-injection-type eval-global-batch-size eval-interval eval-iters

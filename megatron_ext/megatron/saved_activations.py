@@ -15,7 +15,6 @@ import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import attention, mlp
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.megatron.boundaries import bare, layers_of
@@ -169,7 +168,7 @@ def _fused_kernels(chunk: torch.nn.Module):
         yield
         return
     backend = getattr(getattr(config, "attention_backend", None), "name", "")
-    scores = sdpa_kernel(SDPBackend.MATH) if backend == "unfused" else contextlib.nullcontext()
+    attend = _unfused if backend == "unfused" else F.scaled_dot_product_attention
     for module in chunk.modules() if backend != "unfused" else ():
         if isinstance(module, DotProductAttention):
             module.dropout = 0.0
@@ -181,13 +180,19 @@ def _fused_kernels(chunk: torch.nn.Module):
 
     kernel = lambda x, bias, *how: SavesInputs.apply(swiglu, x, *([] if bias is None else [bias]))
     with (
-        scores,
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(mlp, "bias_swiglu_impl", kernel),
         mock.patch.object(config, "bias_activation_fusion", gated),
         mock.patch.object(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone()),
     ):
         yield
+
+
+def _unfused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):
+    """Attention that saves its scores, once, as Transformer Engine's ``UnfusedDotProductAttention``."""
+    key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+    return F.dropout(torch.softmax(query @ key.transpose(2, 3), -1), dropout) @ value
 
 
 def _dropout(x, p=0.5, training=True, inplace=False):

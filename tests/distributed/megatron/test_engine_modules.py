@@ -47,6 +47,7 @@ TENSOR_PARALLEL = some((2, 1), 1)
 SAVE_MORE = {
     "usual": "",
     "parts of sequences": "--sequence-parallel",
+    "unfused": "--attention-backend unfused",
     "context parallel": "--context-parallel-size 2",
     "attention dropout": "--attention-dropout 0.1",
     "hidden dropout": "--hidden-dropout 0.1",
@@ -144,6 +145,7 @@ def test_layers_save_what_kernels_of_a_gpu_save(chunks):
     # In halves of what one activation between two matrices takes, beside tensor parallelism of two ranks.
     saved = {name: round(chunks[name].activation_bytes[1] / (32 * 64), 1) for name in SAVE_MORE}
     assert saved["parts of sequences"] == pytest.approx(saved["usual"] - 4)  # inputs and outputs of two norms
+    assert saved["unfused"] == pytest.approx(saved["usual"] + 2, abs=0.2)  # 2 bytes for each of 32 x 32, of two heads
     assert saved["context parallel"] == pytest.approx(saved["usual"] / 2, abs=0.1)  # half of the tokens
     assert saved["attention dropout"] == saved["usual"]  # the state of a random generator
     assert saved["hidden dropout"] == saved["usual"] + 2  # two masks of one byte an element
