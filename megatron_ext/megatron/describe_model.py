@@ -96,8 +96,8 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
         dtype = config.params_dtype
         with torch.device("meta"):
             built = gpt_model.build_chunks(args, config)
-        if args.attention_backend:  # Megatron itself would set variables of the environment by it
-            vars(config)["attention_backend"] = SimpleNamespace(name=args.attention_backend)
+        # Given to it, Megatron would set variables of the environment.
+        vars(config)["attention_backend"] = SimpleNamespace(name=getattr(args, "attention_backend", None))
         # Precision wrappers convert every parameter.
         return [
             with_activations(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)

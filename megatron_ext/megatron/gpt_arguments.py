@@ -56,7 +56,6 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     )
     model.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
     model.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local")
-    model.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"))
     model.add_argument("--recompute-granularity", choices=("full", "selective"))
     model.add_argument("--recompute-activations", dest="recompute_granularity", action="store_const", const="selective")
     model.add_argument("--recompute-method", choices=("uniform", "block"))

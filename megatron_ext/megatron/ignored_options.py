@@ -172,6 +172,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
+    parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"))
     if verb in DESCRIBES:
         parser.add_argument(flag(gpt_arguments.CONTEXT), type=int, default=argparse.SUPPRESS)
     return add_other_options(parser)
