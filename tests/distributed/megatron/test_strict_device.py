@@ -194,7 +194,7 @@ def test_an_ordering_of_rooms_that_is_taken_away_is_seen(service, workloads, tmp
 
 
 @pytest.mark.parametrize(
-    "site", some([("drive_slots.py", "wait"), ("drive_states.py", "_wait"), ("drive_slots.py", "wait", 1)], 1)
+    "site", some([("drive_slots.py", "wait"), ("drive_states.py", "_wait", 1), ("drive_slots.py", "wait", 1)], 1)
 )
 def test_an_ordering_of_states_on_the_drive_that_is_taken_away_is_seen(service, workloads, tmp_path, site):
     """A slot is read into while it is still written."""
