@@ -360,8 +360,8 @@ def run_case(example, layout: list[str], case: dict) -> dict:
 
 
 def share_loops() -> None:
-    """One thread of gloo's transport for all groups of this rank: each wakes a hundred times a second, and there would
-    be sixty."""
+    """One thread of gloo's transport for all groups of this rank. Each wakes again and again while a rank waits, and
+    there would be one for every group."""
     for name in ("create_device", "create_default_device"):
         setattr(dist.ProcessGroupGloo, name, functools.cache(getattr(dist.ProcessGroupGloo, name)))
 
