@@ -6,7 +6,7 @@ Costs of a GPT are measured with two micro-batch sizes and correct a data sheet 
 limit of device bytes. Its choice and the fastest that it found with other micro-batch sizes, kinds of recompute and
 zero stages train by their schedules, some at a time and the choice beside them, in turns of a few seconds
 (interleaved_ab.py). Each runs in a control group whose memory is what `fit` counted: the limit of the device, what it
-keeps free beside the bill of a device whose size is known (libraries, within layers, gaps), and the setting's bytes in
+keeps free besides the bill of a device whose size is known (libraries, within layers, gaps), and the setting's bytes in
 host memory; and in place of a CUDA context what a process takes that trains next to nothing. Control groups (version 1)
 need root. Files that lie in the folder are used again. Writes benchmarks/results/fit_trained.json.
 """

@@ -59,7 +59,7 @@ def make_workload(
     Args:
         tokens: of one micro-batch (sequence length times micro-batch size).
         device_layers: with zero stage 3, whole parameters of so many layers (at least the
-            vocabulary's matrix) fit beside each other on a device.
+            vocabulary's matrix) fit together on a device.
         layers: only so many of the shape's layers, without embedding and output.
     """
     shape = SHAPES[name] if layers is None else SHAPES[name]._replace(layers=layers)

@@ -273,7 +273,7 @@ def peers(result: dict):
 
 
 def delayed_update(result: dict):
-    """Losses beside each other, means of 20 iterations."""
+    """Losses side by side, means of 20 iterations."""
     figure, (axis,) = figure_of(6, 3.8)
     shades = {"at once": OTHER, "after 50": OURS, "from the first": BAD}
     for row in result["losses"]:

@@ -1,4 +1,4 @@
-"""What data sheets predict beside iteration times that others have published.
+"""What data sheets predict, next to iteration times that others have published.
 
     .venv/bin/python benchmarks/published_iterations.py [--only TEXT]
 

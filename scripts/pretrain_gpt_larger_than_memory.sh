@@ -40,7 +40,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-16}
 export MICRO_BATCH_SIZE=1 MICRO_BATCHES=${MICRO_BATCHES:-1} ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
 export EXTRA="--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload"
-EXTRA+=" --clip-grad 1000" # the first gradients are so large that with 1 no step beside the backward would stand
+EXTRA+=" --clip-grad 1000" # the first gradients are so large that with 1 no step during the backward would stand
 parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
 export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 7 / 4))}"
 PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 10))}"

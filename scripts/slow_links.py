@@ -97,8 +97,8 @@ def slow_drive(module) -> None:
 
 
 def say_so(module) -> None:
-    """``runtime/machine.py``: behind the device's name, that links are emulated, and how fast."""
-    from megatron_ext.formats.facts import EMULATED
+    """``runtime/machine.py``: that links are emulated, and how fast."""
+    from megatron_ext.formats.facts import CAUTION
 
     environment = module.environment
 
@@ -109,7 +109,8 @@ def say_so(module) -> None:
             links = ", ".join(
                 f"{name.removesuffix('_mb').replace('_', ' ')} {rate:g} MB/s" for name, rate in rates().items()
             )
-            found["hardware"]["device"] = f"cpu, {EMULATED}: {links}"
+            said = f"EMULATED links: {links}: neither measured nor simulated figures are of this machine's own links"
+            found["hardware"][CAUTION] = said
         return found
 
     module.environment = told

@@ -29,7 +29,7 @@ BringUs = Callable[[int], float]
 """Bytes -> the least microseconds in which they come."""
 
 WaitUs = Callable[[int, Sequence[int]], float]
-"""Bytes that the limit leaves beside a layer, bytes of the next layer's parameters -> least microseconds between."""
+"""Bytes that the limit leaves next to a layer, bytes of the next layer's parameters -> least microseconds between."""
 
 STEPS_AHEAD = 24
 """Steps that a window spans at most; several windows in a row bound longer spans almost as well."""

@@ -38,7 +38,7 @@ def least_of_optimizer(workload: Workload) -> list[int]:
 
 
 def with_host_room(workload: Workload) -> Workload:
-    """The workload with ``limits.pinned_host_bytes`` at most what ``limits.host_bytes`` leaves beside the optimizer,
+    """The workload with ``limits.pinned_host_bytes`` at most what ``limits.host_bytes`` leaves next to the optimizer,
     and without staging slots that need more."""
     limits = workload.limits
     if limits.host_bytes is None:
@@ -54,7 +54,7 @@ def with_host_room(workload: Workload) -> Workload:
 
 
 def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: bool = False) -> int | None:
-    """``limits.pinned_host_bytes``, or what ``limits.host_bytes`` leaves beside gradients in host memory, if less.
+    """``limits.pinned_host_bytes``, or what ``limits.host_bytes`` leaves next to gradients in host memory, if less.
 
     Args:
         states_in_memory: no optimizer state goes to the drive to make room.

@@ -3,7 +3,7 @@
 [Note: Why it is the least]
 1. In ``t`` microseconds a link brings at most ``t`` times the best rate of any gather that is no larger than a group
    can be and takes no longer than ``t``.
-2. Links that run beside each other lose at least the least slowdown that the table says. Bytes and time are both linear
+2. Links that run at the same time lose at least the least slowdown that the table says. Bytes and time are both linear
    in how long each set of links runs, so one fixed set of links is best.
 3. A group that comes for the first time over a link of host copies was published before, at no better than publishing's
    best rate. Of ``y`` such bytes both publishing and the link have moved ``y`` or more, hence ``q`` times the one and
@@ -25,7 +25,7 @@ from megatron_ext.workload.route import ROUTE_KINDS, kind_of
 from megatron_ext.workload.workload import Workload
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
-"""Values of ``q`` in the note, beside 0."""
+"""Values of ``q`` in the note, besides 0."""
 
 MOST_DOUBLINGS = 256
 """From the shortest time that plausible costs allow to the longest: times of 1e-12 to 1e13 us, sizes up to 2**50 bytes
@@ -114,7 +114,7 @@ class LinkRates:
 
     def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
         """Least time after the first ``before_us`` in which ``compute_us`` of compute is done and,
-        counting those too, ``size`` bytes come: gathers beside compute slow it down."""
+        counting those too, ``size`` bytes come: gathers during compute slow it down."""
         left = size - before_us * self.best_rate
         if left <= 0:
             return compute_us

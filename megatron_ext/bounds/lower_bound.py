@@ -7,7 +7,7 @@ device leaves less room for whole parameters and gradients, so what 2 and 3 say 
 
 1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
    (:mod:`megatron_ext.bounds.critical_path`).
-2. Device memory: at zero stage 3 what does not fit beside a layer is gathered after that layer has computed
+2. Device memory: at zero stage 3 what does not fit next to a layer is gathered after that layer has computed
    (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1. The actions of a step run once its input
    has arrived, so a gather between two steps adds to the time of the message.
 3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`), and what

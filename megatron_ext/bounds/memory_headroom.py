@@ -15,7 +15,7 @@ from megatron_ext.workload.workload import Chunk, Workload
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
     """The workload with ``limits.whole_parameter_bytes`` lowered to what ``limits.device_bytes`` leaves for them.
 
-    What a rank holds beside whole parameters counts with its largest activations, and with the padding of one group a
+    What a rank holds besides whole parameters counts with its largest activations, and with the padding of one group a
     parameter, which no schedule exceeds. At zero stage 1 nothing is lowered: all parameters are whole.
 
     Args:

@@ -6,7 +6,7 @@ Symbols, for one rank and the last backward of one of its chunks:
 * ``c``: compute from some layer of that backward to the end of the rank's steps.
 * ``r_i``, ``c_i``: reductions that cannot start before the rank has only ``c_i`` of compute left, in microseconds
 alone.
-* ``s``: how much longer a reduction takes beside compute, at least (``s >= 1``).
+* ``s``: how much longer a reduction takes during compute, at least (``s >= 1``).
 
 1. Gradients of a layer are reduced after its last backward. So ``r_i`` starts when at most ``c_i`` of compute is left.
 2. While ``c_i`` of compute runs, at most ``c_i / s`` of the reductions can be done. Slower compute hides no more than

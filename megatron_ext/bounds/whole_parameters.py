@@ -1,7 +1,7 @@
 """The least time between two layers when parameters come whole or not at all.
 
 [Note: Why it is a bound]
-Symbols: ``free_bytes`` is what the limit of device memory leaves beside the earlier layer; ``S`` are the parameters of
+Symbols: ``free_bytes`` is what the limit of device memory leaves next to the earlier layer; ``S`` are the parameters of
 the later layer that are whole, or on their way, while the earlier one computes.
 
 1. A parameter lies in one group, and a group counts with all of its bytes from its issue on. So the bytes of ``S`` are
@@ -34,7 +34,7 @@ class LeastWait:
         self.rates, self._known, self._alone_us = rates, cache(self._least), cache(rates.least_alone_us)
 
     def __call__(self, free_bytes: int, sizes: Sequence[int]) -> float:
-        """``free_bytes``: what the limit leaves beside the earlier layer; ``sizes``: the later layer's parameters."""
+        """``free_bytes``: what the limit leaves next to the earlier layer; ``sizes``: the later layer's parameters."""
         rates = self.rates
         if sum(sizes) <= free_bytes or not rates.routes:
             return 0.0

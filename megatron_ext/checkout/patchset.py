@@ -70,7 +70,7 @@ def blob_id(data: bytes) -> str:
 
 
 def directory() -> Path:
-    """Where the patch files lie: beside the package in a checkout, inside it when installed."""
+    """Where the patch files lie: next to the package in a checkout, inside it when installed."""
     here = Path(__file__).resolve()
     for place in (here.parents[2] / "patches", here.parents[1] / "patches"):
         if (place / MANIFEST).is_file():

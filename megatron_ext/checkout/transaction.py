@@ -6,7 +6,7 @@ journal is renamed into that directory: from this moment the change counts as ma
 none of it does. Then each file is renamed over its target, and the hidden directory goes away.
 Whoever comes next (apply, check or revert) finds either no journal, and drops what lies there,
 or a journal, and finishes the renames. A target that someone has changed in between is never
-overwritten. A target on another file system than the tree (a link, a mount) is first copied beside itself.
+overwritten. A target on another file system than the tree (a link, a mount) is first copied next to itself.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = Fa
     """Replace each of ``contents`` (path below root -> new bytes) or none; hold the lock.
 
     Owners and modes of files stay as they are. A link is followed, and what it points to is replaced.
-    With ``rehearse`` the new contents are written beside the tree's files and taken away again.
+    With ``rehearse`` the new contents are written next to the tree's files and taken away again.
 
     Raises:
         InputError: the tree cannot be written; it is then as it was.

@@ -97,7 +97,7 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
     """Refuse what the text of the script's arguments already shows to be wrong with measuring.
 
     Raises:
-        InputError: options beside the arguments say otherwise, or a size is out of range.
+        InputError: options besides the arguments say otherwise, or a size is out of range.
     """
     given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
     script_arguments.refuse_contradictions(given, said(script))

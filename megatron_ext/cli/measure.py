@@ -94,7 +94,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
 @click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
 @click.option(
     "--also-sizes",
-    help="Comma-separated sizes in bytes at which gathers are measured beside the grid: a schedule's groups.",
+    help="Comma-separated sizes in bytes at which gathers are measured besides the grid: a schedule's groups.",
 )
 @click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
 @click.option(

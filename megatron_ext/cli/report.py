@@ -1,4 +1,4 @@
-"""``megatron-ext report``: predicted beside measured."""
+"""``megatron-ext report``: predicted next to measured."""
 
 import click
 

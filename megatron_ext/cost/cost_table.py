@@ -27,7 +27,7 @@ MOST_SLOWDOWN = 1e6
 
 JOINED, CAST_ON_DEVICE = "joined", "cast_on_device"
 """Algorithms of ``host_step``, as a run makes it where the schedule says when: tensors that lie behind each other are
-one, and copies go beside steps. Parameters become 16-bit ones on the host, or on the device."""
+one, and copies go during steps. Parameters become 16-bit ones on the host, or on the device."""
 
 ESTIMATE = "megatron-ext cost estimate"
 """Program of a table's source that counted it from a data sheet."""
@@ -114,7 +114,7 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
     ``model_chunk_id``) or through one layer of a kind (``layer_kind``). The kind ``step`` is what
-    every step of a chunk takes beside its layers. ``activation_bytes`` is what autograd saves in one such layer
+    every step of a chunk takes besides its layers. ``activation_bytes`` is what autograd saves in one such layer
     for the backward of one micro-batch, ``recompute_bytes`` what that backward makes anew. ``forward_launch_us`` and
     ``backward_launch_us``: what launching it from Python keeps the training thread for."""
 
@@ -133,8 +133,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What the training thread takes beside launching layers: for the reduce of one group, and for the optimizer's step
-    of one parameter. ``slowest``: how many times as long all launches may take, those of layers included."""
+    """What the training thread takes besides launching layers: for the reduce of one group, and for the optimizer's
+    step of one parameter. ``slowest``: how many times as long all launches may take, those of layers included."""
 
     reduce_us: float = 0.0
     tensor_us: float = 0.0
@@ -372,7 +372,7 @@ def _checked(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[P
     """The points sorted by size.
 
     Raises:
-        InputError: a figure is not plausible, by itself or beside that of the next smaller size.
+        InputError: a figure is not plausible, by itself or next to that of the next smaller size.
     """
     if len(points) > MOST_POINTS:
         checker.refuse(f"more than {MOST_POINTS} points", field, len(points))

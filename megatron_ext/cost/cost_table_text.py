@@ -102,7 +102,7 @@ def text(table: CostTable) -> str:
     lines += [f"note: {note}" for note in metadata.notes]
     lines += [
         "",
-        "read from neighbours: how far off a size is where it is read from the line between the sizes beside it",
+        "read from neighbours: how far off a size is where it is read from the line between the sizes next to it",
     ]
     for what, curve in all_curves(table):
         for algorithm, points in curves_of(curve).items():

@@ -1,6 +1,6 @@
-"""What a device holds beside the memory bill, so that what fits by the bill fits on the device.
+"""What a device holds besides the memory bill, so that what fits by the bill fits on the device.
 
-[Note: What is beside the bill]
+[Note: What is besides the bill]
 ``context_bytes``: the CUDA context and loaded kernels. A maintainer of PyTorch says "~300 MB" with lazy loading (CUDA
 11.7 and later, pytorch/pytorch#107667); users have read up to 700 (#28113). The larger one is taken.
 
@@ -15,7 +15,7 @@ recompute, ``max_memory_allocated`` was 0.07 to 1.05 GB above the bill. With the
 4 elsewhere, which is assumed. Megatron uses one communicator for data, tensor and pipeline parallelism each, one for
 tied embeddings and one for the whole model's norm.
 
-Where ``measure`` has run on a GPU, its table has what the device held beside PyTorch's blocks, in place of both.
+Where ``measure`` has run on a GPU, its table has what the device held besides PyTorch's blocks, in place of both.
 
 ``rounding_bytes``: PyTorch's allocator rounds blocks of 10 MiB and more up to 2 MiB (CUDACachingAllocator,
 kRoundLarge): one MiB for each whole group and gradient, in the mean.
@@ -66,7 +66,7 @@ def temporary_bytes(workload: Workload) -> int:
 def beside_the_bill(workload: Workload) -> str:
     """For whoever plans within the bytes of a card."""
     fixed, layer = (size / 1e9 for size in (CONTEXT_BYTES + LIBRARY_BYTES, temporary_bytes(workload)))
-    return f"beside the memory bill a device needs {fixed:.1f} GB for CUDA, {layer:.1f} within a layer, and for NCCL"
+    return f"besides the memory bill a device needs {fixed:.1f} GB for CUDA, {layer:.1f} within a layer, and for NCCL"
 
 
 def device_reserve(

@@ -3,7 +3,7 @@
 [Note: Bytes of the optimizer's step]
 AdamW reads a float32 gradient and reads and writes the main parameter and both moments: 28 bytes a parameter. Around it
 Megatron reads all gradients for their norm, reads and writes them to clip them, writes zeroes into their buffer, and
-reads the main parameter to write the whole one. In a run's own step gradients arrive and parameters leave beside the
+reads the main parameter to write the whole one. In a run's own step gradients arrive and parameters leave during the
 steps of others, so the slowest of the three sets the time; what is copied crosses host memory as well.
 """
 
@@ -20,7 +20,7 @@ CAST_BYTES = 4
 
 
 class HostWork:
-    """Work of one rank on its host, beside the other ranks of its node doing the same.
+    """Work of one rank on its host, next to the other ranks of its node doing the same.
 
     Args:
         item: bytes of one whole parameter.

@@ -9,7 +9,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
 STEP = "step"
-"""The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes beside its layers."""
+"""The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes besides its layers."""
 
 
 class Costs:

@@ -1,6 +1,6 @@
 """The data sheet of a machine that nobody has measured yet: rates, latencies and how much of them is reached.
 
-Sheets of common machines lie in ``hardware/`` beside this file and go by their names. Rates are bytes (or floating-
+Sheets of common machines lie in ``hardware/`` next to this file and go by their names. Rates are bytes (or floating-
 point operations) a second, in one direction, as a data sheet gives them; ``efficiency`` is what programs reach of it.
 """
 
@@ -137,7 +137,7 @@ class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 class HardwareSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A machine. ``extends`` names the sheet of the package that gives what this one does not say; ``collective_us`` is
-    the latency of a collective beside its hops, ``call_us`` what issuing one keeps the training thread for."""
+    the latency of a collective besides its hops, ``call_us`` what issuing one keeps the training thread for."""
 
     schema_version: int
     kind: Literal["hardware_sheet"]

@@ -12,7 +12,7 @@
   ranks, then gathered and summed among expert-tensor-parallel ranks, whatever ``--moe-token-dispatcher-type`` does.
   Not counted: choosing and sorting tokens, an uneven router, dropping, and overlap of a shared expert with this.
 * With context parallelism a rank's queries meet the keys and values of whole sequences. They go round the ring of its
-  ranks beside the scores; backward sends them once more, with their gradients.
+  ranks during the scores; backward sends them once more, with their gradients.
 * Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
 Recomputing adds forward work to backward.
 """

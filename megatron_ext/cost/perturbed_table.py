@@ -50,7 +50,7 @@ MOST_BESIDE_TRANSFERS = 1.3
 """Two transfers without a row of contention: from no slowdown to this. An all-gather loses 8 to 11 % under host
 copies."""
 MOST_BESIDE_COMPUTE = 1.1
-"""The same for a transfer beside compute, and for compute beside a collective, whose kernels take processors of the
+"""The same for a transfer during compute, and for compute beside a collective, whose kernels take processors of the
 GPU."""
 MOST_BESIDE_COPIES = 1.03
 """The same for compute beside a host copy: a PCIe link has some 2 % of the device memory's bandwidth."""

@@ -99,7 +99,7 @@ def posterior_of_likes(times_us: tuple[float, ...], noise: tuple[float, ...]) ->
 def _of_normal(
     values: numpy.ndarray, prior: numpy.ndarray, noise: numpy.ndarray
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Where the truth lies beside ``values``: by a normal prior (a covariance) and independent noise."""
+    """Where the truth lies around ``values``: by a normal prior (a covariance) and independent noise."""
     gain = numpy.linalg.solve(prior + numpy.diag(noise**2), prior).T
     spread = prior - gain @ prior
     value, vector = numpy.linalg.eigh((spread + spread.T) / 2)

@@ -1,5 +1,5 @@
 """All-gathers by copy engines, through buffers that NCCL knows on every rank: do they work here, and how fast are they
-beside plain ones? See :mod:`megatron_ext.runtime.routes.symmetric_gather`.
+compared with plain ones? See :mod:`megatron_ext.runtime.routes.symmetric_gather`.
 """
 
 from collections.abc import Callable

@@ -112,7 +112,7 @@ def schedule_of(workload: Workload, route: Route) -> Schedule:
 def with_states_spread(
     schedule: Schedule, workload: Workload, cast: Literal["host", "device"], drive: bool
 ) -> Schedule:
-    """The schedule with optimizer states on the device, in host memory and, with a ``drive``, there; stepped beside the
+    """The schedule with optimizer states on the device, in host memory and, with a ``drive``, there; stepped during the
     backward, with gradients and parameters through slots."""
     places = itertools.cycle((None, "device", "nvme") if drive else (None, "device"))
     groups = tuple(replace(group, states_rest=place) for group, place in zip(schedule.groups, places))

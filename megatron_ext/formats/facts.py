@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 Facts = Mapping[str, str | int | float | bool | None]
 
-EMULATED = "EMULATED links"
-"""In a device's name: its links are slowed, so no figure is of this machine's own."""
+CAUTION = "caution"
+"""In a table's hardware: what its figures are not, in words. A report repeats it."""
 
 RANKS_PER_DEVICE = "ranks_per_device"
 """In a table's hardware: how many ranks shared the fullest device. Absent where each had its own."""

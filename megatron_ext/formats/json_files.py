@@ -164,7 +164,7 @@ def encode(value: object) -> bytes:
 
 
 def save(path, value: object, *, indent: int = 0) -> None:
-    """Write ``value`` as JSON to a temporary name beside ``path``, then rename it.
+    """Write ``value`` as JSON to a temporary name next to ``path``, then rename it.
 
     Raises:
         InputError: the place cannot be written; nothing is left behind.

@@ -27,7 +27,7 @@ HOST_KINDS = (
     *("host_copies", "staging_slots"),
 )
 """Kinds of bytes in host memory. ``host_copies``: this rank's part of the node's copies of whole groups.
-``previous_states``: of main parameters and optimizer states that are stepped beside the backward."""
+``previous_states``: of main parameters and optimizer states that are stepped during the backward."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

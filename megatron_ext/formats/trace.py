@@ -6,6 +6,7 @@ that both lie over each other in one picture.
 Source: "Trace Event Format" of the Chromium project.
 """
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -76,11 +77,18 @@ class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
     otherData: dict = {}
 
 
-def save(path, events: list[Event], *, about: dict | None = None) -> None:
-    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``."""
+def save(path, events: list[Event], *, about: dict | None = None, processes: Mapping[int, str] | None = None) -> None:
+    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``.
+
+    Args:
+        processes: names by :attr:`Event.rank`, where these are not ranks; viewers show them in the order of the keys.
+    """
     rows: list[dict] = []
     for rank in sorted({event.rank for event in events}):
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        name = f"rank {rank}" if processes is None else processes[rank]
+        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
+        if processes is not None:
+            rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
         for tid, lane in enumerate(LANES):
             rows.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": lane}})
     for event in events:

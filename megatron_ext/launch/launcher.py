@@ -129,7 +129,7 @@ def launch(
         num_processes: ranks to start.
         environment: variables besides those of this process.
         log: file for the ranks' standard output and error; None inherits. Not with ``fork``.
-        pass_fds: descriptors that the ranks inherit beside. Not with ``fork``.
+        pass_fds: descriptors that the ranks inherit too. Not with ``fork``.
         fork: ranks are forks of this process.
     """
     store = _Store()

@@ -79,7 +79,7 @@ class HostAdd(Operation):
 class MatrixProduct(Operation):
     """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
     back, until about a millisecond has passed. ``size_bytes`` does not matter. On a device in bfloat16, as training:
-    float32 leaves its tensor cores, and so its memory and power, to the transfers beside it."""
+    float32 leaves its tensor cores, and so its memory and power, to the transfers during it."""
 
     name = "compute"
 

@@ -1,4 +1,4 @@
-"""Each link alone and beside each other link and beside compute, in both directions.
+"""Each link alone, and while each other link or compute is busy, in both directions.
 
 The measured operation runs on the calling thread, the busy one on a thread of its own and on
 process groups of its own, on every rank at once, for as long as the measuring takes.
@@ -40,7 +40,7 @@ from megatron_ext.runtime.objects import gather_objects
 
 LINKS = ("compute", "gpu", "cpu", "reduce", "publish", "p2p", "nvme", "host_step")
 """In the order in which they keep others busy: where time runs out, rather without what is busy once an iteration than
-without reduces, which run beside every backward where gradients come and go."""
+without reduces, which run during every backward where gradients come and go."""
 
 COLLECTIVES = ("gpu", "p2p", "reduce")
 """Links whose transfers are collectives of a communicator."""

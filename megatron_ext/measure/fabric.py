@@ -22,7 +22,7 @@ other, so none of them is found in the caches."""
 
 ARENA_PART, USED_PART = 4, 0.9
 """Whole groups and their gradients take one part of so many of a rank's device memory at the most: layers and optimizer
-steps are measured beside them. And how much of what is free the tensors of a step may take: they do not fill torch's
+steps are measured next to them. And how much of what is free the tensors of a step may take: they do not fill torch's
 blocks."""
 
 

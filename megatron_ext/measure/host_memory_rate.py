@@ -1,8 +1,8 @@
 """What one rank's share of host memory reads and writes in a second: ``host_memory`` of the cost table.
 
 All ranks at once. A rank's processors add arrays that no cache holds, one thread each, and on CUDA copies run in both
-directions beside them. What all of them move counts: three bytes of an addition for each byte of its result, which is
-read, added to and written, and one of a copy.
+directions at the same time. What all of them move counts: three bytes of an addition for each byte of its result, which
+is read, added to and written, and one of a copy.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What a measurement has of its curves, kept beside the table that it will write: a kill loses seconds of it."""
+"""What a measurement has of its curves, kept next to the table that it will write: a kill loses seconds of it."""
 
 import contextlib
 import os

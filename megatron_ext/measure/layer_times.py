@@ -13,7 +13,7 @@ the run's micro-batch, sequence length and precision. ``backward()`` belongs to 
 the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
 return before the device is done, what they issued is waited for here. A runner may say the ``dtype`` of its parameters,
 which the table then holds for, ``visits``: how many layers of its kind one
-micro-batch passes through, and ``not_saved``: tensors (parameters, masks) beside which what autograd saves in a layer
+micro-batch passes through, and ``not_saved``: tensors (parameters, masks) besides which what autograd saves in a layer
 is counted. ``forward()`` is then called so often in a row, each call for the next layer, and ``backward()`` as often,
 for the last layer whose backward has not run yet.
 

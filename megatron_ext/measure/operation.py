@@ -2,7 +2,7 @@
 
 An operation is ``issue(size_bytes, round_index) -> handle``; the bytes are there when
 ``handle.wait()`` returns (on CUDA: for what the current stream does next). ``busy=True``
-gives a second instance with process groups of its own, to run beside a measured one.
+gives a second instance with process groups of its own, to run at the same time as a measured one.
 """
 
 from abc import ABC, abstractmethod

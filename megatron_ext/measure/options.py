@@ -63,7 +63,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         device: ``auto`` takes CUDA where torch sees it.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
         sizes: exactly these sizes in place of the grid (the groups of a schedule, for example).
-        also_sizes: gathers at these sizes too, beside the grid.
+        also_sizes: gathers at these sizes too, besides the grid.
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
         threads: processor threads of one rank. None: on CUDA as many as a run takes for the host's step and additions,

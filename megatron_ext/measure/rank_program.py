@@ -358,7 +358,7 @@ def set_up_of(fabric: Fabric) -> dict[str, float]:
 
 
 def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
-    """Bytes of a device that a rank holds beside PyTorch's blocks, of the rank that holds most; ranks of one device
+    """Bytes of a device that a rank holds besides PyTorch's blocks, of the rank that holds most; ranks of one device
     count alike. Without ``registered``, bytes of our own buffers, which plans count. Empty without CUDA. Collective."""
     if fabric.torch_device.type != "cuda":
         return {}

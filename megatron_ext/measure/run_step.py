@@ -1,5 +1,5 @@
 """The host's step of one group as a run makes it where a schedule says when (``step_slots``, ``rollback_bytes``): the
-run's own code, with gradients in slots, tensors that lie behind each other stepped as one, and copies beside steps."""
+run's own code, with gradients in slots, tensors that lie behind each other stepped as one, and copies during steps."""
 
 import torch
 

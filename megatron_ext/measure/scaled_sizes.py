@@ -41,7 +41,7 @@ def need_of(samples: Samples, seconds: float, builds: bool) -> float:
     """What a visit of ``seconds`` needs at the least.
 
     Args:
-        builds: whether the operation makes tensors for every size; what else takes time beside the rounds (the first
+        builds: whether the operation makes tensors for every size; what else takes time besides the rounds (the first
             use of a communicator) comes once.
     """
     rounds = median(samples.us) / 1e6 * ROUNDS

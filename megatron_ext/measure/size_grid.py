@@ -40,7 +40,7 @@ def beside_powers(sizes: list[int]) -> list[int]:
 
 
 def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
-    """Sizes to add halfway (by ratio) beside the sizes where linear reading is worst.
+    """Sizes to add halfway (by ratio) besides the sizes where linear reading is worst.
 
     ``medians``: microseconds by size. Worst first, in microseconds: a small group is read wrong by a part
     of little; none where neighbours agree.

@@ -37,7 +37,7 @@ def add_arguments(parser):
         "--delayed-parameter-update",
         metavar="N",
         type=int,
-        help="After N iterations, step the host's optimizer (--optimizer-cpu-offload) beside the next iteration, whose "
+        help="After N iterations, step the host's optimizer (--optimizer-cpu-offload) during the next iteration, whose "
         "parameters are then one update old. Changes training. Default: never.",
     )
     return parser

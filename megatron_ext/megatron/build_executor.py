@@ -96,7 +96,7 @@ def ready_the_host(own: OwnRank) -> None:
     with_memory = block_pages.memory_nodes()
     if numa_node is not None and with_memory and numa_node not in with_memory:
         say(
-            f"rank {dist.get_rank()}: NUMA node {numa_node}, beside its GPU, has no memory that this process may use; "
+            f"rank {dist.get_rank()}: NUMA node {numa_node}, next to its GPU, has no memory that this process may use; "
             f"all its host memory is on nodes {with_memory} and crosses the link between sockets"
         )
 

@@ -35,6 +35,7 @@ from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
+from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.runtime import block_pages, free_host_memory, host_threads
 from megatron_ext.runtime.device import device_of, has_cuda
@@ -204,7 +205,7 @@ class BuildingRun:
             for index, group in enumerate(self.schedule.groups)
             if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
         }
-        cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else buckets.ScheduledBucketGroup
+        cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         checkpoint_states.allow_empty_shards()
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)

@@ -127,7 +127,7 @@ def make_fake_world(rank: int, world_size: int) -> None:
 
 @contextlib.contextmanager
 def only_fake_groups():
-    """Megatron makes a gloo group beside each group; in a process of its own it would wait for others."""
+    """Megatron makes a gloo group for each group; in a process of its own it would wait for others."""
     new_group = torch.distributed.new_group
 
     def fake_group(*args, backend=None, **kwargs):

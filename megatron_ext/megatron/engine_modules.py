@@ -180,7 +180,7 @@ class Linear(_Module):
         return SavesInputs.apply(lambda x, weight: F.linear(gather(x), weight), x, self.weight)
 
     def forward(self, x, is_first_microbatch: bool | None = None, **options):
-        """``x`` of shape (sequence, batch, in); the bias beside the result where ``return_bias`` says so."""
+        """``x`` of shape (sequence, batch, in); the bias next to the result where ``return_bias`` says so."""
         from megatron.core.tensor_parallel import mappings
 
         if self.normalizes:
@@ -254,7 +254,7 @@ class GroupedLinear(_Module):
                 self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
 
     def forward(self, x, m_splits, is_first_microbatch: bool | None = None, **options):
-        """``x`` of shape (tokens, in), of which ``m_splits`` are each expert's; biases beside the result where
+        """``x`` of shape (tokens, in), of which ``m_splits`` are each expert's; biases next to the result where
         ``return_bias`` says so."""
         names = range(self.num_gemms)
         biases = [getattr(self, f"bias{number}") if self.use_bias else None for number in names]

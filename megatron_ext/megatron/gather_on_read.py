@@ -59,7 +59,7 @@ class GatherOnRead(ParamReads):
             self._said = True
             say(
                 f"{place} uses parameters between the optimizer's step and the next forward: all are gathered for it, "
-                "beside the schedule, each time"
+                "outside the schedule, each time"
             )
 
     def _wait_for_replicas(self, place: str) -> None:

@@ -112,7 +112,7 @@ DELAY_OPTION = "--delayed-parameter-update"
 def delay_line(delay: int) -> str:
     """What the option does, for the reader of a log."""
     return (
-        f"{DELAY_OPTION} {delay}: from iteration {delay + 1} on the host's optimizer steps beside the next iteration, "
+        f"{DELAY_OPTION} {delay}: from iteration {delay + 1} on the host's optimizer steps during the next iteration, "
         "which computes without that update; training is not the same as without the option"
     )
 
@@ -164,6 +164,6 @@ def refuse_late_load(hybrid) -> None:
 
 def _refuse(*_) -> None:
     raise ScheduleError(
-        "states of an optimizer that steps beside the backward, or from the drive, are loaded before training begins, "
+        "states of an optimizer that steps during the backward, or from the drive, are loaded before training begins, "
         "not after"
     )

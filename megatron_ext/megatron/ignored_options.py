@@ -1,7 +1,7 @@
 """Megatron's options that ``describe`` meets in a user's command line and does not need.
 
 Without a checkout there is no parser of Megatron's to ask. So this is what we know of its options
-beside those in ``gpt_arguments``: some do not change which parameters a rank holds, nor the order of
+besides those in ``gpt_arguments``: some do not change which parameters a rank holds, nor the order of
 steps, and are read over; others do, in ways that only Megatron itself can work out, and are refused by
 name. Whatever is in neither list may be misspelt, and is refused too. With a checkout, see ``describe_from_checkout``.
 """

@@ -74,7 +74,7 @@ class LayerRunner:
 
 
 class StepRunner:
-    """What a step of a chunk takes beside its layers: the next batch, Megatron's forward and
+    """What a step of a chunk takes besides its layers: the next batch, Megatron's forward and
     backward step, and a model whose decoder has no layer.
 
     Args:
@@ -141,7 +141,7 @@ def _recomputes(args) -> tuple[bool, bool]:
 
 def layer_runners(options: list[str], read_batches=None) -> dict:
     """Runners by layer kind (``embedding``, ``transformer``, ``moe``, ``output``) for Megatron's options, and
-    ``step``: what a step takes beside its layers.
+    ``step``: what a step takes besides its layers.
 
     Args:
         options: Megatron's, of the run.

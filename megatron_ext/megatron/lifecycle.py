@@ -314,7 +314,7 @@ class Run(BuildingRun):
         return parameter_digest(self._ddps)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
-        """Say on the first rank what was measured and whether the check holds; collective. ``steps``: beside the
+        """Say on the first rank what was measured and whether the check holds; collective. ``steps``: during the
         backward, and those of them that were taken back."""
         assert self.schedule is not None
         everybody = gather_objects((self.sample.of_rank(), digest, steps))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
-from megatron_ext.megatron.buckets import begun_reduce
+from megatron_ext.megatron.scheduled_bucket_group import begun_reduce
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, steps_on_the_host
 from megatron_ext.runtime.step_calls import StepCalls
 from megatron_ext.schedule.user_defined_schedule import Schedule

@@ -11,7 +11,7 @@ from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 _OWN_SHARDS = "shards and gathers parameters by rules of its own"
-_SCALED = "gathers values whose scales Transformer Engine keeps beside them; groups and host copies have none"
+_SCALED = "gathers values whose scales Transformer Engine keeps next to them; groups and host copies have none"
 _GRAPH = "a replayed graph does not run the forward of its layers, by which a schedule waits for parameters"
 _ACTIVATIONS = "its copies of activations share the link of host copies, and no bill or simulation counts them"
 _WHOLE_LAYERS = "whole layers, not shards, belong to one rank"
@@ -103,7 +103,7 @@ def replaced_options(args) -> list[str]:
 
 
 def warnings_at_start(args, schedule: Schedule) -> list[str]:
-    """Lines about options that are accepted and cost memory or time beside a schedule."""
+    """Lines about options that are accepted and cost memory or time under a schedule."""
     lines = []
     if schedule.zero_stage == 3 and getattr(args, "fp8", None):
         lines.append(
@@ -316,7 +316,7 @@ def refuse_model(model) -> None:
     if has & {"vision_model", "language_model", "vision_projection"}:
         why = "a vision model and a language model: no steps, bill or bound are known for the first of them"
     elif "encoder" in layers and ("decoder" in layers or "decoder" in has):
-        why = "an encoder beside its decoder: messages between stages carry two tensors, which no order of steps knows"
+        why = "an encoder next to its decoder: messages between stages carry two tensors, which no order of steps knows"
     elif layers and not layers <= {"decoder", "mtp"}:
         why = f"its layers in {', '.join(sorted(layers))}: actions are placed between those of one decoder alone"
     else:

@@ -117,7 +117,7 @@ def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> lis
 
 
 def _whole_at_times(schedule: Schedule) -> str:
-    """What evaluation needs beside what training does."""
+    """What evaluation needs besides what training does."""
     ranks = range(len(schedule.ranks))
     whole = max(sum(group.bytes for group in schedule.groups if group.pp_rank == rank) for rank in ranks)
     readers = "evaluation, checkpoints and the end of training bring all of them"
@@ -141,7 +141,7 @@ def _predicted(schedule: Schedule) -> str:
 def end_lines(
     schedule: Schedule, measured: Measured | None, compared: Measured | None, *, reference: bool
 ) -> list[str]:
-    """What was measured, beside the prediction; ``compared`` is of the reference run, where there was one."""
+    """What was measured, next to the prediction; ``compared`` is of the reference run, where there was one."""
     if measured is None:
         return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained, or all were run again"]
     whose = "Megatron's own gather" if reference else "the schedule"
@@ -166,11 +166,11 @@ def end_lines(
 
 
 def early_lines(taken: int, taken_back: int) -> list[str]:
-    """How many steps beside the backward, of all ranks, did not stand; nothing where all did."""
+    """How many steps during the backward, of all ranks, did not stand; nothing where all did."""
     if not taken_back:
         return []
     return [
-        f"steps beside the backward: {taken_back} of {taken} were taken back and made again at the end, because "
+        f"steps during the backward: {taken_back} of {taken} were taken back and made again at the end, because "
         "gradients were clipped or a step was skipped. After that the next iterations made none, 1 to 16 of them. The "
         "prediction is for an iteration in which all stand; a schedule without rollback_bytes makes no such steps"
     ]

@@ -1,12 +1,12 @@
-"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) step as the schedule says: through rooms, beside the
-backward, beside the next iteration, with states on a drive.
+"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) step as the schedule says: through rooms, during the
+backward, during the next iteration, with states on a drive.
 
 [Note: What is changed of the host optimizer]
 HybridDeviceOptimizer copies all gradients to memory that it keeps, steps, and copies parameters back through memory
 that is not page-locked. Chosen parameters get optimizers of their own, one a unit (host_optimizers.py), whose gradients
 and parameters the runtime moves (runtime/host_step). All else is its own: which parameters it steps, the values of
 ``param_groups``, states in checkpoints.
-* Where units may be stepped beside the backward (``rollback_bytes``), each lies in one group. When Megatron calls
+* Where units may be stepped during the backward (``rollback_bytes``), each lies in one group. When Megatron calls
   ``step``, it goes through the optimizers whose early step does not stand; the others have done all that it would do.
   Gradients that Megatron changes after their reduce, other than by one factor for all, cannot be validated: the
   embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups wait.
@@ -162,7 +162,7 @@ class HostStep:
 
     def _make_units(self, hybrid, members: Members, size, most: float, make: Callable[..., HostUnit]) -> list:
         """Give ``members`` optimizers of their own, each of at most ``most`` bytes by ``size``, and what ``make(group,
-        optimizer, pieces)`` gives for each. Where units may be stepped beside the backward, each lies in one group, the
+        optimizer, pieces)`` gives for each. Where units may be stepped during the backward, each lies in one group, the
         last one first, as a backward reduces them."""
         apart = self._schedule.rollback_bytes is not None
         together = [[index] for index in reversed(members)] if apart else [[*members]]
@@ -350,7 +350,7 @@ def save_from_drive(optimizer, states: DriveStates) -> None:
         copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
         if copy is None or states.unit_of(copy) is None:
             return get(parameter)
-        # The step count; where 0.16 has loaded a checkpoint, beside it a bool that says that this is no padding.
+        # The step count; where 0.16 has loaded a checkpoint, next to it a bool that says that this is no padding.
         in_memory = {n: value for n, value in get(parameter).items() if torch.is_tensor(value) and value.dim() == 0}
         return in_memory | states.read_tensors(copy)
 

@@ -110,7 +110,7 @@ def refuse_none(script: ScriptArguments) -> None:
 
 
 def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object]) -> None:
-    """Refuse an option that says otherwise than the script's arguments beside it; None says nothing.
+    """Refuse an option that says otherwise than the script's arguments next to it; None says nothing.
 
     Raises:
         InputError: naming the option and both values.

@@ -1,4 +1,4 @@
-"""The iteration time by a schedule, or by stock Megatron's rule, beside the bound that no schedule can beat."""
+"""The iteration time by a schedule, or by stock Megatron's rule, next to the bound that no schedule can beat."""
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound

@@ -11,7 +11,7 @@ from megatron_ext.planner.passes.time_host_step import time_host_step
 
 def finished(given: Candidate) -> Candidate:
     """The candidate with states where the plan is simulated to be fastest: on the device where ``limits.device_bytes``
-    leaves room, on the drive as ``limits.host_bytes`` asks for, with ``step_slots`` and steps beside the backward.
+    leaves room, on the drive as ``limits.host_bytes`` asks for, with ``step_slots`` and steps during the backward.
 
     Raises:
         InputError: the limits cannot be kept.

@@ -20,12 +20,12 @@ from megatron_ext.workload.workload import Workload
 
 
 def step_note(schedule: Schedule) -> str | None:
-    """What the host's steps beside the backward do, for the reader; None where there are none."""
+    """What the host's steps during the backward do, for the reader; None where there are none."""
     if schedule.rollback_bytes is None or schedule.predicted is None:
         return None
     ms = schedule.predicted.busy_us.get("host_step", 0.0) / 1e3
     return (
-        f"The host's optimizer steps beside the backward, for {ms:.1f} ms on the busiest rank, with "
+        f"The host's optimizer steps during the backward, for {ms:.1f} ms on the busiest rank, with "
         f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before. "
         "Where gradients are clipped (--clip-grad) these steps are made again at the end: the iteration takes longer."
     )
@@ -115,6 +115,6 @@ def offload_note(schedule: Schedule, workload: Workload, table: CostTable) -> st
     except InputError:
         return None
     return (
-        "Gradients are reduced at every visit of their chunk, since whole ones have no room beside the optimizer. With "
-        f"{missing} they would: describe and plan that too, and compare."
+        "Gradients are reduced at every visit of their chunk, since whole ones have no room next to the optimizer. "
+        f"With {missing} they would: describe and plan that too, and compare."
     )

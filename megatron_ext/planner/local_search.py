@@ -41,7 +41,7 @@ HOTTEST, COLDEST = 3e-3, 2e-4
 """Temperatures at the beginning and at the end, as parts of the iteration time."""
 
 EXPOSED = 1e-3
-"""Weight of exposed time beside iteration time: it tells schedules of the same length apart."""
+"""Weight of exposed time next to iteration time: it tells schedules of the same length apart."""
 
 
 def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedule, float]:

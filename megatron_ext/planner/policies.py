@@ -95,7 +95,7 @@ def _compared(found: Found, fixed: str) -> str:
     rule = found.schedule.metadata.options.rule
     said = f"the policy fixes {fixed}"
     said += f", and takes the groups and gathers of {rule}" if rule else ""
-    return f"{said}; simulated beside it (ms): {times}" if times else said
+    return f"{said}; simulated for comparison (ms): {times}" if times else said
 
 
 def check_policy(policy: str) -> "Policy":

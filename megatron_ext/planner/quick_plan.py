@@ -145,7 +145,7 @@ def relieved_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Pla
     found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
     tried, blocks = list(rules(work, reliefs)), _blocks(work, timing)
     for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
-        for rule in tried:  # what is left beside so much room goes to whole parameters, too
+        for rule in tried:  # what is left next to so much room goes to whole parameters, too
             offloader = Offloader(work, rule, timing)
             placed = offloader(blocks.groups) if (rule.whole_bytes or 0) == size else None
             if placed is not None and placed not in found:

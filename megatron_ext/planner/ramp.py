@@ -66,7 +66,7 @@ def ramp_us(ramp: list[Schedule]) -> dict[int, float]:
 
 
 def ramp_note(ramp: list[Schedule]) -> str | None:
-    """What was planned beside the plan, for the reader; None where that is nothing."""
+    """What was planned besides the plan, for the reader; None where that is nothing."""
     times = ", ".join(f"{number}: {us / 1e3:.3f} ms" for number, us in ramp_us(ramp).items())
     return f"Before the batch is full, by number of micro-batches: {times}." if ramp else None
 

@@ -74,7 +74,7 @@ class Search:
 
     Args:
         offload: of the groups of every candidate; by default everything stays on the device.
-        own_cuts: ways to cut beside :func:`cuttings`; the best settings of each are simulated, whatever their
+        own_cuts: ways to cut besides :func:`cuttings`; the best settings of each are simulated, whatever their
             estimates.
         effort: part of the usual effort.
     """

@@ -43,7 +43,7 @@ class ModelLayer(NamedTuple):
 
 
 class Balanced(NamedTuple):
-    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch, beside
+    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch, next to
     those of the workload as it places the layers now."""
 
     counts: tuple[int, ...]
@@ -99,7 +99,7 @@ class StageCosts:
 
     def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
         self.workload = workload
-        steps = [row for row in table.compute if row.layer_kind == STEP]  # what a step costs beside its layers
+        steps = [row for row in table.compute if row.layer_kind == STEP]  # what a step costs besides its layers
         alone = tuple(row for row in table.compute if row.layer_kind != STEP)
         self.timing = Timing(workload, msgspec.structs.replace(table, compute=alone), extrapolate=extrapolate)
         self.layers, self.routes = _model_layers(workload, self.timing), usable_routes(workload, self.timing)

@@ -231,7 +231,7 @@ def _gain_lines(figures: dict) -> list[str]:
         )
     elif figures["gain_of_timing"] is not None:
         lines.append(
-            f"better timing alone: {figures['gain_of_timing']:.2%} ({split}, beside {LAYERS_ANEW}: "
+            f"better timing alone: {figures['gain_of_timing']:.2%} ({split}, compared with {LAYERS_ANEW}: "
             f"{figures['layers_anew_us'] / 1e3:.3f} ms; stock Megatron has no zero stage 3)"
         )
     if figures["stock_by_option_us"]:

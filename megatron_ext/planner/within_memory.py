@@ -89,7 +89,7 @@ def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
     limited, cuts = problem._replace(workload=with_whole_bytes(workload, rule)), _own_cut(workload, offloader)
     schedule, us = search(limited, offload=offloader, own_cuts=cuts, effort=1 / SEARCHED)
     stepped = validate(with_states_on_drive(schedule, workload))
-    match(stepped, workload)  # limits of device memory, and of host copies beside shards
+    match(stepped, workload)  # limits of device memory, and of host copies next to shards
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
 
 

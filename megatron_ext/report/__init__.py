@@ -1,4 +1,4 @@
-"""Timelines, and predicted beside measured."""
+"""Timelines, and predicted next to measured."""
 
 from megatron_ext.report import report_text
 from megatron_ext.report.build_report import Report, build

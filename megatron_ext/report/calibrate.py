@@ -4,9 +4,9 @@
 The run's schedule is simulated on the table. Where a part was measured, the figures of the table that it was simulated
 from are multiplied by what was measured over what was simulated: compute of each chunk and direction, each route, the
 reduce, messages, publishing, the optimizer and the host's step. So what a run does with a curve counts, with all that
-runs beside it, and the shape of the curve stays. An all-gather or a reduce that waits for its slowest rank counts as
-the run has met it. Links slow each other down, so one call may not be enough: calibrate, plan and run again until the
-error is that of the machine.
+runs at the same time, and the shape of the curve stays. An all-gather or a reduce that waits for its slowest rank
+counts as the run has met it. Links slow each other down, so one call may not be enough: calibrate, plan and run again
+until the error is that of the machine.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Bytes that each rank moves in an iteration: as billed, beside what the run has counted."""
+"""Bytes that each rank moves in an iteration: as billed, next to what the run has counted."""
 
 from collections.abc import Sequence
 from statistics import median_low
@@ -29,7 +29,7 @@ def moved(
     Args:
         counts: by global rank and iteration.
         indices: of the iterations that figures are of. Each of them moves the same; one before which something was
-            gathered beside the schedule (an evaluation, a checkpoint) more, so medians are taken.
+            gathered outside the schedule (an evaluation, a checkpoint) more, so medians are taken.
     """
     bills, found = byte_bill(schedule, workload), []
     ranks, instances = workload.parallel.of_instance, workload.parallel.instances

@@ -1,11 +1,11 @@
-"""What every part of an iteration took beside its prediction, and which part explains the difference.
+"""What every part of an iteration took next to its prediction, and which part explains the difference.
 
 [Note: Parts]
 A part is one kind of activity: forwards, backwards, each lane of a trace. Its time is the largest over ranks of the sum
 of its durations, of a measured iteration as of the simulated one. Forwards, backwards, waits, issuing and the optimizer
-are the training thread's, one after another; on a device they are the compute stream's, beside which the thread issues.
+are the training thread's, one after another; on a device they are the compute stream's, while the thread issues.
 A step that is recorded holds its waits and what it issues, which are taken out of it. What of an iteration is in none
-of these parts is ``rest``: the pipeline's bubble, and what no table knows. The parts of links run beside them: where
+of these parts is ``rest``: the pipeline's bubble, and what no table knows. The parts of links overlap them: where
 waits differ most, the link that differs most is named, too.
 """
 
@@ -82,7 +82,7 @@ def parts(
     *,
     on_device: bool = False,
 ) -> tuple[Part, ...]:
-    """Parts of the predicted iteration, which takes ``predicted_us``, beside medians over the measured ones, of which
+    """Parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured ones, of which
     the median takes ``measured_us``."""
     own, others = totals(predicted, on_device), [totals(events, on_device) for events in measured]
     path = (*ON_THREAD, *[ISSUE] * (not on_device))

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_ext.formats.facts import EMULATED, RANKS_PER_DEVICE, shared_device
+from megatron_ext.formats.facts import CAUTION, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
@@ -55,7 +55,7 @@ EXPLAINED = {
 
 
 def as_json(report: Report) -> dict:
-    """What ``report --json`` prints: medians, and beside them the spread they come from."""
+    """What ``report --json`` prints: medians, and next to them the spread they come from."""
     return {
         "iterations": report.run.iterations,
         "bitwise_equal": report.equality.bitwise,
@@ -194,7 +194,7 @@ def _routes(report: Report) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """The plan's answer beside the measured ratio."""
+    """The plan's answer next to the measured ratio."""
     answer, ratio = _plan_lines(report)[1] or "no answer", report.measured_ratio
     stock, ours = report.iteration_time_us
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
@@ -214,7 +214,7 @@ def verdict_line(report: Report) -> str:
 
 
 def _plan_lines(report: Report) -> tuple[list[str], str]:
-    """What the plan said, and its answer, which stands beside the measured ratio alone."""
+    """What the plan said, and its answer, which stands next to the measured ratio alone."""
     lines = report.verdict.text.splitlines()
     answers = [line for line in lines if line.startswith("verdict: ")]
     return [line for line in lines if line not in answers], "".join(answers).removeprefix("verdict: ")
@@ -230,7 +230,7 @@ def links_lines(report: Report) -> list[str]:
 
 
 def hidden_lines(report: Report) -> list[str]:
-    """Of each kind of copy and of the host's step, how long it took and what was hidden; measured beside simulated."""
+    """Of each kind of copy and of the host's step, how long it took and what was hidden; measured next to simulated."""
     measured, simulated = (report.hidden[how] for how in ("measured", "simulated"))
 
     def of(found: dict[str, Hidden], name: str) -> str:
@@ -250,11 +250,10 @@ def cautions(report: Report) -> list[str]:
     found = []
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
-    device = str(hardware.get("device"))
     if RANKS_PER_DEVICE in hardware:
         found.append(shared_device(hardware[RANKS_PER_DEVICE]))
-    if EMULATED in device:
-        found.append(f"{device}: neither measured nor simulated figures are of this machine's own links")
+    if CAUTION in hardware:
+        found.append(str(hardware[CAUTION]))
     differ, predicted = (
         abs(stock.median_us - ours.median_us),
         abs(report.predicted_iteration_time_us.stock - report.predicted_iteration_time_us.scheduled),
@@ -305,7 +304,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
-    detail.add_row("beside", compared_with(report))
+    detail.add_row("compared with", compared_with(report))
     for word, line in (*(("note", note) for note in cautions(report)), *details(report)):
         detail.add_row(word, line)
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
@@ -322,10 +321,10 @@ def as_text(report: Report, width: int | None = None) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The page that lies beside the run's files."""
+    """The page that lies next to the run's files."""
     run = report.run
     other = run.stock_name
-    lines = ["# The planned schedule beside what it is compared with", "", _title(report) + ".", ""]
+    lines = ["# The planned schedule next to what it is compared with", "", _title(report) + ".", ""]
     lines += [f"Compared with {compared_with(report)}.", ""]
     lines += [f"| | {other} | scheduled | ratio |", "|---|---:|---:|---:|"]
     lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]

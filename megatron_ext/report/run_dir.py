@@ -63,7 +63,7 @@ class RunDir(NamedTuple):
 
     @property
     def on_device(self) -> bool:
-        """Whether ranks compute on devices of their own, beside which the training thread issues."""
+        """Whether ranks compute on devices of their own, during which the training thread issues."""
         return _on_device(self.table)
 
     @property
@@ -140,7 +140,7 @@ def _load_planned(path: Path) -> tuple[cost.CostTable, Workload, Schedule]:
     match.match(schedule, workload, file=at["schedule"])
     planned_by = schedule.metadata.cost_table_sha256
     if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
-        said = "planned by another cost table than the one beside it"
+        said = "planned by another cost table than the one next to it"
         Checker(at["schedule"]).refuse(said, "metadata.cost_table_sha256", planned_by[:12])
     return table, workload, schedule
 

@@ -1,4 +1,4 @@
-"""The ratio of two runs that took turns: every turn beside the other run's turns just before and behind it.
+"""The ratio of two runs that took turns: every turn next to the other run's turns just before and behind it.
 
 The first iteration of a turn is left out: publishing and gathers that a rank starts at the end of an iteration had the
 whole turn of the other run for themselves.

@@ -1,4 +1,4 @@
-"""Runs a compiled program beside the training loop: what the hooks call."""
+"""Runs a compiled program within the training loop: what the hooks call."""
 
 import contextlib
 import time

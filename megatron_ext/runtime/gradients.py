@@ -6,7 +6,7 @@ backward of the group's first layer ``reduce`` makes it REDUCING; when its reduc
 the shard and it is FREED again. With ``reduce_every`` above 1 it stays ADDING through several backward steps.
 
 A rank has one reduce in flight at a time: the one before is waited for, added and freed before the next is issued.
-The next layer's backward therefore runs beside the reduce, at the price of two whole gradients, as in torch's FSDP2.
+The next layer's backward therefore runs during the reduce, at the price of two whole gradients, as in torch's FSDP2.
 Where the schedule says ``alone``, the one before is freed before the next is allocated: one whole gradient, no overlap.
 The training thread issues all reduces in the program's order, which is that of all data-parallel ranks.
 

@@ -1,9 +1,9 @@
 """Which processors this rank's threads run on, and how many of them make pages, add gradients and step on the host.
 
 [Note: Processors of a rank]
-A rank with a GPU is bound to the processors beside it (its NUMA node), and with them the pages that it makes, unless it
-was bound already: the other socket's memory is farther, and the link between sockets slower. The processors that a rank
-may use are divided among the ranks that share them.
+A rank with a GPU is bound to the processors next to it (its NUMA node), and with them the pages that it makes, unless
+it was bound already: the other socket's memory is farther, and the link between sockets slower. The processors that a
+rank may use are divided among the ranks that share them.
 Launchers set OMP_NUM_THREADS=1, which leaves one processor to what moves tens of gigabytes an iteration. Sums and steps
 go element by element, so the number of threads changes no result.
 Source: the kernel's documentation of sysfs (``numa_node`` of PCI devices, ``devices/system/node``).
@@ -26,7 +26,7 @@ def numbers(text: str) -> list[int]:
 
 
 def share() -> int:
-    """Threads that this rank may use before it knows how many ranks there are beside it: as the launcher says."""
+    """Threads that this rank may use before it knows how many ranks there are besides it: as the launcher says."""
     return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 

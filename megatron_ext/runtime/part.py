@@ -1,4 +1,4 @@
-"""What takes part in every iteration beside the program's own gathers: gradients, publishing, the host's optimizer."""
+"""What takes part in every iteration besides the program's own gathers: gradients, publishing, the host's optimizer."""
 
 
 class Part:

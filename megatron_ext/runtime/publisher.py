@@ -1,4 +1,4 @@
-"""Write fresh shards to the node's copies after the optimizer step, beside the next forwards.
+"""Write fresh shards to the node's copies after the optimizer step, during the next forwards.
 
 [Note: Streams and threads]
 A shard that goes from the device to the host copy of its own node is queued whole: the copy, then its flag. A drive,

@@ -56,7 +56,7 @@ class Recorder:
 
     def _add_base(self) -> None:
         base = event_here()
-        if not self._bases:  # the only one that the clock is read beside
+        if not self._bases:  # the only one that the clock is read against
             base.synchronize()
             self._first_base_ns = time.perf_counter_ns()
         self._bases[self.iteration] = base

@@ -6,7 +6,7 @@
 * Of the host's step each gradient is read, each state read and written, each 16-bit parameter written where the host
   makes it. What an optimizer that is not fused reads again is not billed. Whether all of it misses the processor's
   caches is not asked.
-* Steps beside the backward as if each had its turn, found room for the states from before, and counted.
+* Steps during the backward as if each had its turn, found room for the states from before, and counted.
 
 Not billed: messages between stages; zeroing, the norm and the clipping of gradients; and buffers on the device.
 """

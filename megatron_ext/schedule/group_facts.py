@@ -81,7 +81,7 @@ def can_rest_on_host(workload: Workload) -> bool:
 
 
 def can_step_early(group: Group, workload: Workload) -> bool:
-    """Whether the host's optimizer can step the group beside the backward: no other rank's gradients are added to the
+    """Whether the host's optimizer can step the group during the backward: no other rank's gradients are added to the
     group's behind its reduce, and its states are not on the device.
 
     With tensor parallelism vectors are taken for parameters that its ranks hold alike.
@@ -93,7 +93,7 @@ def can_step_early(group: Group, workload: Workload) -> bool:
 
 
 def saved_bytes(group: Group, workload: Workload) -> int:
-    """At most what one rank's copies of the group's states take, as they were before a step beside the backward:
+    """At most what one rank's copies of the group's states take, as they were before a step during the backward:
     float32 parameters, moments and the step of each parameter. Of states on the drive the drive keeps what was before.
     """
     if group.states_rest == "nvme":

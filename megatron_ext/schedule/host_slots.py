@@ -1,5 +1,5 @@
 """Slots that gradients, parameters and states of the host's optimizer pass through: how many and how large, and the
-buffers on the device beside them."""
+buffers on the device next to them."""
 
 from collections.abc import Iterable
 
@@ -53,7 +53,7 @@ def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
-    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms beside them,
+    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms next to them,
     through which gradients arrive and parameters leave."""
     slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
     if slots is None or not on_drive:

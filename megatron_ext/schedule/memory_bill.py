@@ -217,7 +217,7 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
 
 
 def short_of_whole(schedule: Schedule, pp_rank: int) -> int:
-    """Bytes that ``limits.device_bytes`` is short of all parameters of a pipeline rank being whole beside everything
+    """Bytes that ``limits.device_bytes`` is short of all parameters of a pipeline rank being whole next to everything
     else that it holds at its peak; 0: they may be."""
     limit, predicted = schedule.limits.device_bytes, schedule.predicted
     if schedule.zero_stage < 3 or limit is None or predicted is None or not predicted.memory:

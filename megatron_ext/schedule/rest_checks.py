@@ -47,7 +47,7 @@ def check_rests(schedule: Schedule, check: Checker) -> None:
 
 
 def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -> None:
-    """Refuse shards and states that the run's optimizer cannot step where they rest, steps that it cannot take beside
+    """Refuse shards and states that the run's optimizer cannot step where they rest, steps that it cannot take during
     the backward or through slots, and slots that are too small for one parameter.
 
     Raises:
@@ -58,7 +58,7 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
     on_device = [index for index, group in enumerate(schedule.groups) if group.states_rest == "device"]
     asked = [(f"groups[{index}].states_rest", "states on the device cannot") for index in on_device[:1]]
     for name, what in (
-        ("rollback_bytes", "steps beside the backward cannot"),
+        ("rollback_bytes", "steps during the backward cannot"),
         ("state_slots", None),
         ("step_slots", "slots for gradients, all of which a delayed update keeps, cannot"),
     ):
@@ -70,7 +70,7 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
             check.refuse(f"{what} be combined with --delayed-parameter-update", name)
     if schedule.rollback_bytes is not None and settings.gradient_dtype != "float32":
         check.refuse(
-            "a step beside the backward needs gradients whose product with any other factor than 1 differs, which "
+            "a step during the backward needs gradients whose product with any other factor than 1 differs, which "
             f"rounding to {settings.gradient_dtype} hides; train with --accumulate-allreduce-grads-in-fp32",
             "rollback_bytes",
         )

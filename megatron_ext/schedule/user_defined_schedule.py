@@ -244,7 +244,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``zero_stage`` 1: whole parameters and gradients stay. 2: whole parameters stay, gradients are kept as each group
     says. 3: whole parameters come and go, gradients are kept as each group says.
 
-    ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step beside the backward:
+    ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step during the backward:
     the host's optimizer steps a group as soon as its gradient is reduced, and again where the gradient norm says so.
     Where it is left out the host's optimizer waits for the norm. States on the drive take none of it, and the drive
     holds them twice.

@@ -1,4 +1,4 @@
-"""What the host's optimizer steps beside the backward, by group, or beside the next iteration: for the engine."""
+"""What the host's optimizer steps during the backward, by group, or during the next iteration: for the engine."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 
 class EarlyUnit(NamedTuple):
-    """The step of one group. ``us``: with the copy of its states, of ``saved_bytes``, or beside the reads and writes
+    """The step of one group. ``us``: with the copy of its states, of ``saved_bytes``, or during the reads and writes
     of its states on the drive; ``spared_us``, ``spared_drive_us``: what the optimizer and the drive need not do at the
     end."""
 
@@ -31,7 +31,7 @@ class EarlySteps(NamedTuple):
 
 
 class DelayedStep(NamedTuple):
-    """The host's step of one rank beside the next iteration, of ``us``; what the optimizer takes between the two takes
+    """The host's step of one rank during the next iteration, of ``us``; what the optimizer takes between the two takes
     ``rest_us``."""
 
     bytes: int
@@ -44,7 +44,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
 
     The gradients' copy to the host is a part of the host's step that stays between two iterations. There the new
     parameters are copied to the shards as well. Where states rest on the drive, ``states_us`` is how long they pass to
-    it and back on each rank, beside the step; that this slows gathers by route ``nvme`` is left out.
+    it and back on each rank, during the step; that this slows gathers by route ``nvme`` is left out.
     """
     if not workload.optimizer.delayed or not timing.knows_host_step():
         return []
@@ -59,7 +59,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
 
 
 def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlySteps | None:
-    """Of a schedule whose optimizer steps beside the backward; None where it waits, or the table does not know it."""
+    """Of a schedule whose optimizer steps during the backward; None where it waits, or the table does not know it."""
     if schedule.rollback_bytes is None or not timing.knows_host_step():
         return None
     cast = schedule.step_slots.cast if schedule.step_slots is not None else "host"

@@ -5,7 +5,7 @@
   call keeps the thread for a while), computes, and waits before the first layer that uses a group until the group
   has arrived.
 * Links ``gpu``, ``cpu``, ``nvme``, ``publish`` and ``reduce`` are queues in issue order, one of each on every rank.
-  Publishing starts at time 0, in the order of the schedule, beside everything else.
+  Publishing starts at time 0, in the order of the schedule, at the same time as everything else.
 * All-gathers and reductions of a rank use one communicator, that of its data-parallel group, and run one after
   another in issue order. Those of experts have another, that of the expert-data-parallel group, and share the links
   with the first. Hierarchical all-gathers have communicators of their own.
@@ -20,7 +20,7 @@
 * What moves bytes in host memory shares its bandwidth (:mod:`megatron_ext.simulator.host_memory_link`).
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
-* Where the host's optimizer steps beside the backward, it takes one group after another as their gradients are reduced,
+* Where the host's optimizer steps during the backward, it takes one group after another as their gradients are reduced,
   until its rank has reduced all. The step at the end is shorter by what these steps have done, and waits for the last.
 * Where updates are delayed, the host steps on the gradients of the iteration before once the parameters are published.
   Then the optimizer between two iterations waits for that step, and has that much less to do.
@@ -63,10 +63,10 @@ class Engine:
         workload, timing: what is trained, and on what.
         publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
-        early: groups that the host's optimizer steps beside the backward, or None.
-        delayed: by pipeline rank, its step beside the next iteration; empty where none is delayed.
-        states_us: by pipeline rank, how long optimizer states on the drive are read and written beside the step.
-        optimizer_us: by pipeline rank, the optimizer's step, and the part of it that none beside the backward spares.
+        early: groups that the host's optimizer steps during the backward, or None.
+        delayed: by pipeline rank, its step during the next iteration; empty where none is delayed.
+        states_us: by pipeline rank, how long optimizer states on the drive are read and written during the step.
+        optimizer_us: by pipeline rank, the optimizer's step, and the part of it that none during the backward spares.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Engine:
                 self.step_optimizer(other, self.now)
 
     def step_optimizer(self, rank: RankState, begin: float) -> None:
-        """The norm is known, and no step beside the backward runs any more: all that is left is stepped."""
+        """The norm is known, and no step during the backward runs any more: all that is left is stepped."""
         begin = max(begin, rank.norm_at)
         all_us, least_us = self.optimizer_us[rank.pp_rank]
         drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0

@@ -38,7 +38,7 @@ class RankState:
         visits: by group, reduces of a gradient that comes and goes so far.
         whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
             thread waits for it.
-        early_bytes: copies of states that steps beside the backward have taken so far.
+        early_bytes: copies of states that steps during the backward have taken so far.
         early_us: what the host's optimizer need not do at the end because of them; when it has ended, by how much it is
             shorter because of them or of a delay.
         early_drive_us: what the drive need not do then.

@@ -31,7 +31,7 @@ class Result(NamedTuple):
     summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
     rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
     rank, where it was asked for. ``left_out`` names what the cost table does not know. ``hidden_step_us``: by pipeline
-    rank, by how much the host's optimizer step is shorter than one that waits, because of its steps beside the
+    rank, by how much the host's optimizer step is shorter than one that waits, because of its steps during the
     backward or the next iteration; ``early_bytes``: of copies of states for these. Both are empty where there are none.
     """
 
@@ -107,7 +107,7 @@ def run(
 
     Args:
         trace: keep every interval in ``Result.events``.
-        bound_us: a time that no schedule can beat, stored beside the figures; see :mod:`megatron_ext.bounds`.
+        bound_us: a time that no schedule can beat, stored next to the figures; see :mod:`megatron_ext.bounds`.
         peaks: work out ``Result.peak_bytes``; a search that asks for times alone is faster without.
     """
     programs = rank_programs(schedule, workload, timing)

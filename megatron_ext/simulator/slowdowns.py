@@ -7,7 +7,7 @@ from megatron_ext.cost.estimates import Costs
 
 _PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
 _LINKS_OF_EXPERTS = (("gpu", "reduce"), ("reduce", "gpu"))
-"""Of dense groups and of experts: on communicators of their own, hence beside each other, over the same links."""
+"""Of dense groups and of experts: on communicators of their own, hence at the same time, over the same links."""
 
 
 class Slowdowns:

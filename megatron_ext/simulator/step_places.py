@@ -11,7 +11,7 @@ another to it takes."""
 
 
 def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float]]:
-    """By pipeline rank, microseconds of the optimizer's whole step, and of the part that no step beside the backward
+    """By pipeline rank, microseconds of the optimizer's whole step, and of the part that no step during the backward
     spares: that of the groups whose states are on the device, and what is done with gradients in host memory.
 
     Where the schedule says how the host steps, or some states are elsewhere, Megatron's own step of these groups is

@@ -195,7 +195,7 @@ class Timing:
 
     def _shard_gather_us(self, size_bytes: int) -> float:
         """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
-        parts, of which all but one piece run beside each other. What one rank holds whole is not gathered."""
+        parts, of which all but one piece run at the same time. What one rank holds whole is not gathered."""
         if self.ranks == 1:
             return 0.0
         gather_us, pieces = self.gather_us(ALL_GATHER, size_bytes), shard_pieces(size_bytes, self.ranks)

@@ -63,7 +63,7 @@ def has_hierarchy(parallel: Parallel, pp_rank: int, ranks: int | None = None) ->
 
 
 def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> Algorithm | None:
-    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow beside one plain all-gather of a group of
+    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow besides one plain all-gather of a group of
     ``ranks`` ranks (default: DP)."""
     if has_hierarchy(parallel, pp_rank, ranks):
         return HIERARCHICAL

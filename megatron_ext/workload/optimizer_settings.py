@@ -16,7 +16,7 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         main_parameter_dtype: of the optimizer's copies of 16-bit parameters. Other parameters are updated in place.
         moment_dtypes: of the optimizer's states: two for Adam, one for SGD with momentum.
         on_host: the optimizer steps in host memory (``--optimizer-cpu-offload``).
-        delayed: it steps beside the next iteration (``--delayed-parameter-update``).
+        delayed: it steps during the next iteration (``--delayed-parameter-update``).
     """
 
     gradient_dtype: str = "float32"

@@ -27,5 +27,5 @@ def region_bytes(numel: int, moments: int) -> int:
 
 
 def gradient_slot_bytes(slot_bytes: int, moments: int) -> int:
-    """Room beside a slot of ``slot_bytes`` for the gradients, fp32, of the parameters in it."""
+    """Room next to a slot of ``slot_bytes`` for the gradients, fp32, of the parameters in it."""
     return -(-slot_bytes // (1 + moments) // SECTOR_BYTES) * SECTOR_BYTES

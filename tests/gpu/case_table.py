@@ -63,7 +63,7 @@ FACTORS = {
     "cast": ("none", "host", "device"),
 }
 """``states``: of an optimizer on the device; of one on the host, in memory, with every second group on the device, or
-with two of three groups on the drive. ``early``: steps beside the backward; with ``clip`` active all are taken back.
+with two of three groups on the drive. ``early``: steps during the backward; with ``clip`` active all are taken back.
 ``never whole``: with a limit that has no room for all parameters at once, not drawn with the others.
 ``cast``: step slots, and where parameters become 16-bit."""
 

@@ -36,7 +36,7 @@ DRY_BUDGET_SECONDS, DRY_LIMITS = 3600.0, 4.0
 HANG_SECONDS = 10.0
 
 DRIVES = (Path("/var/tmp"), Path("/tmp"), ROOT)
-"""Where else to look for a drive than beside the report: in a container that may be an overlay without direct reads."""
+"""Where to look for a drive, besides next to the report: in a container that may be an overlay without direct reads."""
 
 MOST_LANES, PROCESSORS_OF_LANE = 3, 6
 """Lanes, and the processors for which there is one more."""

@@ -22,7 +22,7 @@ HOST_BYTES_PER_PARAMETER = 22
 """At most: three fp32 states, a 16-bit parameter, a gradient in fp32 and in 16 bits as slots of a step."""
 
 CONTEXT_BYTES = 2_400_000_000
-"""Of a device, for each rank beside PyTorch's blocks: with Transformer Engine, on one H200."""
+"""Of a device, for each rank besides PyTorch's blocks: with Transformer Engine, on one H200."""
 
 DEVICE_BYTES_PER_PARAMETER = {"device": 24, "host": 12, "peers": 6, "least": 7}
 """That trainings of 1.6B parameters held there: stock Megatron's by where its optimizer steps, FSDP2's and ours."""
@@ -36,7 +36,7 @@ class Timed(NamedTuple):
 
     Attributes:
         options: of the example.
-        overlapped: Megatron's host optimizer steps in parts, whose copies go beside each other
+        overlapped: Megatron's host optimizer steps in parts, whose copies go at the same time
             (``--overlap-cpu-optimizer-d2h-h2d``).
         system: ``fit`` is a plan of ours, with the settings that ``megatron-ext fit`` finds for this model and batch.
         limit_device_bytes: of the plan by which it is trained.

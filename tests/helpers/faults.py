@@ -37,7 +37,7 @@ class Faults(NamedTuple):
         seed: of the draws.
         no_wait: negative control; copies do not wait for the other ranks' shards, and gradients are added before they
             are reduced.
-        no_rollback: negative control; every step beside the backward stands.
+        no_rollback: negative control; every step during the backward stands.
         undelayed: negative control; every delayed update is applied at once.
         lose_update: negative control; the delayed update of this number, from 1, is not made.
         stale_group: this group is published as it was at first, and comes by ``cpu_shard`` from its first shard.

@@ -169,20 +169,20 @@ def _beside_the_backward(overflow: bool):
             schedule = draw_schedule(draw, workload)
             if zero_stage == 3 and random.Random(seed).random() < 0.5:
                 schedule = with_host_shards(by_cpu_shard(schedule), workload)
-                drawn = ["beside the backward, shards in host memory"]
+                drawn = ["during the backward, shards in host memory"]
             schedule = with_gradients(draw, schedule, workload, kinds)
             if zero_stage == 1 or any(group.gradients == "sharded" for group in schedule.groups):
                 break
         schedule = replace(schedule, rollback_bytes=1 << 20)
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
-        drawn += [f"beside the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
-        drawn += sorted({f"beside the backward, gradients {group.gradients}" for group in schedule.groups})
+        drawn += [f"during the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
+        drawn += sorted({f"during the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
         cast = random.Random(seed).choice((None, "host", "device"))
         if cast is not None:
             schedule = with_step_slots(schedule, workload, slots=random.Random(seed).choice((2, 3)), cast=cast)
-            drawn.append(f"beside the backward, parameters cast on the {cast}")
+            drawn.append(f"during the backward, parameters cast on the {cast}")
         validate.validate(schedule)
         schedule_file.save(path, schedule)
         return _case(draw, seed, path, name, options=options, drawn=drawn, steps_on_host=True, **how)
@@ -191,7 +191,7 @@ def _beside_the_backward(overflow: bool):
 
 
 def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-    """The host's optimizer steps beside the next iteration. At zero stage 3 shards rest on the host, and are read by
+    """The host's optimizer steps during the next iteration. At zero stage 3 shards rest on the host, and are read by
     what the start of the next iteration issues, when the last update is applied. States rest on the drive, at times."""
     workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
     workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
@@ -212,7 +212,7 @@ def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
 
 
 def _stepped_on_the_device(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-    """Every second group is; at zero stage 3 the others are stepped beside the backward."""
+    """Every second group is; at zero stage 3 the others are stepped during the backward."""
     workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
     workload = replace(workload, optimizer=OptimizerSettings(on_host=True))
     schedule = with_gradients(draw, draw_schedule(draw, workload, ("cpu", "gpu")), workload, (None, "sharded"))
@@ -252,7 +252,7 @@ def _symmetric(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
 AIMS = {
     "changed behind a copy": _changed_behind_a_copy,
     "unread, on another node": _unread_on_another_node,
-    "steps beside the backward": _beside_the_backward(False),
+    "steps during the backward": _beside_the_backward(False),
     "steps taken back": _beside_the_backward(True),
     "symmetric buffers": _symmetric,
     "through the drive, on one node": _through_the_drive(2),

@@ -321,3 +321,9 @@ def snapshot(root) -> dict[str, tuple[bytes, int]]:
         for place in sorted(Path(root).rglob("*"))
         if place.is_file() and ".git" not in place.relative_to(root).parts
     }
+
+
+def append(root, path, text):
+    """Add ``text`` to a file of the tree."""
+    place = root / path
+    place.write_bytes(place.read_bytes() + text.encode())

@@ -69,7 +69,7 @@ class Problem(NamedTuple):
     refused: str = ""
 
     def room(self, setting: Setting, workload: Workload) -> int:
-        """Device bytes that a plan may hold by its bill: the limit, or what the device has beside the reserve."""
+        """Device bytes that a plan may hold by its bill: the limit, or what the device has besides the reserve."""
         if self.limits.device_bytes is not None or self.sheet is None:
             return self.most_bytes
         parallel = setting.parallel

@@ -79,7 +79,7 @@ def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) ->
 
 
 def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Every parameter that is not small beside the others a group of its own, so that a part of a
+    """Every parameter that is not small compared with the others a group of its own, so that a part of a
     layer can stay on the device, or have a host copy; the small ones together."""
     threshold = sum(p.bytes for p in parameters) / 16
     large = [[p] for p in parameters if p.bytes >= threshold]

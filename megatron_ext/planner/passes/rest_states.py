@@ -32,7 +32,7 @@ LEAST_GAIN = 0.01
 """Share of the iteration that all states on the device must bring before such plans are made."""
 
 PARTS = (0.0, 0.5, 1.0)
-"""Of the copies that steps beside the backward of all groups need, what states on the drive leave room for."""
+"""Of the copies that steps during the backward of all groups need, what states on the drive leave room for."""
 
 
 def rest_as_must(given: Candidate) -> Candidate:
@@ -46,7 +46,7 @@ def rest_as_must(given: Candidate) -> Candidate:
 
 def rest_on_device(given: Candidate, *, few: bool) -> Iterator[Candidate]:
     """The candidate as it is; and with states on the device of as many groups as each share of the room holds, with
-    their gradients and shards: those whose steps hide least beside the backward, or the largest first, which leaves
+    their gradients and shards: those whose steps hide least during the backward, or the largest first, which leaves
     least of the room. Only candidates that differ. ``few``: of all the room alone."""
     yield given
     schedule, workload = given.schedule, given.workload
@@ -63,8 +63,8 @@ def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
     """The candidate with states on the drive as ``limits.host_bytes`` asks for.
 
     Of several choices of groups, unless ``few`` are asked for: the largest; or those whose states the drive reads and
-    writes beside most of the backward, because their gradient is reduced first. Either as few as must be, or more, so
-    that the others have room for the copies that steps beside the backward need.
+    writes during most of the backward, because their gradient is reduced first. Either as few as must be, or more, so
+    that the others have room for the copies that steps during the backward need.
 
     Raises:
         InputError: host memory is short all the same.
@@ -95,14 +95,14 @@ def _on_drive(given: Candidate, tried: Schedule, reduced_first: bool = False, pa
         return given.decided(NAME, where, [i for i, g in enumerate(tried.groups) if g.states_rest is None])
     whose = "those whose gradient is reduced first" if reduced_first else "the largest groups first"
     said = f"on the drive, as limits.host_bytes {given.workload.limits.host_bytes} asks for: {whose}"
-    said += f", with room left for {part:.0%} of the copies that steps beside the backward need" * (part > 0)
+    said += f", with room left for {part:.0%} of the copies that steps during the backward need" * (part > 0)
     made = given.decided(NAME, said, moved, groups=tried.groups, state_slots=tried.state_slots)
     rest = [i for i, group in enumerate(tried.groups) if group.states_rest is None]
     return made.decided(NAME, "in host memory, which has room for them", rest)
 
 
 def by_hidden_steps(schedule: Schedule, workload: Workload) -> list[int]:
-    """Groups in the order in which their steps hide less beside the backward: those that wait, and those whose gradient
+    """Groups in the order in which their steps hide less during the backward: those that wait, and those whose gradient
     is reduced last."""
     hides = [
         (can_step_early(group, workload), group.model_chunk_id, layers)

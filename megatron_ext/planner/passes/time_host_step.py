@@ -1,4 +1,4 @@
-"""Pass: whether the host's optimizer steps groups beside the backward, or waits for its end."""
+"""Pass: whether the host's optimizer steps groups during the backward, or waits for its end."""
 
 from msgspec.structs import replace
 
@@ -14,7 +14,7 @@ NAME = "host step"
 
 
 def time_host_step(given: Candidate) -> Candidate:
-    """The candidate with its simulated time; and with ``rollback_bytes``, as many as the steps beside the backward
+    """The candidate with its simulated time; and with ``rollback_bytes``, as many as the steps during the backward
     take, where these make the iteration shorter and ``limits.host_bytes`` has room."""
     schedule, workload, timing = given.schedule, given.workload, given.timing
     us = given.simulated_us()
@@ -26,24 +26,24 @@ def time_host_step(given: Candidate) -> Candidate:
         said = "the host steps behind the backward: its memory has no room for states as they were before"
         return given.decided(NAME, said)._replace(us=us)
     tried = run(workload, timing, replace(schedule, rollback_bytes=room))
-    times = f"an iteration takes {tried.iteration_time_us / 1e3:.3f} ms with steps beside the backward and "
+    times = f"an iteration takes {tried.iteration_time_us / 1e3:.3f} ms with steps during the backward and "
     times += f"{us / 1e3:.3f} ms without"
     if tried.iteration_time_us >= us:
         return given.decided(NAME, f"the host steps behind the backward: {times}")._replace(us=us)
-    said = f"the host steps beside the backward: {times}"
+    said = f"the host steps during the backward: {times}"
     made = given.decided(NAME, said, rollback_bytes=max(tried.early_bytes))
     return made._replace(us=tried.iteration_time_us)
 
 
 def can_time_steps(workload: Workload, timing: Timing) -> bool:
-    """Whether the run can step beside the backward, and the table says what a step takes."""
+    """Whether the run can step during the backward, and the table says what a step takes."""
     settings = workload.optimizer
     possible = settings.on_host and not settings.delayed and settings.gradient_dtype == "float32"
     return possible and timing.offers_host_step
 
 
 def copies_of_states(schedule: Schedule, workload: Workload) -> list[int]:
-    """By pipeline rank, bytes of the copies of states that steps beside the backward need, of all groups."""
+    """By pipeline rank, bytes of the copies of states that steps during the backward need, of all groups."""
     of_ranks = [0] * workload.parallel.pp
     for group in schedule.groups:
         if can_step_early(group, workload):

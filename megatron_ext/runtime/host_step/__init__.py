@@ -2,6 +2,6 @@
 are stepped.
 
 A unit (unit.py) is what one optimizer on the host steps together. Its gradients arrive, and its new parameters leave,
-through a room (room.py). It is stepped after the gradient norm (after_norm.py), beside the backward (early.py) or
-beside the next iteration (delayed.py). Its states are in memory or on a drive (drive_states.py).
+through a room (room.py). It is stepped after the gradient norm (after_norm.py), during the backward (early.py) or
+during the next iteration (delayed.py). Its states are in memory or on a drive (drive_states.py).
 """

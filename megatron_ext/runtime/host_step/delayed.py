@@ -1,4 +1,4 @@
-"""The host's optimizer steps beside the next iteration: delayed parameter update.
+"""The host's optimizer steps during the next iteration: delayed parameter update.
 
 [Note: Delayed parameter update]
 w[t+1] = w[t] - f(gradient at w[t-1]): the step on the gradient of one iteration is made while the next iteration
@@ -30,7 +30,7 @@ from megatron_ext.runtime.worker import Transfer, Worker
 
 
 class DelayedUpdate(Part):
-    """Makes the steps of one rank beside the next iteration, see the note above.
+    """Makes the steps of one rank during the next iteration, see the note above.
 
     Args:
         link: of the rooms of all units.

@@ -107,7 +107,7 @@ class DriveStates:
         settings: how to read and write.
         link: of the rooms.
         early: units have two places, so that they may be stepped early.
-        rooms: one for each unit, where updates are delayed; None: there is one beside each slot.
+        rooms: one for each unit, where updates are delayed; None: there is one for each slot.
 
     Attributes:
         begun: units that were stepped early in this iteration, in this order.

@@ -1,4 +1,4 @@
-"""Steps of the host's optimizer beside the backward: speculation, then validation.
+"""Steps of the host's optimizer during the backward: speculation, then validation.
 
 [Note: Speculation, then validation]
 The gradient norm, and with it the factor by which gradients are clipped, is known only when every gradient is reduced;
@@ -43,7 +43,7 @@ LONGEST_PAUSE = 16
 
 
 class EarlyUnit:
-    """A unit that is stepped beside the backward.
+    """A unit that is stepped during the backward.
 
     Args:
         gradients: by piece of the unit, where its reduced gradient lies, fp32.

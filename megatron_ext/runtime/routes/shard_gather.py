@@ -5,7 +5,7 @@ rests in host memory, so nothing is published for this route.
 Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
 Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
-copied, and the next group is copied beside this one's last all-gather. The route has a process group of its own. Groups
+copied, and the next group is copied during this one's last all-gather. The route has a process group of its own. Groups
 that one rank holds whole are only copied: their shard is the copy in host memory.
 """
 

@@ -1,4 +1,4 @@
-"""Steps from the drive beside the backward, drawn: what rests where, slots, clipping, overflow, changed parameters."""
+"""Steps from the drive during the backward, drawn: what rests where, slots, clipping, overflow, changed parameters."""
 
 import random
 

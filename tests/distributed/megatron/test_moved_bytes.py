@@ -53,7 +53,7 @@ def train(services, workloads, tmp_path):
 
 OFFLOAD = dict(name="bf16-offload", on_host=True)
 NOT_CLIPPED = ["--clip-grad", "1e9"]
-"""No step beside the backward is taken back: what is made again moves again."""
+"""No step during the backward is taken back: what is made again moves again."""
 
 DELAYED = ["--delayed-parameter-update", "0"]
 CASES = {
@@ -69,8 +69,8 @@ CASES = {
     "zero stage 1": dict(name="fp32", make=everything(("gpu", "cpu", "nvme")), zero_stage=1),
     "Megatron's step, shards": OFFLOAD | dict(make=SHARDS),
     "states on the device": OFFLOAD | dict(make=some_on_device(everything(("gpu", "cpu"), ("sharded",)))),
-    "beside the backward": OFFLOAD | dict(make=beside_backward(SHARDS), options=NOT_CLIPPED),
-    "beside the backward, on the drive": OFFLOAD | dict(make=on_drive(beside_backward(ALL)), options=NOT_CLIPPED),
+    "during the backward": OFFLOAD | dict(make=beside_backward(SHARDS), options=NOT_CLIPPED),
+    "during the backward, on the drive": OFFLOAD | dict(make=on_drive(beside_backward(ALL)), options=NOT_CLIPPED),
     "delayed, on the drive": OFFLOAD | dict(make=on_drive(ALL), options=DELAYED),
 }
 MOVED = {

@@ -46,7 +46,7 @@ def test_training_is_that_with_states_in_memory(workloads, services, tmp_path, z
 @pytest.mark.parametrize("rollback_bytes", some([0, None], 1))
 def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloads, services, tmp_path, rollback_bytes):
     """Saved by one run, loaded by another whose states rest in memory, and the other way; those on the drive are
-    stepped beside the backward, or at its end."""
+    stepped during the backward, or at its end."""
     (tmp_path / "drive").mkdir()
     on_drive(workloads["interleaved", MODEL], 3, tmp_path / "s.json", 5, every=3, rollback_bytes=rollback_bytes)
     schedule = schedule_file.decode(tmp_path / "s.json")
@@ -96,7 +96,7 @@ def test_checkpoints_take_memory_for_one_group(megatron_tree, tmp_path, rest):
 @pytest.mark.parametrize("rollback_bytes", some([0, None], 1))
 @pytest.mark.parametrize("fault", some(["full drive", "read error", "short read", "write error", "short write"], 1))
 def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, fault, rollback_bytes):
-    """Beside the backward, and at its end."""
+    """During the backward, and at its end."""
     on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1000, rollback_bytes=rollback_bytes)
     failed = failing_run(tmp_path, "1", fault, 2, "--train-iters", "1000")
     assert failed.returncode == 1

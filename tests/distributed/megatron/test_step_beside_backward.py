@@ -1,4 +1,4 @@
-"""The host's step beside the backward: training is that of the step which waits for the gradient norm."""
+"""The host's step during the backward: training is that of the step which waits for the gradient norm."""
 
 import random
 
@@ -23,7 +23,7 @@ ENOUGH = 1 << 20  # bytes of copies of states: more than any rank's
 
 
 def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,), rollback_bytes: int = ENOUGH):
-    """A drawn schedule whose optimizer steps beside the backward; and its workload."""
+    """A drawn schedule whose optimizer steps during the backward; and its workload."""
     workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
     draw = random.Random(seed)
     schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)

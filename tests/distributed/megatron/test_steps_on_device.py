@@ -61,7 +61,7 @@ def options(folder, *more, model=MODEL) -> list[str]:
 def test_training_is_that_of_the_reference_and_of_states_in_host_memory(
     workloads, services, tmp_path, zero_stage, kinds, drive, more
 ):
-    """Every iteration is clipped, so that steps beside the backward are taken back."""
+    """Every iteration is clipped, so that steps during the backward are taken back."""
     schedule, workload = write(workloads["interleaved", MODEL], zero_stage, tmp_path, 3, kinds, drive, **more)
     case = dict(
         options=options(tmp_path, "--clip-grad", "1e-4", "--metrics-path", str(tmp_path / "unused.json")),
@@ -145,7 +145,7 @@ def test_a_fused_optimizer_goes_on_from_states_of_the_host_and_they_from_its_own
 
 
 def test_iterations_that_overflow_are_skipped(workloads, services, tmp_path):
-    """Every third iteration; the others are clipped. Groups beside it are stepped beside the backward."""
+    """Every third iteration; the others are clipped. Groups beside it are stepped during the backward."""
     write(workloads["interleaved", "fp16"], 3, tmp_path, 7, (None, "sharded"), drive=True, rollback_bytes=1 << 20)
     answer = services("interleaved").run(
         options=options(tmp_path, "--clip-grad", "1e-4", model="fp16"),

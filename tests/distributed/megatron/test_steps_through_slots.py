@@ -26,7 +26,7 @@ def write(workload, zero_stage: int, path, seed: int, kinds=(None,), hosted=Fals
     Args:
         hosted: shards rest in host memory.
         drive_every: of so many groups one has its states on the drive.
-        early: steps are made beside the backward.
+        early: steps are made during the backward.
         slots: arguments of ``with_step_slots``.
     """
     workload = replace(workload, zero_stage=zero_stage, optimizer=OptimizerSettings(on_host=True))
@@ -72,7 +72,7 @@ def check_census(answer, schedule, workload) -> None:
     ),
 )
 def test_training_is_that_without_slots(workloads, services, tmp_path, cast, zero_stage, kinds, how, clip):
-    """With every iteration clipped, and with none; beside the backward, and at its end."""
+    """With every iteration clipped, and with none; during the backward, and at its end."""
     how = {"slots": 2, "cast": cast} | how
     schedule, workload = write(
         workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 11, kinds, **how

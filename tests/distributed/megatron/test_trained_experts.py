@@ -104,7 +104,7 @@ def test_a_drawn_schedule_trains_bitwise_like_megatron(
 
 def write_host_step(workload, path, drive_every: int) -> Schedule:
     """Shards in host memory, from which groups come by ``cpu_shard``, and an optimizer that steps on the host through
-    slots and beside the backward; of so many groups one has its states on the drive."""
+    slots and during the backward; of so many groups one has its states on the drive."""
     draw, workload = random.Random(3), sized(workload, 3, on_host=True)
     schedule = with_host_shards(by_cpu_shard(draw_schedule(draw, workload, routes=("gpu",))), workload)
     schedule = with_gradients(draw, schedule, workload, ("sharded", "host"))

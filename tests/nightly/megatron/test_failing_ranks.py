@@ -33,7 +33,7 @@ def undisturbed(folder: Path, *model: str, rollback_bytes: int | None = None) ->
     return folder, json.loads((folder / "metrics.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[0, None], ids=["beside the backward", "at its end"])
+@pytest.fixture(scope="module", params=[0, None], ids=["during the backward", "at its end"])
 def whole(request, megatron_tree, tmp_path_factory):
     return undisturbed(tmp_path_factory.mktemp("whole"), rollback_bytes=request.param)
 

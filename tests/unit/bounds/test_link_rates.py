@@ -19,7 +19,7 @@ def test_publishing_and_gathers_on_one_network_bring_no_more_than_it_carries():
 
 
 def test_publishing_and_copies_that_disturb_each_other_take_each_its_own_time():
-    """Both at ten bytes a microsecond, one after the other or half as fast beside each other: five in all."""
+    """Both at ten bytes a microsecond, one after the other or half as fast at the same time: five in all."""
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline")
     for slowdown, rate in ((1.0, 10.0), (1.5, 20 / 3), (2.0, 5.0), (9.0, 5.0)):
         contention = (("cpu", "publish", slowdown), ("publish", "cpu", slowdown))

@@ -226,7 +226,7 @@ def test_nothing_is_faster_where_host_copies_are_published_between_nodes(seed):
 @pytest.mark.parametrize("known", [("host_step", "host_add"), ("host_step",)])
 @pytest.mark.parametrize("device_us", [1.0, 400.0])
 def test_nothing_is_faster_with_any_states_on_the_device_or_the_drive(known, device_us):
-    """Every choice of groups, stepped beside the backward where the table knows what that takes or at its end."""
+    """Every choice of groups, stepped during the backward where the table knows what that takes or at its end."""
     work = make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline", layers=3, zero_stage=3, p2p_bytes=0)
     work = replace(work, optimizer=OptimizerSettings(on_host=True), limits=Limits(device_bytes=10**9))
     groups, _ = groups_of(work, layer_buckets)

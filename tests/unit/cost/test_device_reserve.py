@@ -1,4 +1,4 @@
-"""What a device holds beside the bill, by hand."""
+"""What a device holds besides the bill, by hand."""
 
 import json
 

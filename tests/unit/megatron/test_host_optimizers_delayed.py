@@ -20,7 +20,7 @@ from megatron_ext.workload.optimizer_settings import OptimizerSettings
 def test_a_delay_needs_a_schedule_without_other_steps_of_the_host():
     work = replace(make_workload(), optimizer=OptimizerSettings(on_host=True, delayed=True))
     schedule = plan(work, make_table(work), policy="all-gpu")
-    with pytest.raises(InputError, match="rollback_bytes: steps beside the backward cannot be combined with --delayed"):
+    with pytest.raises(InputError, match="rollback_bytes: steps during the backward cannot be combined with --delayed"):
         match(replace(schedule, rollback_bytes=1), work)
     with pytest.raises(InputError, match="--delayed-parameter-update = 3: needs --user-defined-schedule"):
         hooks.configure(None, delay=3)

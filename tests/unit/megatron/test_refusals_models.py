@@ -24,7 +24,7 @@ def model(**parts) -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ({"encoder": stack, "decoder": stack}, "Module: has an encoder beside its decoder: .* two tensors"),  # T5
+        ({"encoder": stack, "decoder": stack}, "Module: has an encoder next to its decoder: .* two tensors"),  # T5
         ({"encoder": stack}, "its layers in encoder: .* one decoder alone"),  # BERT
         ({"vision_model": stack, "language_model": stack}, "a vision model and a language model: "),  # LLaVA
     ],

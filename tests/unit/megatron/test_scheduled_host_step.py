@@ -1,4 +1,4 @@
-"""Which groups the host's optimizer may step beside the backward, and what a checkpoint has of states on the drive."""
+"""Which groups the host's optimizer may step during the backward, and what a checkpoint has of states on the drive."""
 
 from types import SimpleNamespace
 

@@ -19,7 +19,7 @@ PASSES = ("cut", "offload", "place", "step slots", "rest states", "host step")
 @pytest.fixture(scope="module")
 def in_little_memory():
     """Little device memory, and host memory in which few copies of states have room: gradients and shards rest on the
-    host, which steps through slots, some of it beside the backward."""
+    host, which steps through slots, some of it during the backward."""
     shape = dict(pp=1, vp=1, dp=2, order="no_pipeline", layers=4, microbatches=2, zero_stage=3, hidden=128)
     work = replace(make_workload(**shape), optimizer=OptimizerSettings(on_host=True))
     table = make_table(work, gpu=(20.0, 8e3), cpu=(10.0, 12e3), nvme=(10.0, 4e3), optimizer=line(5.0, 4e4))
@@ -70,7 +70,7 @@ def test_a_group_goes_through_all_passes_and_each_says_what_the_schedule_holds(r
         assert routes == [f"by {action.route}" for action in actions][:3]
         assert any(text.startswith(rests[group.states_rest]) for text in said["rest states"])
         assert ("goes through them" in said["step slots"][-1]) == (schedule.step_slots is not None)
-        assert said["host step"][0].startswith("the host steps beside the backward: an iteration takes ")
+        assert said["host step"][0].startswith("the host steps during the backward: an iteration takes ")
         assert schedule.rollback_bytes is not None
 
 

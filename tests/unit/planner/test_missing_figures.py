@@ -47,7 +47,7 @@ def host_gradients():
 
 
 def on_host(cast="device", **states):
-    """Steps of the host beside the backward, new parameters cast on the device; ``states`` of every other group."""
+    """Steps of the host during the backward, new parameters cast on the device; ``states`` of every other group."""
     work = work_of(2, optimizer=OptimizerSettings(on_host=True))
     schedule = stock_schedule(work, layer_buckets)
     groups = tuple(

@@ -1,4 +1,4 @@
-"""Parts of an iteration beside their predictions; a run's own figures go back into its table, and the error falls."""
+"""Parts of an iteration next to their predictions; a run's own figures go back into its table, and the error falls."""
 
 import pytest
 from msgspec.structs import replace

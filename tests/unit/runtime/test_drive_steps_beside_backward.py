@@ -1,4 +1,4 @@
-"""Units whose states rest on a drive, stepped beside the backward: whatever becomes of a step, training is the same."""
+"""Units whose states rest on a drive, stepped during the backward: whatever becomes of a step, training is the same."""
 
 import os
 import random

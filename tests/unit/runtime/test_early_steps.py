@@ -1,4 +1,4 @@
-"""Steps of the host's optimizer beside the backward: what stands, what is taken back, and what waits."""
+"""Steps of the host's optimizer during the backward: what stands, what is taken back, and what waits."""
 
 import threading
 import time

@@ -201,7 +201,7 @@ def test_a_room_that_parameters_leave_from_is_not_overwritten(training, halves, 
 
 
 class Beside(Training):
-    """Units that may be stepped beside the backward."""
+    """Units that may be stepped during the backward."""
 
     def __init__(self, *args, published=lambda: None, **how):
         super().__init__(*args, **how)

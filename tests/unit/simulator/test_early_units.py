@@ -1,4 +1,4 @@
-"""The host's step beside the backward and beside the next iteration, simulated: what it hides, what waits, and what it
+"""The host's step during the backward and during the next iteration, simulated: what it hides, what waits, and what it
 takes in memory."""
 
 import pytest

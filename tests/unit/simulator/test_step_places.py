@@ -64,7 +64,7 @@ def test_a_group_that_the_device_steps_is_not_stepped_beside_the_backward():
 
 
 def test_the_place_of_the_cast_says_what_the_host_s_step_takes():
-    """Beside the backward of 600 us begin two steps of 300 us, or three of 240."""
+    """During the backward of 600 us begin two steps of 300 us, or three of 240."""
     for early, shorter in ((False, 3 * (HOST_US - CAST_US)), (True, HOST_US - (3 * CAST_US - 600.0))):
         times = {cast: evaluate(*case(1, early=early, cast=cast)).iteration_time_us for cast in ("host", "device")}
         assert times["host"] == evaluate(*case(1, early=early)).iteration_time_us

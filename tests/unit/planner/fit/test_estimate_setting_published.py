@@ -38,7 +38,7 @@ def test_the_more_states_on_the_host_the_slower_and_the_smaller(microbatches):
     host = choice(True, most - states + (1 << 28))
     half = choice(True, most - states // 2 + (1 << 28))
     assert device.stock is not None and host.stock is not None and device.stock.us < host.stock.us
-    # A plan steps the half on the host beside the backward, which Megatron does not: it may cost nothing.
+    # A plan steps the half on the host during the backward, which Megatron does not: it may cost nothing.
     assert device.us < half.us * 1.01 and half.us < host.us
     assert device.device_bytes > half.device_bytes > host.device_bytes
     assert replace(device.setting.optimizer, on_host=True) == host.setting.optimizer

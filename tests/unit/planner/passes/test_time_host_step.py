@@ -1,4 +1,4 @@
-"""The planner decides whether the host's optimizer steps beside the backward."""
+"""The planner decides whether the host's optimizer steps during the backward."""
 
 import pytest
 from msgspec.structs import replace
@@ -189,7 +189,7 @@ def test_what_a_plan_is_compared_with_steps_as_the_plan_does():
 
 
 def test_a_plan_that_gains_by_steps_beside_the_backward_alone_gains():
-    """Stock Megatron's own gathers, but steps beside the backward: another plan than stock's."""
+    """Stock Megatron's own gathers, but steps during the backward: another plan than stock's."""
     work, table = case()
     planned = plan(work, table)
     stock = replace(stock_schedule(work), rollback_bytes=planned.rollback_bytes)

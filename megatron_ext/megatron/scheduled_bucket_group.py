@@ -1,0 +1,92 @@
+"""A bucket group whose parameters are gathered, and whose gradients may be reduced, as the schedule says."""
+
+from collections.abc import Callable
+
+from megatron.core.distributed import param_and_grad_buffer as upstream
+
+from megatron_ext.formats.moved_bytes import reduced_bytes
+from megatron_ext.runtime.gradients import Gradient
+from megatron_ext.runtime.group import ScheduleError
+
+WITHOUT_SCHEDULE = (
+    "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, or finish was"
+)
+
+
+class _NoGradient:
+    """Stands in for ``main_grad`` of a parameter whose gradient nobody gives bytes to any more: adding to its freed
+    storage would end the process without a word."""
+
+    def __getattr__(self, name: str):
+        raise ScheduleError(WITHOUT_SCHEDULE)
+
+
+class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
+    """A bucket group whose parameters are gathered by the schedule, not by module hooks.
+
+    Whole gradients are reduced by Megatron, those that come and go by the program. Whoever asks for parameters outside
+    of the schedule (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole, or in turn: in_turn.py.
+    """
+
+    executor = None
+
+    gradient: Gradient | None = None
+    """Set where the schedule says when the gradient is reduced."""
+
+    reduced: Callable | None = None
+    """Set where the group is stepped during the backward: told of the reduce of a gradient that stays whole."""
+
+    def end(self) -> None:
+        """The run has ended: whoever goes on training is told so."""
+        self.executor = None
+        if self.gradient is not None:
+            for parameter in self.params:
+                vars(parameter)["main_grad"] = _NoGradient()
+
+    def issue_reduce(self):
+        """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle."""
+        super().start_grad_sync()
+        handle, self.grad_reduce_handle = begun_reduce(self), None
+        return handle
+
+    def register_grad_ready(self, *args, **kwargs):
+        if self.gradient is None:
+            super().register_grad_ready(*args, **kwargs)
+
+    def finish_grad_sync(self, *args, **kwargs):
+        if self.gradient is None:
+            super().finish_grad_sync(*args, **kwargs)
+        else:
+            self.param_gather_dispatched = False
+
+    def start_grad_sync(self, *args, **kwargs):
+        if self.executor is None:
+            raise ScheduleError(WITHOUT_SCHEDULE)
+        if self.gradient is None:
+            super().start_grad_sync(*args, **kwargs)
+            if self.executor.recorder.counts:
+                sizes = self.intra_distributed_optimizer_instance_size, instances_of(self.ddp_config)
+                size = reduced_bytes(self.buckets[0].grad_data.nbytes, *sizes)
+                self.executor.recorder.moved("gradient", "network", size)
+            if self.reduced is not None:
+                self.reduced(begun_reduce(self))
+
+    def start_param_sync(self, force_sync: bool = False):
+        if force_sync and self.executor is not None:
+            self.executor.sync_parameters()
+
+    def finish_param_sync(self, skip_next_bucket_dispatch: bool = False):
+        """Nothing to finish: the program waits for groups."""
+
+
+def instances_of(config) -> int:
+    """Of a DistributedDataParallelConfig, in how many instances of the optimizer the replicas are."""
+    return getattr(config, "num_distributed_optimizer_instances", 1)
+
+
+def begun_reduce(bucket_group):
+    """What is waited for of the reduce that ``bucket_group`` has just begun. With several instances Megatron keeps no
+    handle: a stream of its own makes both collectives, one after the other. (There always is one of the two:
+    overlap_param_gather, which a schedule needs, needs overlap_grad_reduce.)"""
+    handle = bucket_group.grad_reduce_handle
+    return bucket_group.communication_stream.record_event() if handle is None else handle
