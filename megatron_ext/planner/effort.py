@@ -20,8 +20,8 @@ LEAST_CANDIDATES = 4
 ESTIMATED_ROUNDS = 2
 """Rounds of ``microbatch_group_size`` micro-batches in an estimate; further rounds repeat the same steps."""
 
-POLISHED_STEPS = 2048
-"""With more steps than this one decision is too small a part of the whole to be worth a simulation."""
+SMALL_STEPS = 2048
+"""Up to so many steps several whole plans can be simulated."""
 
 
 class LastFound:
@@ -48,7 +48,7 @@ def shortened(workload: Workload) -> Workload:
     """The same workload with at most :data:`ESTIMATED_ROUNDS` rounds of micro-batches."""
     parallel = workload.parallel
     most = ESTIMATED_ROUNDS * parallel.microbatch_group_size
-    if parallel.num_microbatches <= most or number_of_steps(workload) <= POLISHED_STEPS:
+    if parallel.num_microbatches <= most or number_of_steps(workload) <= SMALL_STEPS:
         return workload
     return workload.with_microbatches(most)
 
@@ -79,7 +79,7 @@ def judged_us(workload: Workload, timing: Timing, schedule: Schedule) -> float:
 
 def is_small(workload: Workload) -> bool:
     """Whether several whole plans can be simulated."""
-    return number_of_steps(workload) <= POLISHED_STEPS
+    return number_of_steps(workload) <= SMALL_STEPS
 
 
 def is_tiny(workload: Workload) -> bool:

@@ -1,16 +1,15 @@
-"""The search: ways to cut, keep and place groups are estimated by placement passes, the best are simulated, and then
-improved one decision at a time.
+"""The search: ways to cut, keep and place groups are estimated by placement passes, the best are simulated, and
+their gathers sent by other routes one at a time.
 
 The effort is counted in simulated steps and not in seconds, so the same inputs give the same plan on every machine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
 
-from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks
@@ -18,8 +17,8 @@ from megatron_ext.planner.effort import (
     CLOSE_ENOUGH,
     EFFORT,
     LEAST_CANDIDATES,
-    POLISHED_STEPS,
     RELIEF_WEIGHT,
+    SMALL_STEPS,
     is_tiny,
     judged_us,
     number_of_steps,
@@ -32,7 +31,6 @@ from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_gro
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
-from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
@@ -40,8 +38,8 @@ from megatron_ext.workload.workload import Workload
 SIMULATED = 8
 """Best settings by estimate that the simulator judges."""
 
-POLISHED = 4
-"""The best of those; their decisions are then changed one by one."""
+REROUTED = 4
+"""The best of those; their gathers are then sent by other routes one at a time."""
 
 PLACERS = 4
 """Groupings whose placement passes are kept ready."""
@@ -111,7 +109,6 @@ class Search:
         self.refused: InputError | None = None
         self._blocks: dict[tuple[int, int], Blocks | None] = {}
         self._placers: list[tuple[Blocks, Workload, GatherPlacer]] = []
-        self._times: dict[tuple, float] = {}  # of a tiny workload, by groups and gathers: choices often give the same
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -197,86 +194,43 @@ class Search:
         """Simulated iteration time with these choices; the best schedule so far is kept. Infinite where a node's host
         memory is short."""
         self.effort -= self.steps  # the placement pass
-        gathers = ()
         try:
             plan = self._place(given, self.workload)
-            if is_tiny(self.workload):
-                gathers = (given.blocks.groups, *map(tuple, plan.placed), *map(tuple, plan.freed))
-                if gathers in self._times:
-                    self._count(plan)
-                    return self._times[gathers]
             schedule = assemble(self.workload, given.blocks.groups, plan.placed, plan.freed, planner="hybrid")
             us = judged_us(self.workload, self.timing, schedule)
         except InputError as error:
             self.refused = error
             return inf
-        self._count(plan, visits_of_gradients(self.workload, schedule.groups))
-        if gathers:
-            self._times[gathers] = us
+        self.tried += 1
+        visits = visits_of_gradients(self.workload, schedule.groups)
+        self.effort -= self.steps + 4 * (sum(map(len, plan.placed)) + visits)
         mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
         if mark < self.best_mark * (1 - 1e-9):
             self.best_mark, self.best_us, self.best = mark, us, schedule
         return us
 
-    def _count(self, plan: Plan, visits: int = 0) -> None:
-        """Count a simulated plan against the effort."""
-        self.tried += 1
-        self.effort -= self.steps + 4 * (sum(map(len, plan.placed)) + visits)
-
-    def polish(self, given: Grouping, us: float) -> None:
-        """Change one decision at a time while the simulated iteration time falls.
-
-        A change sends one gather by another link, stops prefetching before one use, or gives or
-        takes a host copy.
-        """
+    def reroute(self, given: Grouping, us: float) -> None:
+        """Send one gather at a time by another route while the simulated iteration time falls."""
         improved = True
         while improved and not self.spent():  # ends: each turn lowers us and tries a new plan
-            improved, plan = False, self._place(given, self.workload)
-            for choices in self._changes(given, plan):
+            improved, best = False, given
+            for choices in _other_routes(given.choices, self._place(given, self.workload)):
                 if self.spent():
                     return
-                if choices is None:  # places as ``plan`` does, and counts as if it had been tried
-                    self.effort -= self.steps
-                    groups = () if is_tiny(self.workload) else given.blocks.groups
-                    self._count(plan, visits_of_gradients(self.workload, groups))
-                    continue
                 other = given._replace(choices=choices)
                 found = self.time_of(other)
                 if found < us * (1 - 1e-9):
                     best, us, improved = other, found, True
-            given = best if improved else given
+            given = best
 
-    def _changes(self, given: Grouping, plan: Plan) -> Iterator[Choices | None]:
-        """Neighbours of the choices, one decision apart; None for one that cannot place anything else."""
-        workload, (blocks, choices) = self.workload, given
-        for pp_rank, mine in enumerate(plan.placed):
-            for number, item in enumerate(mine):
-                for route in choices.routes:
-                    if route != item.route:
-                        changes = (pp_rank, number) in choices.forced or choices.may_take(route, item.group)
-                        forced = {**choices.forced, (pp_rank, number): route}
-                        yield choices._replace(forced=forced) if changes else None
-        limit, groups, kinds = pinned_limit(workload, blocks.groups), blocks.groups, [*map(kind_of, choices.routes)]
-        if limit is not None and any(kind.reads_host_copy for kind in kinds) and not choices.from_host:
-            gathered = any(kind.needs_device_shard for kind in kinds)
-            for swap in product(range(len(groups)), repeat=2):
-                hosted = choices.hosted ^ frozenset(swap)
-                staged = choices.staged - hosted
-                if not gathered and len(hosted) < len(groups):
-                    continue
-                if max(pinned_need(workload, groups, hosted, staged)) <= limit:
-                    yield choices._replace(hosted=hosted, staged=staged)
-        if workload.zero_stage == 3:
-            for pp_rank, uses in enumerate(self._uses(given)):
-                for use in range(1, uses):
-                    held = choices.held ^ {(pp_rank, use)}
-                    changes = len(held) < len(choices.held) or use in plan.ahead[pp_rank]
-                    yield choices._replace(held=held) if changes else None
 
-    def _uses(self, given: Grouping) -> list[int]:
-        """By pipeline rank, the number of its block uses."""
-        (placer,) = (p for blocks, work, p in self._placers if blocks is given.blocks and work is self.workload)
-        return [len(rank.block_uses) for rank in placer.ranks]
+def _other_routes(choices: Choices, plan: Plan) -> Iterator[Choices]:
+    """The choices with another route for one of the gathers of ``plan``, which they have placed."""
+    for pp_rank, mine in enumerate(plan.placed):
+        for number, item in enumerate(mine):
+            for route in choices.routes:
+                if route != item.route and ((pp_rank, number) in choices.forced or choices.may_take(route, item.group)):
+                    yield choices._replace(forced={**choices.forced, (pp_rank, number): route})
 
 
 def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Grouping | None:
@@ -305,14 +259,14 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     state.effort = max(state.effort, state.full_effort // 4)
     judged = []
     own = [index for index, cut in enumerate(state.cuts) if cut in state.own_cuts]
-    for settings in _to_judge(state.estimates, own):
-        if judged and state.spent():
+    for number, settings in enumerate(_to_judge(state.estimates, own)):
+        if number and state.spent():
             break
         made = state.made(settings)
         assert made is not None  # its estimate is finite
-        judged.append((state.time_of(made), len(judged), made))
-    for us, _, made in sorted(judged)[: POLISHED if state.steps <= POLISHED_STEPS else 0]:
-        state.polish(made, us)
+        judged.append((state.time_of(made), number, made))
+    for us, _, made in sorted(judged)[: REROUTED if state.steps <= SMALL_STEPS else 0]:
+        state.reroute(made, us)
     if state.best is None:
         assert state.refused is not None  # all that was judged
         raise state.refused

@@ -10,7 +10,7 @@ from math import inf
 
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.effort import POLISHED_STEPS, RELIEF_WEIGHT, LastFound, number_of_steps, relieved_share
+from megatron_ext.planner.effort import RELIEF_WEIGHT, SMALL_STEPS, LastFound, number_of_steps, relieved_share
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings, search
@@ -146,7 +146,7 @@ def _estimate(state: Search) -> float:
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
     settings = [Settings(cut, 0, state.middle, 0) for cut in cuts]
     best = min(settings, key=state.estimate)
-    if state.steps > POLISHED_STEPS:
+    if state.steps > SMALL_STEPS:
         return state.estimate(best)
     own = [one for one in settings if state.cuts[one.cut] in state.own_cuts]
     for made in [state.made(one) for one in {best, *own} if state.estimate(one) < inf]:

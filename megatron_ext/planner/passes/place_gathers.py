@@ -36,15 +36,11 @@ from megatron_ext.workload.workload import Workload
 
 
 class Plan(NamedTuple):
-    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds).
-
-    ``ahead``: by rank, uses for which something was brought, freed or kept before them.
-    """
+    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds)."""
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
     end_us: float
-    ahead: list[set[int]]
 
 
 class Choices(NamedTuple):
@@ -56,7 +52,6 @@ class Choices(NamedTuple):
         hosted: groups that may have a host copy.
         staged: groups that may go through staging slots.
         forced: by (rank, number of its unshard in issue order), a route.
-        held: (rank, use): nothing for this use or later ones is prefetched before it.
         from_host: groups whose shards rest in host memory.
     """
 
@@ -65,7 +60,6 @@ class Choices(NamedTuple):
     hosted: frozenset[int]
     staged: frozenset[int] = frozenset()
     forced: dict[tuple[int, int], str] = {}
-    held: frozenset[tuple[int, int]] = frozenset()
     from_host: frozenset[int] = frozenset()
 
     def may_take(self, route: Route, group: int) -> bool:
@@ -92,7 +86,6 @@ class RankPlacement:
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
         self.possible: dict[int, list[RouteKind]] = {}  # group -> routes by which it may go
-        self.ahead: set[int] = set()
         self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
         self.link_free: dict[int | str, float] = {}  # by queue
@@ -165,26 +158,21 @@ class RankPlacement:
 
     def _look_ahead(self, number: int) -> None:
         """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
-        given, whole, held, stays = self.given, self.whole, self.choices.held, self.stays
+        given, whole, stays = self.given, self.whole, self.stays
         ideal, longest, last = given.ideal, given.longest, len(self.block_uses)
         reach = ideal[max(number, 0)] + self.choices.horizon_us
         current = given.groups_of[number] if number >= 0 else ()
         # ends: each turn raises front or returns
         while self.front < last and ideal[self.front] <= reach:
             front = self.front
-            if held and (self.pp_rank, front) in held:
-                return
             missing = []
             for group in longest[front]:
                 if group in whole:
                     until = stays.get((group, front), front) if stays else front
-                    if whole[group] < until:
-                        whole[group] = until
-                        self.ahead.add(front)
+                    whole[group] = max(whole[group], until)
                 else:
                     missing.append(group)
             if missing:
-                freed = len(self.freed)
                 fits = self._free_up(number, missing, beyond=front, keep=current)
                 if not fits:
                     others = [group for group in given.groups_of[front] if group not in whole]
@@ -193,10 +181,7 @@ class RankPlacement:
                 for group in missing:
                     self._bring(number, group, front)
                 if not fits:
-                    if missing or len(self.freed) > freed:
-                        self.ahead.add(front)
                     return
-            self.ahead.add(front)
             self.front += 1
 
     def _free_up(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
@@ -346,7 +331,6 @@ class GatherPlacer:
             [one.placed for one in placements],
             [one.freed for one in placements],
             max(max(one.now, one.reduced) for one in placements),
-            [one.ahead for one in placements],
         )
 
 
