@@ -86,7 +86,8 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
             for parameter in group["params"]:
                 if parameter in states:  # after a checkpoint was loaded, with a copy of the parameter among them
                     own = states[parameter]
-                    one.state[parameter] = {name: own[name] for name in own if name != "master_param"}
+                    # Nor what a checkpoint says of the shard, see save_from_drive: a step is taken back by tensors.
+                    one.state[parameter] = {n: v for n, v in own.items() if n not in ("master_param", "padding")}
     chosen = {parameter for groups in units for group in groups for parameter in group["params"]}
     for one in hybrid.cpu_optimizers:
         rest = [{**group, "params": [p for p in group["params"] if p not in chosen]} for group in one.param_groups]

@@ -1,14 +1,16 @@
-"""How a training process ends: bad input, a drive that fails and a lost peer by one line and an exit code each."""
+"""How a training process ends: bad input, a drive that fails, a kernel that faults and a lost peer by one line and an
+exit code each."""
 
 import os
 import sys
 import time
+import traceback
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import worker
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.watch import exit_code, lost_peer
-from megatron_ext.runtime.worker import begin_exit
 
 OTHER_RANKS_SECONDS = 2.0
 """How long ranks but the first wait before they say what is wrong: the first mostly says the same, and the launcher
@@ -29,16 +31,32 @@ def install() -> None:
 
 
 def says_all(error: BaseException) -> bool:
-    """Whether the text of ``error`` is enough: bad input, a drive that fails, another rank that is gone."""
-    return isinstance(error, (InputError, DriveError)) or lost_peer(error)
+    """Whether the text of ``error`` is enough: bad input, a drive that fails, a kernel that faults, another rank that
+    is gone."""
+    return isinstance(error, (InputError, DriveError)) or lost_peer(error) or device_fault(error)
+
+
+def device_fault(error: BaseException) -> bool:
+    """Whether a kernel of a run by a schedule has failed. From then on the device answers every call by this error, so
+    nothing can be closed; the place where it is raised is not the kernel's."""
+    of_schedule = worker.on_failure is not None
+    return of_schedule and isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+
+
+def _noticed(error: BaseException) -> str:
+    """Where ``error`` was raised: the innermost frame that is none of torch's."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+    place = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"; noticed{place}, the kernel was launched earlier: CUDA_LAUNCH_BLOCKING=1 says where"
 
 
 def end(error: BaseException) -> NoReturn:
     """Say what is wrong and leave; threads of collectives may still wait for ranks that are gone."""
-    begin_exit()  # or a thread that waits for the first rank would call it lost
+    worker.begin_exit()  # or a thread that waits for the first rank would call it lost
     rank, (text, *_) = int(os.environ.get("RANK", 0)), str(error).splitlines() or [type(error).__name__]
     if not isinstance(error, InputError):
         text = f"rank {rank}: {'another rank is gone: ' if lost_peer(error) else ''}{text}"
+        text += _noticed(error) if device_fault(error) else ""
     elif rank > 0:
         time.sleep(OTHER_RANKS_SECONDS)
     sys.stdout.flush()

@@ -48,3 +48,24 @@ def test_a_gradient_that_is_brought_to_the_device_begins_there_as_in_megatron_s_
     for start in range(8):
         found = standing[slice(start, 30)]
         assert torch.equal(found, gradient[start + 66 : 96]) and found.storage_offset() == start % 4
+
+
+class OnDevice(torch.Tensor):
+    """Looks as if it lay on a CUDA device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1 / 3), (torch.float32, 1 / 3)])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_gradient_in_host_memory_is_scaled_by_the_factor_that_a_kernel_takes(dtype, factor, on_device):
+    """A kernel casts a factor that lies on the device to the gradient's type, and takes one that does not as it is."""
+    buffer = Buffer(0, 1)
+    buffer.grad_dtype = dtype
+    (_, shards) = buckets.make_gradients(buffer, [(0, 64, 0)], ["host"], torch.device("cpu"))
+    shards[0].copy_(torch.linspace(1, 2, 64))
+    taken = torch.tensor(factor, dtype=dtype if on_device else torch.float32)
+    expected = (shards[0].float() * taken.float()).to(dtype)
+    scale = torch.tensor(factor)
+    buffer.scale_gradients(scale.as_subclass(OnDevice) if on_device else scale)
+    assert torch.equal(shards[0], expected)

@@ -24,7 +24,7 @@ def leaving(monkeypatch):
         raise Left
 
     monkeypatch.setattr("os._exit", leave)
-    monkeypatch.setattr(one_line_end, "begin_exit", lambda: codes.append("threads are told"))
+    monkeypatch.setattr(one_line_end.worker, "begin_exit", lambda: codes.append("threads are told"))
     monkeypatch.setattr(one_line_end, "OTHER_RANKS_SECONDS", 0.0)
     return codes
 
@@ -52,6 +52,28 @@ def test_these_errors_end_with_one_line_and_others_as_before(leaving, monkeypatc
     assert leaving == ["threads are told", code] and capfd.readouterr().err == f"megatron-ext: {said}\n"
     sys.excepthook(RuntimeError, RuntimeError("x"), None)
     assert seen == [RuntimeError]
+
+
+FAULT = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
+
+
+@pytest.mark.parametrize("scheduled", [True, False])
+def test_a_kernel_that_faults_is_one_line_with_the_place_where_it_is_noticed(leaving, monkeypatch, capfd, scheduled):
+    """Of a run by a schedule; Megatron's own are left to Megatron."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("sys.__stderr__", sys.stderr)
+    monkeypatch.setattr(one_line_end.worker, "on_failure", (lambda error: None) if scheduled else None)
+    with pytest.raises(RuntimeError) as raised:
+        raise RuntimeError(FAULT)
+    assert one_line_end.says_all(raised.value) is scheduled
+    if scheduled:
+        with pytest.raises(Left):
+            one_line_end.end(raised.value)
+        (line,) = capfd.readouterr().err.splitlines()
+        assert line.startswith(
+            "megatron-ext: rank 1: CUDA error: an illegal memory access was encountered; noticed in "
+        )
+        assert "test_one_line_end.py:" in line and leaving == ["threads are told", 1]
 
 
 def test_a_trace_that_nobody_wrote_is_an_error(leaving, monkeypatch, capfd):

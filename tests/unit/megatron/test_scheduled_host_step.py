@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ext.megatron.host_optimizers import own_optimizers
 from megatron_ext.megatron.scheduled_host_step import added_up_later, save_from_drive
+from megatron_ext.runtime.host_step.room import Piece
+from megatron_ext.runtime.host_step.unit import HostUnit
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -33,3 +36,15 @@ def test_a_run_that_was_loaded_saves_states_of_the_drive_again():
     drive = SimpleNamespace(unit_of=lambda parameter: parameter is copy or None, read_tensors=lambda copy: on_drive)
     save_from_drive(optimizer, drive)
     assert optimizer._get_main_param_and_optimizer_states("weight") == {"step": step, **on_drive}
+
+
+def test_a_loaded_optimizer_that_is_not_adamw_has_states_that_can_be_taken_back():
+    """Megatron's torch_dist checkpoints leave a bool among them, of which no copy can be made."""
+    parameter, momentum = torch.zeros(2), torch.ones(2)
+    before = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    before.state[parameter] = {"momentum_buffer": momentum, "padding": False, "master_param": parameter}
+    hybrid = SimpleNamespace(cpu_optimizer_cls=torch.optim.SGD, cpu_optimizers=[before])
+    (own,) = own_optimizers(hybrid, [[{**before.param_groups[0], "params": [parameter]}]])
+    assert hybrid.cpu_optimizers == [own]
+    unit = HostUnit(0, own, [Piece(parameter, lambda: None, torch.zeros(2, dtype=torch.bfloat16), False, False)], None)
+    assert unit.rollback_bytes() == 2 * 64
