@@ -96,10 +96,22 @@ def test_checks_that_hang_or_die_cost_their_own_line(megatron_tree, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["findings"] == json.loads(result.stdout)["findings"]
 
 
+SLOW = """
+import time
+from megatron_ext.doctor import stream_operations
+stream_operations.check = lambda *arguments: time.sleep(1000)
+"""
+
+
 def test_what_there_was_no_time_for_is_said(megatron_tree, tmp_path):
-    result = doctor("--out", tmp_path / "report.json", "--nproc", 1, "--seconds", 8, "--check-seconds", 1, "--json")
+    env = in_the_ranks(tmp_path / "slow", SLOW)
+    for seconds in (8, 40, 120):  # ranks that have not even started, because the machine is busy, write no report
+        times = "--seconds", seconds, "--check-seconds", 1000
+        result = doctor("--out", tmp_path / "report.json", "--nproc", 1, *times, "--json", env=env)
+        if "ended before the first check" not in result.stderr:
+            break
     found = [finding["found"] for finding in json.loads(result.stdout)["findings"]]
-    assert "the 8 s for all checks were over" in found and "not reached" not in found, result.stderr
+    assert f"the {seconds} s for all checks were over" in found and "not reached" not in found, result.stderr
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
