@@ -185,7 +185,9 @@ class Run(BuildingRun):
         if self.state is State.BUILDING and not self.stock_gather and (self.late is not None or not forward_only):
             what = "an evaluation of parameters that never fit whole" if forward_only else "training"
             raise ScheduleError(f"{what} begins before megatron_ext.megatron.hooks.on_train_setup was called")
-        if self._reference_delay is not None and not forward_only and not again:
+        if self._reference_delay is not None and forward_only:
+            self._make_whole()  # as a run by the schedule does, also where the script asks for nothing
+        elif self._reference_delay is not None and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
             self._reference.begin(schedule_for(self.schedules, num_microbatches))

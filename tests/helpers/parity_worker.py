@@ -126,6 +126,27 @@ def reading(example):
 
 
 @contextlib.contextmanager
+def evaluating(example):
+    """A forward alone before every second iteration, for which nothing asks for parameters; yields the losses."""
+    run_schedule, losses, count = example.run_schedule, [], 0
+
+    def run(args, model, iterators, forward_only: bool = False):
+        nonlocal count
+        count += not forward_only
+        if not forward_only and count % 2 == 0:
+            with torch.no_grad():
+                found = run_schedule(args, model, [example.batches_of(args, Rows(args)) for _ in model], True)
+            losses.append([{name: value.tolist() for name, value in one.items()} for one in found])
+        return run_schedule(args, model, iterators, forward_only)
+
+    example.run_schedule = run
+    try:
+        yield losses
+    finally:
+        example.run_schedule = run_schedule
+
+
+@contextlib.contextmanager
 def overflowing(example):
     """Before every third iteration set a loss scale at which gradients overflow, before the others one at which they do
     not; yields nothing."""
@@ -202,6 +223,7 @@ def ramping(example):
 
 SURROUNDINGS = {
     "toy route": lambda example: importlib.import_module("toy_route").added(),  # older packages, too, run this file
+    "evaluate": evaluating,
     "overflow": overflowing,
     "fused": lambda example: fused(),
     "split": split,
@@ -223,6 +245,7 @@ def train(
     or ``silent``, see :func:`meddling`; ``go on``: another iteration after training has been finished; ``leave``:
     nobody asks for parameters at the end, and then an evaluation does; ``replay``: the
     optimizer's hook is not called, as in the replay of a CUDA graph; ``overflow``: see :func:`overflowing`;
+    ``evaluate``: see :func:`evaluating`;
     ``fused``: see :func:`fused`; ``ramp``: see :func:`ramping`; ``split``: see :func:`split`;
     ``read``: see :func:`reading`; ``again``: see :func:`ran_again`; ``gradients``: those of
     the first iteration are returned as the optimizer steps on them."""

@@ -69,6 +69,7 @@ class StrictDevice:
 
     Args:
         stream_flags: whether the device has them.
+        locks: how many pieces of host memory the driver of the last rank page-locks; None: all.
         dear: arguments of :class:`DearCopies`.
         others: of :class:`Engine`.
     """
@@ -79,6 +80,7 @@ class StrictDevice:
         seed: int,
         order: str,
         stream_flags: bool = True,
+        locks: int | None = None,
         stuck_seconds: float = 20,
         dear: dict | None = None,
         **others,
@@ -90,6 +92,7 @@ class StrictDevice:
         self._kinds: dict = {}
         self._launched: set = set()
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
+        self._locks = locks if rank else None
         self.symmetric = SymmetricStandIn()
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
 
@@ -254,6 +257,10 @@ class StrictDevice:
         self.engine.current_work().add(lambda: None, seconds=cycles / SLEEP_CYCLES, what="sleeps")
 
     def _register(self, address: int, size: int, flags: int) -> int:
+        if self._locks is not None:
+            self._locks -= 1
+            if self._locks < 0:
+                return 2
         if not self.engine.closed:
             self.engine.might_synchronize("cudaHostRegister")
             self.memory.add_host(address, size, locked=True)

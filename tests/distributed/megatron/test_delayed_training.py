@@ -126,3 +126,15 @@ def test_changed_parameters_stay_until_an_update_is_applied(workloads, services,
     assert any("cpu" in entry.to for entry in schedule.publish)
     case = dict(options=[*BF16, "0"], schedule=tmp_path / "s.json", iterations=4)
     assert differences(services("interleaved").run(**case, meddle="told")) == []
+
+
+@pytest.mark.parametrize("zero_stage", some([3, 1], 1))
+def test_an_evaluation_finds_every_update_applied_where_the_script_asks_for_none(
+    workloads, services, tmp_path, zero_stage
+):
+    """Megatron asks for whole parameters before it evaluates; a script that does not gets the same, with and without
+    the schedule."""
+    write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 3)
+    case = dict(options=[*BF16, "0"], schedule=tmp_path / "s.json", iterations=5, meddle="evaluate")
+    answer = services("interleaved").run(**case)
+    assert differences(answer) == [] and answer["scheduled"]["microbatches"] == answer["reference"]["microbatches"]

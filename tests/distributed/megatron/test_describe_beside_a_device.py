@@ -5,11 +5,13 @@ import sys
 
 import machine_with_device
 import pytest
+from planning_cases import WHOLE, make_table, make_workload
 from plans import made_up_table
 from training import run
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.cost_table import Metadata
+from megatron_ext.workload import workload as workload_file
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1
     --global-batch-size 8 --vocab-size 258 --pipeline-model-parallel-size 2 --data-parallel-size 2""".split()
@@ -44,6 +46,27 @@ def test_a_description_is_the_same_to_the_byte(megatron_tree, tmp_path, beside):
 
     without = {"PYTHONPATH": os.environ["PYTHONPATH"], "CUDA_VISIBLE_DEVICES": ""}
     assert described("with.json", beside) == described("without.json", without)
+
+
+def test_plans_and_costs_are_the_same_to_the_byte(tmp_path, beside):
+    workload = make_workload(microbatches=4, p2p_bytes=4096)
+    workload_file.save(tmp_path / "w.json", workload)
+    cost_table.save(tmp_path / "t.json", make_table(workload, **WHOLE))
+    without = {"PYTHONPATH": os.environ["PYTHONPATH"], "CUDA_VISIBLE_DEVICES": ""}
+
+    def said(env) -> list[str | bytes]:
+        files = ["--cost-table", tmp_path / "t.json", "--workload", tmp_path / "w.json"]
+        found = []
+        for words in (
+            ["plan", *files, "--out", tmp_path / "s.json"],
+            ["cost", "predict", tmp_path / "t.json", "--route", "gpu", "--bytes", "4000000", "--json"],
+        ):
+            result = command("-m", "megatron_ext", *words, env=env)
+            assert result.returncode == 0, result.stderr
+            found.append(result.stdout)
+        return [*found, (tmp_path / "s.json").read_bytes()]
+
+    assert said(beside) == said(without)
 
 
 def test_a_table_is_held_against_the_machine_by_another_process(tmp_path, beside):

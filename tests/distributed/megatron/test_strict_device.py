@@ -5,6 +5,8 @@
 
 import contextlib
 import ctypes
+import re
+import time
 
 import orderings
 import pytest
@@ -227,6 +229,21 @@ def test_a_device_without_flags_for_streams_is_refused_at_once(service, workload
     case["strict"]["stream_flags"] = False
     with pytest.raises(Died, match=r"s?[0-9]*\.json: publish: needs streams that wait for flags in host memory: this"):
         service.run(**case, reference=False)
+
+
+@pytest.mark.parametrize(("seed", "locks"), some([(3, 0), (8, 2), (8, 0)], 1))
+def test_memory_that_one_rank_cannot_lock_is_one_line_on_all(service, workloads, tmp_path, seed, locks):
+    """The driver of the second rank locks so many pieces; no rank is left in a collective."""
+    case = strict_case(seed, workloads, tmp_path, 3)
+    case["strict"]["locks"] = locks
+    begun = time.monotonic()
+    with pytest.raises(Died) as died:
+        service.run(**case, reference=False)
+    assert time.monotonic() - begun < 60  # the ranks are started, too
+    lines = re.findall(
+        r"^.*InputError: page-locked memory: \d+ bytes of host memory cannot be .*$", str(died.value), re.M
+    )
+    assert len(set(lines)) == 1 and len(lines) >= 2, lines
 
 
 @pytest.mark.parametrize(
