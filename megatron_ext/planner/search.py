@@ -87,7 +87,7 @@ class Search:
         workload, timing, routes, self.bound_us, *_ = problem
         self.workload, self.timing, self.offload = workload, timing, offload
         self.rough, self.steps = shortened(workload), number_of_steps(workload)
-        self.own_cuts, self.cuts = own_cuts, list(cuttings(workload, timing, routes))
+        self.own_cuts, self.cuts = own_cuts, list(cuttings(workload))
         self.cuts += [cut for cut in own_cuts if cut not in self.cuts]
         self.divides: list[Divide | None] = [None]
         links = tuple[Route, ...](route for route in routes if not kind_of(route).shard_from_host)

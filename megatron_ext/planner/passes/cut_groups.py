@@ -2,11 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
-from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Parameter, Workload
 
 Divide = Callable[[list[Parameter]], list[list[Parameter]]]
@@ -35,12 +32,12 @@ PARTS_OF_LIMIT = (1, 2, 3, 4)
 """Where device memory is limited, blocks as large as these parts of the limit are tried, too."""
 
 
-def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> Iterator[list[list[int]]]:
+def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
     """Ways to cut all chunks into blocks, without repetitions.
 
     Whole; in 2, 4, ... parts of about equal bytes; by layer; the fewest blocks that the limit of device memory, or a
-    part of it, holds; and the first chunk finer than the others (by layer, and by dynamic programming), which
-    starts the first compute early at few calls. By layer every workload fits that fits at all.
+    part of it, holds; and the first chunk by layer and the others whole, which starts the first compute early at few
+    calls. By layer every workload fits that fits at all.
     """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
     limit = workload.streamed_bytes
@@ -51,31 +48,10 @@ def cuttings(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> I
         found += [[cut_within(workload, chunk, limit / part) for chunk in chunks] for part in PARTS_OF_LIMIT]
     if deepest > 1:
         found.append([cut_by_layer(chunk) if chunk.model_chunk_id == 0 else [0] for chunk in chunks])
-        found.append(_pipelined(workload, timing, routes) or [])
     for cut in found:
-        if cut and cut not in seen:
+        if cut not in seen:
             seen.append(cut)
             yield cut
-
-
-def _pipelined(workload: Workload, timing: Timing, routes: tuple[Route, ...]) -> list[list[int]] | None:
-    """Groups that let the first chunk's gather and forward overlap best; None where not measured, or nothing to
-    gather."""
-    if not routes:
-        return None
-    route = next((route for route in routes if kind_of(route).needs_device_shard), routes[0])
-    limit = workload.streamed_bytes
-    try:
-        return [
-            pipelined_cut(timing, chunk, route, limit)
-            if chunk.model_chunk_id == 0
-            else [0]
-            if limit is None
-            else cut_within(workload, chunk, limit)
-            for chunk in workload.chunks
-        ]
-    except InputError:
-        return None
 
 
 def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
