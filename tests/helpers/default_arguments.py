@@ -38,6 +38,13 @@ CASES = {
     "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
     "experts": ("0.16.1", EXPERTS, 3, 16),
     "two instances of the optimizer": ("0.17.1", "--num-distributed-optimizer-instances 2", 1, 17),
+    "multi-token prediction": (
+        "0.16.1",
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope --no-rope-fusion",
+        3,
+        18,
+    ),
+    "loss by token": ("0.17.1", f"{PIPELINE} --calculate-per-token-loss", 3, 19),
     "apex": (
         "0.17.1",
         f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",

@@ -53,7 +53,7 @@ def _models() -> list[str]:
         ["GPT, all releases below", "trained", "zero stages 1, 2, 3; " + ", ".join(sorted(cases.MODELS))],
         ["pipelines", "trained", ", ".join(cases.LAYOUTS)],
         ["experts (`--num-experts`)", "trained", "measured and planned, too: [experts](adopting.md#experts)"],
-        ["multi-token prediction (`--mtp-num-layers`)", "described", "gradients have to stay whole"],
+        ["multi-token prediction (`--mtp-num-layers`)", "trained", "gradients have to stay whole"],
         ["norms on queries and keys (`--qk-layernorm`)", "trained", "bf16-tied"],
         ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, hence a GPU"],
         ["a script of one's own (`--entry`)", "trained", "that builds a model whose layers are `decoder.layers`"],
