@@ -136,8 +136,8 @@ class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """What the training thread takes besides launching layers: for the reduce of one group, and for the optimizer's
     step of one parameter. ``slowest``: how many times as long all launches may take, those of layers included."""
 
-    reduce_us: float = 0.0
-    tensor_us: float = 0.0
+    reduce_us: float
+    tensor_us: float
     slowest: float = 1.0
 
 

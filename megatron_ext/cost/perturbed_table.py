@@ -226,7 +226,7 @@ class PerturbedTables:
             return table
         if self._lacks_calls:
             table = self._launched(table, _part(number(LAUNCHES)))
-        launches = table.launches or Launches()
+        launches = table.launches or Launches(reduce_us=0.0, tensor_us=0.0)
         factor = exp(number(LAUNCHES) * sqrt(SYSTEMATIC**2 + (log(launches.slowest) / P95) ** 2))
         names = ("forward_launch_us", "backward_launch_us")
         rows = [
@@ -238,11 +238,11 @@ class PerturbedTables:
 
     @property
     def _lacks_launches(self) -> bool:
-        """Layers were measured on a device, or estimated of one, and what launching them takes was not."""
+        """Layers were measured on a device, or estimated of one, and what launching one of them takes was not."""
         metadata = self._table.metadata
         of_device = (metadata.software or {}).get("backend") == "nccl" or _is_estimated(self._table)
-        rows = [row for row in self._table.compute if row.layer_kind is not None]
-        return of_device and bool(rows) and all(row.forward_launch_us is None for row in rows)
+        rows = self._table.compute
+        return of_device and any(row.layer_kind for row in rows) and not all(map(_launches_known, rows))
 
     @property
     def _lacks_calls(self) -> bool:
@@ -264,7 +264,7 @@ class PerturbedTables:
         for row in table.compute:
             layers = max(row.forward_us / of_layer, 1.0) if row.layer_kind is None else 1.0
             us = MOST_LAUNCH_US * part * layers
-            rows.append(replace(row, forward_launch_us=us, backward_launch_us=us))
+            rows.append(row if _launches_known(row) else replace(row, forward_launch_us=us, backward_launch_us=us))
         return replace(table, compute=tuple(rows))
 
     def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
@@ -274,6 +274,10 @@ class PerturbedTables:
         slow = memory.slow_bytes_per_s or memory.bytes_per_s
         spread = sqrt(SYSTEMATIC**2 + (log(memory.bytes_per_s / slow) / P95) ** 2)
         return HostMemory(bytes_per_s=memory.bytes_per_s * exp(number("host_memory") * spread))
+
+
+def _launches_known(row: Compute) -> bool:
+    return row.forward_launch_us is not None and row.backward_launch_us is not None
 
 
 def _is_estimated(table: CostTable) -> bool:

@@ -1,6 +1,7 @@
 """Versions of what training is made of, and what they mean for a scheduled run."""
 
 import ctypes
+import importlib
 import importlib.metadata
 import platform
 import re
@@ -116,9 +117,9 @@ def _apex() -> Finding:
 
 
 def _bindings(place: Place) -> Finding:
-    here = version("cuda-bindings")
-    if here is not None:
-        return passed("cuda-bindings", here)
+    if find_spec("cuda") and find_spec("cuda.bindings"):  # other packages lie in ``cuda``, too
+        here = version("cuda-bindings") or getattr(importlib.import_module("cuda.bindings"), "__version__", None)
+        return passed("cuda-bindings", here or "no version known")
     if not place.on_cuda:
         return not_tried("cuda-bindings", "absent; used with a CUDA device only")
     return not_tried("cuda-bindings", "absent: schedules that copy between host and device are refused", missing())

@@ -29,6 +29,13 @@ from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
 from megatron_ext.launch import device_sharing
 
+START_SECONDS = 300.0
+"""What each piece of starting may take: to import PyTorch and to meet, then what is said one by one. The first use of a
+device takes 5 to 15 s, making communicators up to 10, importing Transformer Engine 20 or more."""
+
+TIME_IS_UP = "Timeout ("
+"""What Python's faulthandler writes before the stacks."""
+
 GRACE_SECONDS = 10
 """How long ranks may take to end after they were asked to."""
 

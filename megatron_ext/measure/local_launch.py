@@ -20,11 +20,9 @@ import msgspec
 
 from megatron_ext.formats.errors import InputError, RankFailed
 from megatron_ext.launch import launcher
+from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP
 from megatron_ext.measure import cluster_launch
-from megatron_ext.measure.options import START_SECONDS, Options
-
-TIME_IS_UP = "Timeout ("
-"""What Python's faulthandler writes before the stacks."""
+from megatron_ext.measure.options import Options
 
 SHOWN_CHARACTERS = 4000
 """Of what ranks have said."""

@@ -41,10 +41,6 @@ MOST_THREADS, MOST_SECONDS = 4096, 86_400
 MOST_OVER = 1.2
 """How many times the time that was asked for a measurement may take, once its ranks have started."""
 
-START_SECONDS = 300.0
-"""What each piece of starting may take: to import PyTorch and to meet, then what is said one by one. The first use of a
-device takes 5 to 15 s, making communicators up to 10, importing Transformer Engine 20 or more."""
-
 
 RANKS = ("data_parallel_size", "pipeline_model_parallel_size")
 SHAPE = ("hidden_size", "seq_length", "micro_batch_size")

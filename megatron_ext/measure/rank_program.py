@@ -23,6 +23,7 @@ from time import monotonic
 import torch
 
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
+from megatron_ext.launch.launcher import START_SECONDS
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.compute_rounds import ComputeRounds
 from megatron_ext.measure.fabric import Fabric
@@ -30,7 +31,7 @@ from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.options import MIB, MOST_OVER, START_SECONDS
+from megatron_ext.measure.options import MIB, MOST_OVER
 from megatron_ext.measure.progress_bar import visit_text
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample

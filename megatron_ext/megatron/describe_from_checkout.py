@@ -13,6 +13,7 @@ that is already imported. It imports the checkout once and forks one process a p
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import importlib
 import os
@@ -29,7 +30,7 @@ import msgspec
 from megatron_ext.cpubench import parser_options
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, option_error
-from megatron_ext.launch.launcher import end_with_parent
+from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP, end_with_parent
 from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
@@ -147,6 +148,8 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     refused = next((rank.error for rank in found if rank.error is not None), None)
     if refused is not None:
         raise InputError(refused, file=script)
+    if TIME_IS_UP in result.stderr:
+        raise InputError(f"importing Megatron or building a model takes more than {START_SECONDS:g} s", file=script)
     if len(found) < pp:
         said = [line for line in result.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise InputError(f"{script.name} ended with {result.returncode}: {said[-1][:200]}", file=tree)
@@ -344,6 +347,7 @@ def main() -> int:
     """``TREE SCRIPT DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
     tree, script, written, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
     options = sys.argv[6:]
+    faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)
     from megatron_ext.megatron import cpu_compat, engine_modules, state_space_modules
 
     state_space_modules.install()
@@ -355,6 +359,7 @@ def main() -> int:
         importlib.import_module("megatron.training.training")
     parent = os.getpid()
     for pp_rank in range(pp):
+        faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)  # the rank ends with this process
         pid = os.fork()
         if pid == 0:
             end_with_parent(parent)

@@ -102,6 +102,7 @@ def _add_norm(module: _Module, prefix: str, kind: str, size: int, dtype, sequenc
 
 def _norm(kind: str, x, weight, bias, eps: float, zero_centered: bool):
     weight = weight + 1 if zero_centered else weight
+    x = x.contiguous()  # a copy where it is a part of another tensor: query and key, which then can be freed
     if kind == "RMSNorm":
         return SavesInputs.apply(lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, eps), x, weight)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

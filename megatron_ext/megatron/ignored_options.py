@@ -127,8 +127,15 @@ def parse(
     _refuse_unknown(parser, unknown, passed_over)
     check_other_options(args, verb)
     args.vocab_size = default_vocab_size if args.vocab_size is None else args.vocab_size
+    args.accumulate_allreduce_grads_in_fp32 = _grads_in_fp32(args)
     gpt_arguments.check(args, world_size=world_size)
     return args
+
+
+def _grads_in_fp32(args: argparse.Namespace) -> bool:
+    """As Megatron's ``validate_args`` takes it: with --bf16 unless told not to, with --fp16 where it is asked for."""
+    asked, dtype = "accumulate_allreduce_grads_in_fp32" in args, getattr(args, "main_grads_dtype", "fp32")
+    return not (args.bf16 and "grad_reduce_in_bf16" in args) and (asked or (args.bf16 and dtype == "fp32"))
 
 
 def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
@@ -206,15 +213,17 @@ def check_other_options(args, verb: str = "describe") -> None:
     """
     given = vars(args)
     _refuse_neutral(given)
+    how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
     for name in [name for name in REFUSED if name != gpt_arguments.CONTEXT or verb not in DESCRIBES]:
         # One rank of a kind is what there is without the option; one layer of a kind is not.
         without = (None, ["1"]) if name.endswith(("parallel_size", "weight_shards")) else (None,)
         if given.get(name) not in without:
-            how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
             _refuse(given, name, f"changes parameters or the order of steps; {how}")
         given.pop(name, None)
     if verb == "fit" and args.num_experts:
         raise option_error("num_experts", f"changes what layers compute; {_CHECKOUT[verb]}", args.num_experts)
+    if args.recompute_granularity == "selective" and given.get("recompute_modules", ["core_attn"]) != ["core_attn"]:
+        _refuse(given, "recompute_modules", f"changes what layers keep; {how}")
     tokenizers = [name for name in TOKENIZER if name in given]
     if tokenizers and args.vocab_size is None:
         why = "is not read here; give --vocab-size, the tokenizer's own size"

@@ -17,10 +17,8 @@ def optimizer_settings(args) -> OptimizerSettings:
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     given = getattr(args, "optimizer", "adam")
     name = given[0] if isinstance(given, list) and given else given
-    # Megatron's own arguments say it; the example and `describe` accumulate in fp32, as Megatron does with --bf16.
-    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", True) and not getattr(
-        args, "grad_reduce_in_bf16", False
-    )
+    # Megatron's own arguments and `describe` say it; the example accumulates in fp32.
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", True)
     momentum = float(getattr(args, "sgd_momentum", 0.9))
     moments = 2 if name == "adam" else int(momentum > 0)
     states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]

@@ -68,7 +68,7 @@ class Timing:
         """(forward, backward) of each chunk by pipeline rank: what the training thread takes to launch it; None where
         the table does not say."""
         self.launch_path_us: float | None = None  # kept by thread_path.py
-        own = table.launches or Launches()
+        own = table.launches or Launches(reduce_us=0.0, tensor_us=0.0)
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
         self.crosses_nodes = [nodes_spanned(parallel, rank, self.ranks) for rank in range(parallel.pp)]
         self.reduces = sorted(points_of(flat.reduce), key=lambda point: point.size_bytes)

@@ -48,8 +48,11 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     if kind == "output":  # the norm's and the matrix's input, and the softmax in 32 bits
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
-    columns = 2 * width + 2 * groups + (3 if shape.gated else 2) * shape.ffn
-    columns += width + 2 * groups if shape.qk_norm else 0  # what is normed lies in the output of one matrix
+    others = width + groups if shape.qk_norm else 0  # copies of query and key, which the norms keep
+    if batch.recompute == "selective":  # the value is a part of the matrix's output; what is no longer lies beside it
+        made = shape.qk_norm or not shape.positions
+        others += width * (made or groups < width) + groups * made
+    columns = 2 * width + 2 * groups + (3 if shape.gated else 2) * shape.ffn + others
     scores = item * batch.tokens * batch.seq_length * batch.score_heads
     whole = 4 * between + 2 * masks + item * batch.tokens * columns // tp + scores  # behind attention, behind the MLP
     if batch.recompute == "full":

@@ -78,8 +78,8 @@ TRAINING = {"--lr": 1, "--log-interval": 1, "--initial-loss-scale": 1, "--optimi
 
 
 def model_options(options: list[str]) -> list[str]:
-    """Without the options that only training knows."""
-    kept, rest = [], iter(options)
+    """Without the options that only training knows; the example sums gradients in fp32."""
+    kept, rest = ["--accumulate-allreduce-grads-in-fp32"], iter(options)
     for option in rest:
         if option in TRAINING:
             for _ in range(TRAINING[option]):

@@ -227,6 +227,19 @@ def test_an_entry_that_cannot_be_is_refused(checkout, entry, said):
     assert result.returncode == 2 and said in result.stderr, result.stderr
 
 
+def test_a_checkout_that_hangs_at_import_is_given_up(tmp_path):
+    """Its own ``sitecustomize`` shortens the time that it has."""
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "pretrain_gpt.py").write_text("import time; time.sleep(100)")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import faulthandler as f; later = f.dump_traceback_later\n"
+        "f.dump_traceback_later = lambda seconds, **how: later(seconds / 300, **how)\n"
+    )
+    result = command_line("describe", "--out", tmp_path / "w.json", "--checkout", tmp_path, *THEIRS)
+    assert result.returncode == 2 and result.stderr.count("megatron-ext: ") == 1, result.stderr
+    assert "pretrain_gpt.py: importing Megatron or building a model takes more than 300 s" in result.stderr
+
+
 def test_a_core_only_tree_has_no_script(tmp_path):
     result = command_line("describe", "--out", "/nowhere/w.json", "--checkout", tmp_path, *THEIRS)
     assert result.returncode == 2 and "has no pretrain_gpt.py" in result.stderr

@@ -54,3 +54,10 @@ def test_a_table_that_tells_processors_apart_is_refused_with_the_command_that_ma
     path.write_text('{"schema_version": 2, "kind": "cost_table", "host_cpu": {"processors_per_node": 1.5}}')
     with pytest.raises(InputError, match=r"T.json: host_cpu: an earlier release .* megatron-ext measure --out FILE"):
         load(path)
+
+
+def test_launches_of_one_kind_alone_are_refused(tmp_path):
+    path = tmp_path / "T.json"
+    path.write_text('{"schema_version": 2, "kind": "cost_table", "launches": {"reduce_us": 10.0}}')
+    with pytest.raises(InputError, match="T.json: .*launches.*tensor_us|T.json: .*tensor_us.*launches"):
+        load(path)

@@ -1,5 +1,6 @@
 """Versions, and what they mean."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_driver_that_is_older_than_the_build_is_said_where_torch_sees_no_devic
     monkeypatch.setattr("megatron_ext.doctor.software.ctypes.CDLL", lambda name: Driver(12080))
     finding = found()["cuda"]
     assert finding.status == "fail" and "the driver is for 12.8" in finding.found and "older" in finding.advice
+
+
+def test_bindings_count_where_they_import_without_their_distribution(monkeypatch, tmp_path):
+    assert found()["cuda-bindings"].status != "pass"
+    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+    (tmp_path / "cuda" / "bindings" / "__init__.py").write_text("__version__ = '13.9'")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    finding = found()["cuda-bindings"]
+    assert (finding.status, finding.found) == ("pass", "13.9")
+    for name in ("cuda.bindings", "cuda"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 class Driver:

@@ -43,6 +43,28 @@ def test_states_on_the_host_in_part_are_not_billed_as_all_or_nothing(fraction):
     assert not optimizer_settings(args).on_host
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ("--bf16", "float32"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "bfloat16"),
+        ("--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16", "bfloat16"),
+        ("--fp16", "float16"),
+        ("--fp16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "float32"),
+        ("", "float32"),
+    ],
+)
+def test_gradients_are_summed_in_what_megatron_takes(options, dtype):
+    assert optimizer_settings(ignored_options.parse(options.split())).gradient_dtype == dtype
+
+
+def test_what_else_is_recomputed_is_not_counted_here():
+    selective = "--recompute-granularity selective --recompute-modules".split()
+    ignored_options.parse([*selective, "core_attn"])
+    with pytest.raises(InputError, match="^--recompute-modules = '?core_attn mlp'?: changes what layers keep; give"):
+        ignored_options.parse([*selective, "core_attn", "mlp"])
+
+
 def test_a_batch_that_is_decreased_leaves_the_rest_out():
     sizes = "--data-parallel-size 2 --micro-batch-size 3 --global-batch-size 20".split()
     with pytest.raises(InputError, match="--global-batch-size = 20: is no multiple"):

@@ -83,6 +83,10 @@ def without(table: cost.CostTable):
     yield "host_memory", replace(table, host_memory=None)
     rows = tuple(replace(row, forward_launch_us=None, backward_launch_us=None) for row in table.compute)
     yield "launches of layers", replace(table, compute=rows)
+    for index, row in enumerate(table.compute):
+        for name in ("forward_launch_us", "backward_launch_us"):
+            others = (*table.compute[:index], replace(row, **{name: None}), *table.compute[index + 1 :])
+            yield f"{name} of row {index}", replace(table, compute=others)
     yield "launches of parameters", replace(table, launches=None)
     yield "launches", replace(table, launches=None, compute=rows)
     for pair in dict.fromkeys((row.measured, row.busy) for row in table.contention):

@@ -62,3 +62,24 @@ def test_dropout_keeps_masks_of_one_byte_an_element():
         for on in (True, False)
     )
     assert part.chunk(1, 0).activation_bytes[0] - none.chunk(1, 0).activation_bytes[0] == elements
+
+
+def test_what_attention_keeps_of_queries_keys_and_values():
+    """By 512 tokens of two bytes: query, key and value have 1024 columns each, with eight groups of heads 1024 and 512
+    twice. Norms and fused attention keep copies; selective recompute keeps its input, of which the value is a part of
+    the output of the matrix, which is not freed then."""
+
+    def more_columns(recompute, **shape) -> float:
+        changed = SHAPE._replace(**shape)
+        plain, other = (
+            gpt_workload(shape, PARALLEL, PLAIN._replace(recompute=how)).chunk(1, 0).activation_bytes[0]
+            for shape, how in ((changed._replace(qk_norm=False), None), (changed, recompute))
+        )
+        return (other - plain) / (2 * 512)
+
+    assert more_columns(None, qk_norm=True) == 1024 + 1024
+    assert more_columns(None, qk_norm=True, query_groups=8) == 1024 + 512
+    assert more_columns("selective") == 1024 + 1024
+    assert more_columns("selective", positions=512) == 0
+    assert more_columns("selective", positions=512, query_groups=8) == 1024
+    assert more_columns("selective", qk_norm=True) == 2 * (1024 + 1024)
