@@ -199,7 +199,8 @@ def verdict_line(report: Report) -> str:
     stock, ours = report.iteration_time_us
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
     if ratio is None:
-        line = f"{answer}; not held to a measured ratio: the runs did not take turns"
+        turns = "too few turns" if report.run.turn_iterations else "no turns"
+        line = f"{answer}; not held to a measured ratio: the runs took {turns}"
     else:
         was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
         measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"

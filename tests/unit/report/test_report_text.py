@@ -47,7 +47,7 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
     assert cautions(report(device="NVIDIA H200")) == []
 
 
-def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None):
+def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iterations=None):
     limits = SimpleNamespace(host_bytes=host_bytes)
     return verdict_line(
         SimpleNamespace(
@@ -56,7 +56,9 @@ def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None):
             verdict_was="wrong",
             iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=ours_us)),
             predicted_iteration_time_us=SimpleNamespace(scheduled=predicted_us),
-            run=SimpleNamespace(gathers_only=None, workload=SimpleNamespace(limits=limits)),
+            run=SimpleNamespace(
+                gathers_only=None, workload=SimpleNamespace(limits=limits), turn_iterations=turn_iterations
+            ),
         )
     )
 
@@ -67,6 +69,8 @@ def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
     assert "this run took LONGER, 3.10 times stock's iteration time; 3.10 times what was predicted" in slower
     assert slower.endswith(LIMIT_UNKNOWN) and "cgroup" in slower
     assert "cgroup" not in verdict_of(310.0, 100.0)
+    assert "the runs took no turns" in slower
+    assert "the runs took too few turns" in verdict_of(310.0, 100.0, turn_iterations=2)
     taken = verdict_of(110.0, 100.0, TurnRatio(1.1, 0.01, 8))
     assert "measured 1.100 +- 0.010" in taken and "LONGER, 1.10 times" in taken and "predicted" not in taken
     assert "LONGER" not in verdict_of(90.0, 100.0, TurnRatio(0.9, 0.01, 8))
