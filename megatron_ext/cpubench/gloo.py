@@ -28,9 +28,10 @@ def run_collectives_in_order() -> None:
 
         in_order = True
 
-        def __init__(self, store, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout):
-            options = upstream._Options()
-            for name, value in (("_timeout", timeout), ("_threads", 1), ("_devices", _devices(upstream))):
+        def __init__(self, store, rank: int, size: int, timeout: timedelta = dist.default_pg_timeout, **later):
+            options = upstream._Options()  # ``later``: what newer releases of torch give (2.14: enable_reconfigure)
+            own = {"_timeout": timeout, "_threads": 1, "_devices": _devices(upstream)}
+            for name, value in (own | later).items():
                 setattr(options, name, value)
             super().__init__(store, rank, size, options)
 

@@ -1,6 +1,8 @@
 """Two collectives of one gloo process group at a time damage the heap; one after another do not."""
 
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +40,19 @@ def test_every_way_to_a_group_gives_one_thread(monkeypatch):
             assert backend.name() == "gloo" and backend.options._threads == 1
     finally:
         dist.destroy_process_group()
+
+
+def test_what_newer_releases_of_torch_give_reaches_the_options(monkeypatch):
+    """torch 2.14 calls the class with ``enable_reconfigure``."""
+
+    class Newer:
+        _Options, create_default_device, create_device = SimpleNamespace, lambda: "device", lambda interface: interface
+
+        def __init__(self, store, rank, size, options):
+            self.options = options
+
+    monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupGloo", Newer)
+    gloo.run_collectives_in_order()
+    maker: Any = dist.distributed_c10d.ProcessGroupGloo
+    made = maker(None, 0, 1, timeout=dist.default_pg_timeout, enable_reconfigure=True)
+    assert made.options.enable_reconfigure and made.options._threads == 1
