@@ -71,6 +71,7 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
     try:
         descriptor = _unnamed(directory)
         os.fchmod(descriptor, 0o600)
+        _check_room(descriptor, size_bytes)
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         if descriptor is not None:
@@ -79,6 +80,14 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
             raise InputError(f"the drive is full: {size_bytes} bytes are needed", **where) from None
         raise InputError(f"cannot be written: {error.strerror}", **where) from None
     return descriptor
+
+
+def _check_room(descriptor: int, size_bytes: int) -> None:
+    """A reservation of more than there is takes all of it before it fails, and whoever else writes meanwhile fails."""
+    drive = os.fstatvfs(descriptor)
+    blocks = drive.f_bfree if os.geteuid() == 0 else drive.f_bavail
+    if drive.f_blocks and size_bytes > blocks * drive.f_frsize:  # some file systems over a network know none
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _unnamed(directory) -> int:

@@ -82,7 +82,9 @@ def test_a_read_that_comes_short_names_group_and_file(directory):
     pool.close()
 
 
-def test_a_drive_that_is_full_is_refused_before_training(directory):
+def test_a_drive_that_is_full_is_refused_before_training(directory, monkeypatch):
+    """Without a reservation that fails: whatever else is written to the drive meanwhile would fail, too."""
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("all that is free was taken"))
     room = os.statvfs(directory)
     group = make_groups()[0]
     with pytest.raises(InputError, match=r"the drive is full: [0-9]+ bytes \(.* GiB\) are needed"):

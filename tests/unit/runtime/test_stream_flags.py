@@ -1,6 +1,7 @@
 """Flags that streams store and wait for: what the driver is asked, and a rank that cannot store any more."""
 
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -109,7 +110,8 @@ def test_what_the_driver_refuses_is_an_error():
             ask(STREAM, 4096, 1)
 
 
-def test_without_the_package_threads_wait():
+def test_without_the_package_threads_wait(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     flags, why = open_stream_flags(torch.device("cuda", 0))
     assert flags is None and why
 
