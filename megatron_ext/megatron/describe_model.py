@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import importlib.util
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -123,6 +125,32 @@ def make_fake_world(rank: int, world_size: int) -> None:
             value=str(torch.__version__),
         ) from None
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
+    _take_meta_tensors()
+
+
+def _take_meta_tensors() -> None:
+    """Let collectives take tensors without data, which they do by themselves from some release after 2.6 on."""
+    if _META_COLLECTIVES or importlib.util.find_spec("torch.distributed._meta_registrations"):
+        return
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    # A private name of old releases alone.
+    done = importlib.import_module("torch._C._distributed_c10d")._create_work_from_future(future).boxed()
+    _META_COLLECTIVES.append(torch.library.Library("c10d", "IMPL"))  # they end with it
+    for name in (
+        "broadcast_",
+        "allreduce_",
+        "allgather_",
+        "reduce_scatter_",
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+    ):
+        _META_COLLECTIVES[0].impl(name, lambda tensors, *_: (tensors, done), "Meta")
+    for name in ("alltoall_base_", "send", "recv_"):
+        _META_COLLECTIVES[0].impl(name, lambda *_: done, "Meta")
+
+
+_META_COLLECTIVES: list[torch.library.Library] = []
 
 
 @contextlib.contextmanager
