@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
+from functools import partial
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
@@ -102,13 +103,18 @@ class _Store:
         with self._listener:  # without a store, ranks are refused and do not wait
             from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public by its docs
 
-            self._store = TCPStore(
+            serve = partial(
+                TCPStore,
                 ADDRESS,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=os.dup(self._listener.fileno()),
             )
+            try:
+                self._store = serve()
+            except NotImplementedError:  # torch 2.6
+                self._store = serve(use_libuv=False)
 
     def close(self) -> None:
         if self._thread.is_alive():  # an import cannot be broken off
