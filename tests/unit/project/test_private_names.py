@@ -27,6 +27,8 @@ WITHOUT = {
     "_foreach_add_": "named so in every release since 1.9; torch's own optimizers count steps by it",
     "_cdata": "by which torch itself tells storages apart; one of a tensor without data has no address",
     ("runtime/routes/symmetric_gather.py", "torch.distributed._symmetric_memory"): "missing() looks for it first",
+    ("megatron/describe_model.py", "torch.distributed._meta_registrations"): "asked for alone",
+    ("megatron/describe_model.py", "torch._C._distributed_c10d"): "only in releases that lack the one before: old ones",
     ("megatron/boundaries.py", "_backward_hooks"): "only where nodes have the method that goes with it",
     ("torch_calls.py", "_backward_hooks"): "times what the product does",
     ("torch_calls.py", "_register_hook_dict"): "times what the product does",
