@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+from itertools import chain
 
 import click
 
@@ -61,13 +62,14 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     if out:
         json_files.make_directory(out)
         json_files.check_writable(os.path.join(out, "workload.json"))
-    request = Request(words=with_dropout(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
+    request = Request(words=with_defaults(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
     problem = ready(request)
     if problem.passed_over:
         click.echo(f"fit: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
     found = answer(request, problem)
     if len(request.words) > len(megatron_options):
-        click.echo("fit: not given, taken to be Megatron's default: --hidden-dropout 0.1", err=True)
+        added = " ".join(request.words[len(megatron_options) :])
+        click.echo(f"fit: not given, taken to be Megatron's default: {added}", err=True)
     if picture:
         from megatron_ext.report import fit_picture
 
@@ -86,11 +88,11 @@ advise = BareScriptCommand(
 )
 
 
-def with_dropout(words: tuple[str, ...]) -> tuple[str, ...]:
-    """A command line with Megatron's default of an option whose default the example has otherwise."""
-    if any(word.partition("=")[0] == "--hidden-dropout" for word in words):
-        return words
-    return (*words, "--hidden-dropout", "0.1")
+def with_defaults(words: tuple[str, ...]) -> tuple[str, ...]:
+    """A command line with Megatron's defaults of options whose defaults the example has otherwise."""
+    from megatron_ext.megatron.ignored_options import not_given
+
+    return (*words, *chain.from_iterable(not_given(words).items()))
 
 
 def fixed_names(text: str) -> tuple[str, ...]:

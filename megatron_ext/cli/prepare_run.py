@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from megatron_ext.cli.checkout_model import for_workload, refuse_early, refuse_script, use_megatron_of, with_sizes
-from megatron_ext.cli.fit import answer, fit_options, fixed_names, with_dropout
+from megatron_ext.cli.fit import answer, fit_options, fixed_names, with_defaults
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.cli.table_check import naming_files
@@ -200,7 +200,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
     world = script_arguments.read(words, verb="prepare").world_size()
     nodes = -(-world // hardware_sheet.load(hardware).gpus_per_node)
     more = {"hardware": hardware, "fixed": fixed_names(fixed), "nodes": nodes, "world_size": world}
-    request = Request(words=with_dropout(tuple(words)), **more, **asked)
+    request = Request(words=with_defaults(tuple(words)), **more, **asked)
     return answer(request, ready(request))
 
 

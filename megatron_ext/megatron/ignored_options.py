@@ -106,6 +106,24 @@ def sizes_taken(options) -> dict[str, int]:
     return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
 
 
+MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1"}
+"""Megatron's own defaults where the example has others."""
+
+
+def not_given(options) -> dict[str, str]:
+    """Those of :data:`MEGATRONS` that ``options`` do not give."""
+    given = {option.partition("=")[0] for option in options}
+    return {option: value for option, value in MEGATRONS.items() if option not in given}
+
+
+def unlike_megatron(options) -> dict[str, str]:
+    """By option that ``options`` do not give, the example's default, with Megatron's."""
+    parser, taken = gpt_arguments.add_gpt_arguments(argparse.ArgumentParser()), {}
+    for option, theirs in not_given(options).items():
+        taken[option] = f"{parser.get_default(option[2:].replace('-', '_'))} (Megatron itself: {theirs})"
+    return taken
+
+
 def parse(
     options, *, verb: str = "describe", world_size: int | None = None, passed_over: list[str] | None = None, **defaults
 ) -> argparse.Namespace:

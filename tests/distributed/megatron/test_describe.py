@@ -61,9 +61,12 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     )
     assert (
         result.returncode == 0
-        and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128\n" in result.stderr
+        and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
+        "(Megatron itself: transformer_engine), --hidden-dropout 0.0 (Megatron itself: 0.1)\n"
+        in result.stderr
     )
-    assert "not given" not in command_line("describe", "--out", out, *MODEL).stderr
+    said = ["--transformer-impl", "local", "--hidden-dropout", "0"]
+    assert "not given" not in command_line("describe", "--out", out, *MODEL, *said).stderr
 
 
 @pytest.mark.parametrize(

@@ -201,5 +201,5 @@ def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):
         asked("--hidden-dropout", "0"),
     )
     assert default == given > without
-    said_so = "taken to be Megatron's default: --hidden-dropout 0.1"
-    assert said_so in said and said_so not in nothing
+    said_so = "taken to be Megatron's default: --transformer-impl transformer_engine"
+    assert f"{said_so} --hidden-dropout 0.1\n" in said and f"{said_so}\n" in nothing
