@@ -315,7 +315,7 @@ class _BufferWithHostShards(upstream._ParamAndGradBuffer):
 
     def scale_gradients(self, scaling_factor) -> None:
         super().scale_gradients(scaling_factor)
-        if torch.is_tensor(scaling_factor) and scaling_factor.is_cuda:  # --calculate-per-token-loss
+        if torch.is_tensor(scaling_factor) and scaling_factor.device.type == "cuda":  # --calculate-per-token-loss
             # A kernel rounds a factor on the device to the gradient's 16 bits, the processor would not.
             scaling_factor = scaling_factor.to(self.grad_dtype)
         for shard in self.host_shards:

@@ -53,7 +53,7 @@ def test_a_gradient_that_is_brought_to_the_device_begins_there_as_in_megatron_s_
 class OnDevice(torch.Tensor):
     """Looks as if it lay on a CUDA device."""
 
-    is_cuda = True
+    device = torch.device("cuda")
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.bfloat16, 1 / 3), (torch.float32, 1 / 3)])

@@ -115,7 +115,7 @@ def test_a_limit_that_cannot_be_kept_says_what_is_short():
     with pytest.raises(
         InputError, match=r"host_bytes = .* host memory \(.*slots .*states on the drive, \d+ bytes short; fewer ranks"
     ):
-        planned(0.1)
+        planned(0.05)
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", host_bytes=1000)
     assert host_bytes_of_nodes(plan(work, table(work)), work) == [0]  # without host copies
     with pytest.raises(InputError, match="without --optimizer-cpu-offload"):
