@@ -93,11 +93,8 @@ def meddling(example, told: int):
                 example.hooks.params_changed()
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule = run
-    try:
+    with mock.patch.object(example, "run_schedule", run):
         yield hashes
-    finally:
-        example.run_schedule = run_schedule
 
 
 @contextlib.contextmanager
@@ -118,11 +115,8 @@ def reading(example):
             reads.append((noticed, values(parameters)))
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule = run
-    try:
+    with mock.patch.object(example, "run_schedule", run):
         yield reads
-    finally:
-        example.run_schedule = run_schedule
 
 
 @contextlib.contextmanager
@@ -139,11 +133,8 @@ def evaluating(example):
             losses.append([{name: value.tolist() for name, value in one.items()} for one in found])
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule = run
-    try:
+    with mock.patch.object(example, "run_schedule", run):
         yield losses
-    finally:
-        example.run_schedule = run_schedule
 
 
 @contextlib.contextmanager
@@ -165,11 +156,8 @@ def overflowing(example):
                 optimizer.grad_scaler.scale.fill_(2.0**40 if count % 3 == 0 else 2.0**10)
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule, example.build_model_and_optimizer = run, built
-    try:
+    with mock.patch.multiple(example, run_schedule=run, build_model_and_optimizer=built):
         yield
-    finally:
-        example.run_schedule, example.build_model_and_optimizer = run_schedule, build
 
 
 @contextlib.contextmanager
@@ -213,11 +201,10 @@ def ramping(example):
             numbers.append(args.num_microbatches)
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule, example.build_model_and_optimizer = run, built
     try:
-        yield numbers
+        with mock.patch.multiple(example, run_schedule=run, build_model_and_optimizer=built):
+            yield numbers
     finally:
-        example.run_schedule, example.build_model_and_optimizer = run_schedule, build
         calculator.unset_num_microbatches_calculator()
 
 

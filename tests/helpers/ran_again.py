@@ -1,6 +1,7 @@
 """Iterations that are run twice before the optimizer steps, as Megatron's rerun machinery does."""
 
 import contextlib
+from unittest import mock
 
 
 @contextlib.contextmanager
@@ -17,8 +18,5 @@ def ran_again(example):
                 chunk.zero_grad_buffer()
         return run_schedule(args, model, iterators, forward_only)
 
-    example.run_schedule = run
-    try:
+    with mock.patch.object(example, "run_schedule", run):
         yield
-    finally:
-        example.run_schedule = run_schedule
