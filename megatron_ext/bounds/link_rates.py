@@ -13,7 +13,8 @@
 
 import contextlib
 from collections.abc import Callable
-from itertools import combinations, permutations
+from functools import cache, cached_property
+from itertools import chain, combinations, permutations
 from math import inf
 
 from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
@@ -52,6 +53,7 @@ class LinkRates:
             and (kind.copy is None or limits.pinned_host_bytes != 0)
         ]
         self.timing = timing
+        self.least_us = cache(self._least_us)  # stages and micro-batches ask for the same bytes
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
         # What one rank holds whole may come from its shard in host memory, as fast as a host copy, and unpublished.
@@ -71,23 +73,28 @@ class LinkRates:
     def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
         return min(self.timing.slowdowns.least_excess(a, b) for a in measured for b in busy)
 
-    def _sets(self):
-        """Sets of links that can be busy at once: ``cpu`` and ``nvme`` end on the same PCIe link."""
-        for number in range(1, len(self.routes) + 1):
-            for chosen in combinations(self.routes, number):
-                if len({*map(link_of, chosen)}) == len(chosen):
-                    yield chosen
+    @cached_property
+    def _sets(self) -> list[dict[str, float]]:
+        """Sets of links that can be busy at once, and by how much each of a set is slowed by the others of it.
+
+        ``cpu`` and ``nvme`` end on the same PCIe link.
+        """
+        chosen = chain.from_iterable(combinations(self.routes, number + 1) for number in range(len(self.routes)))
+        return [self._slowed(links) for links in chosen if len({*map(link_of, links)}) == len(links)]
+
+    @cached_property
+    def _sets_with_publishing(self) -> list[dict[str, float]]:
+        return [*self._sets, *(self._slowed((*links, "publish")) for links in [(), *self._sets])]
+
+    def _slowed(self, links: tuple[str, ...]) -> dict[str, float]:
+        return {a: 1.0 + sum(self.excess[a, b] for b in links if b != a) for a in links}
 
     def _together(self, rates: dict[str, float]) -> float:
         """Bytes per microsecond of the best set of links; of links and publishing where that has a rate."""
-        sets = list(self._sets())
-        if "publish" in rates:
-            sets += [(*chosen, "publish") for chosen in [(), *sets]]
-        return max(
-            sum(rates[a] / (1.0 + sum(self.excess[a, b] for b in busy if b != a)) for a in busy) for busy in sets
-        )
+        sets = self._sets_with_publishing if "publish" in rates else self._sets
+        return max(sum([rates[link] / slowed for link, slowed in links.items()]) for links in sets)
 
-    def least_us(self, size: float, *, first: bool = False) -> float:
+    def _least_us(self, size: float, *, first: bool = False) -> float:
         """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
         return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=40)
 
@@ -120,9 +127,9 @@ class LinkRates:
             return compute_us
         # Each set of links slows compute by its sum; the least slowing per byte, or waiting instead.
         best = left / self.best_rate
-        for chosen in self._sets():
-            rate = sum(self.best_rates[a] / (1.0 + sum(self.excess[a, b] for b in chosen if b != a)) for a in chosen)
-            slower = sum(self.slows_compute[a] for a in chosen)
+        for links in self._sets:
+            rate = sum([self.best_rates[link] / slowed for link, slowed in links.items()])
+            slower = sum(self.slows_compute[link] for link in links)
             # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
             best = min(best, (left / rate) * slower / (1.0 + slower))
         return compute_us + best
@@ -183,13 +190,15 @@ def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> l
 
 def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:
     """Best rate of any gather that takes at most ``us``: at a point, or where a segment reaches ``us``."""
-    best = 0.0
-    for (size, took), following in zip(points, [*points[1:], None]):
-        if took <= us:
-            best = max(best, size / took)
-        if following is not None and (took <= us) != (following[1] <= us):
-            share = (us - took) / (following[1] - took)
-            best = max(best, (size + share * (following[0] - size)) / us)
+    best, before = 0.0, None
+    for size, took in points:
+        within = took <= us
+        if within and (rate := size / took) > best:
+            best = rate
+        if before is not None and before[2] != within:
+            share = (us - before[1]) / (took - before[1])
+            best = max(best, (before[0] + share * (size - before[0])) / us)
+        before = size, took, within
     if points and points[0][1] > us:  # smaller gathers than measured cannot be faster per byte than this
         best = max(best, points[0][0] / points[0][1])
     return best

@@ -1,5 +1,7 @@
 """Kinds of activities as small integers: compute, and one for each link of a rank."""
 
+from functools import cache
+
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.workload.route import Route, kind_of
 
@@ -21,6 +23,7 @@ OTHER_LINK = {GPU: CPU, CPU: GPU}
 """The two links of a device that gathers can occupy at the same time."""
 
 
+@cache
 def link_of(route: Route) -> int:
     """The link of a route's last leg."""
     return KINDS.index(kind_of(route).link)

@@ -31,7 +31,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FUNCTION_LINES = 60
-MAX_LINES = 30_423
+MAX_LINES = 30_429
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
