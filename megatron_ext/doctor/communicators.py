@@ -30,7 +30,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
         return [not_tried(NAME, "one rank gathers from nobody")]
     wrong = _wrong(place, fabric)
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-    backend = "nccl" if place.on_cuda else "gloo"
+    backend = dist.get_backend(fabric.data)
     where = f"{2 * ROUNDS} all-gathers by two {backend} communicators, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
     if wrong:
         return [failed(NAME, f"{where}: {wrong} hold wrong bytes", "please send this report")]

@@ -1,7 +1,7 @@
 """Where ranks meet and leave each other numbers while they measure.
 
-On one node this is memory: a gloo barrier takes 100 to 4000 us on oversubscribed processors,
-one flag a rank takes a few tens. Between nodes it is torch's store and a barrier by gloo.
+On one node this is memory: torch's barrier takes 100 to 4000 us on oversubscribed processors,
+one flag a rank takes a few tens. Between nodes it is torch's store and barrier.
 
 [Note: Yielding, then sleeping]
 Ranks yield their processor (sched_yield) until all are there, and sleep where it takes long: whoever waits must not
@@ -92,7 +92,7 @@ class SharedBoard(Board):
 
 
 class StoreBoard(Board):
-    """In torch's store, for ranks on several nodes; ``group`` is a gloo group of all ranks."""
+    """In torch's store, for ranks on several nodes; ``group``: of all ranks, over host memory."""
 
     def __init__(self, store, rank: int, group):
         super().__init__(rank)

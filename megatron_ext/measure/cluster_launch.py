@@ -49,12 +49,14 @@ def meet(use_cuda: bool, threads: int):
     """
     import torch
 
-    from megatron_ext.cpubench import gloo
+    from megatron_ext.cpubench import ordered_collectives
+    from megatron_ext.runtime import backends
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(threads)
-    gloo.run_collectives_in_order()
-    return _begin("cpu:gloo,cuda:nccl" if use_cuda else "gloo", "default_pg")
+    if not use_cuda:
+        ordered_collectives.install()
+    return _begin(f"cpu:{backends.HOST},cuda:nccl" if use_cuda else backends.HOST, "default_pg")
 
 
 _stores = []
@@ -79,9 +81,10 @@ def said_by_first(value):
         return value
     import torch.distributed as dist
 
+    from megatron_ext.runtime import backends
     from megatron_ext.runtime.objects import gather_objects
 
-    _begin("gloo", "first")
+    _begin(backends.HOST, "first")
     found = gather_objects(value)[0]
     dist.destroy_process_group()
     return found
@@ -92,11 +95,12 @@ def everyone_and_node(per_node: int):
     node, which are neighbours by rank. Collective."""
     import torch.distributed as dist
 
+    from megatron_ext.runtime import backends
     from megatron_ext.runtime.objects import gather_objects
 
-    everyone = dist.new_group(backend="gloo")
+    everyone = dist.new_group(backend=backends.HOST)
     firsts = range(0, dist.get_world_size(), per_node)
-    nodes = [dist.new_group([*range(first, first + per_node)], backend="gloo") for first in firsts]
+    nodes = [dist.new_group([*range(first, first + per_node)], backend=backends.HOST) for first in firsts]
     assert isinstance(everyone, dist.ProcessGroup)
     return everyone, partial(gather_objects, process_group=nodes[dist.get_rank() // per_node])
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.board import Board, SharedBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import block_pages, free_host_memory, own_device
+from megatron_ext.runtime import backends, block_pages, free_host_memory, own_device
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.objects import gather_objects
 
@@ -72,7 +72,7 @@ class Fabric:
         self.set_up_seconds: tuple[float, float] | None = None  # to make and to page-lock the node's host memory
         self.set_up_bytes = 0
         self._arena: torch.Tensor | None = None
-        backend = "nccl" if use_cuda else "gloo"
+        backend = backends.of_device(use_cuda)
         sharers = options.expert_data_parallel_size or dp
         data, experts = (
             [members for stage in stages for members in options.parallel.replicas(stage, ranks)]

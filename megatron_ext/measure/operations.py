@@ -66,7 +66,7 @@ class HierarchicalGather(RouteGather):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        groups = make_node_groups(fabric.options.parallel, "nccl" if fabric.torch_device.type == "cuda" else "gloo")
+        groups = make_node_groups(fabric.options.parallel, dist.get_backend(fabric.data))
         assert groups is not None  # the link is offered where nodes and replicas make two legs
         self.threads = self.gather = hierarchical_gather.HierarchicalGather(groups, fabric.device)
 
@@ -128,10 +128,8 @@ class ShardGather(Operation):
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        backend = "nccl" if fabric.torch_device.type == "cuda" else "gloo"
-        self.threads = self.gather = shard_gather.ShardGather(
-            make_data_group(fabric.options.parallel, backend), fabric.device
-        )
+        data = make_data_group(fabric.options.parallel, dist.get_backend(fabric.data))
+        self.threads = self.gather = shard_gather.ShardGather(data, fabric.device)
         _ = fabric.host
 
     def issue(self, size_bytes: int, round_index: int) -> Arrival:

@@ -1,7 +1,7 @@
 """Which curves are measured, and at which sizes: factor 2, and closer where neighbours disagree.
 
 [Note: No powers of two]
-Shards that lie a power of two apart fall into the same sets of a processor's caches: over gloo an all-gather of
+Shards that lie a power of two apart fall into the same sets of a processor's caches: an all-gather in host memory of
 1024 KiB took 15 to 19 % longer than one of 1056 KiB. Most groups of parameters are not of such sizes, and no cost of
 theirs may be read between these; for those that are, a measurement is told their sizes.
 """

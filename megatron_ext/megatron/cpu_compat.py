@@ -22,7 +22,7 @@ import warnings
 
 import torch
 
-from megatron_ext.cpubench import cuda_stand_in, gloo, parser_options
+from megatron_ext.cpubench import cuda_stand_in, ordered_collectives, parser_options
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import megatron_on_cpu
 
@@ -59,7 +59,7 @@ def install(*, even_with_a_device: bool = False) -> bool:
     megatron_on_cpu.replace()
     # Megatron looks at it on purpose, and the warning would name our file.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
     atexit.register(_leave_process_groups)
     _installed = True
     return True

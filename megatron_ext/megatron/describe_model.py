@@ -155,7 +155,7 @@ _META_COLLECTIVES: list[torch.library.Library] = []
 
 @contextlib.contextmanager
 def only_fake_groups():
-    """Megatron makes a gloo group for each group; in a process of its own it would wait for others."""
+    """Megatron makes a second group, over host memory, for each; in a process of its own it would wait for others."""
     new_group = torch.distributed.new_group
 
     def fake_group(*args, backend=None, **kwargs):

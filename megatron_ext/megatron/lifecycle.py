@@ -160,7 +160,7 @@ class Run(BuildingRun):
             last.start_param_sync = reads.until_forced(last.start_param_sync)
 
     def _replicas(self) -> list[int]:
-        """Global ranks that gather together: experts may be shared by ranks of several data-parallel groups."""
+        """Global ranks that gather together: ranks of several data-parallel groups may share experts."""
         assert self.schedule is not None
         parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
         apart = {group.ranks for group in self.schedule.groups} != {parallel.dp}

@@ -14,7 +14,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
 | 0.15 | optimizer states of torch_dist are dp_reshardable | has | checkpoint_states.py |
-| 0.17 | an activation is not freed while gloo is sending it | - | gpt_model.py |
+| 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |
 | 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |
 | 0.18 | --rampup-batch-size is ignored | ramps_up | workload_of_run.py, refusals.py |

@@ -57,7 +57,7 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
 
 
 def _record_end(handle, recorder: Recorder, issued: int | torch.cuda.Event) -> None:
-    """Record the gather of ``handle`` (one work, or several that were coalesced) when it ends, on gloo's thread."""
+    """Record the gather of ``handle`` (one work, or several that were coalesced) as it ends, on a thread of torch's."""
     works = getattr(handle, "works", None) or [handle]
     ended = torch.futures.collect_all([work.get_future() for work in works])
     ended.add_done_callback(lambda _: recorder.add("gpu", "unshard", issued, perf_counter_ns()))

@@ -22,9 +22,9 @@ from megatron_ext.workload.workload import Workload
 
 MODEL_ERROR = 0.02
 """Standard deviation of measured over predicted ratios of iteration times of two plans, beyond what perturbed costs and
-the measurement's own standard error explain. Calibrated by maximum likelihood on 16 pairs of runs on emulated nodes of
-a CPU test bench (benchmarks/results/emulated_cluster.json of 2026-11-23, in this repository's history): 1.6 % around a
-mean of 2.6 %, because stock Megatron was slower than predicted. The mean is not corrected."""
+the measurement's own standard error explain. Calibrated by maximum likelihood on 16 pairs of runs over a slow network
+(a benchmark's result of 2026-11-23, in this repository's history): 1.6 % around a mean of 2.6 %, because stock
+Megatron was slower than predicted. The mean is not corrected."""
 
 WIDTH = 1.645
 """Half the width of the 90 % interval, in standard deviations."""

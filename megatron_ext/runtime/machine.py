@@ -7,6 +7,7 @@ import torch
 from torch.cuda import nccl
 
 from megatron_ext.formats.facts import Facts
+from megatron_ext.runtime import backends
 from megatron_ext.runtime.device import has_cuda
 
 
@@ -27,7 +28,7 @@ def environment(device: str = "auto") -> dict[str, Facts]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "kernel": platform.release(),
-        "backend": "nccl" if use_cuda else "gloo",
+        "backend": backends.of_device(use_cuda),
     }
     if use_cuda:
         hardware["devices"] = torch.cuda.device_count()

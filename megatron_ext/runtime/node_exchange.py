@@ -7,10 +7,10 @@ index on their nodes are counterparts: rank i of a node gets the shards of all r
 writes them into its node's pool. The shards of the others come with their own counterparts.
 
 [Note: Receives first]
-Gloo's all-gather of two ranks leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55 times as
-long as they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives issued
-before sends it is 1.02 to 1.10. (Presumably the message that announces a receive waits behind the data being sent,
-because both use one connection.)
+An all-gather of two ranks over TCP leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55
+times as long as they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives
+issued before sends it is 1.02 to 1.10. (Presumably the message that announces a receive waits behind the data being
+sent, because both use one connection.)
 
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
@@ -18,7 +18,7 @@ not share a process group.
 
 [Note: Through host memory]
 What comes is received into its place in the node's page-locked host copy, where the group has one, so no memory is
-touched twice and no thread copies. The bytes go through gloo, hence over TCP, as many streams a node as it has ranks.
+touched twice and no thread copies. The bytes go over TCP, as many streams a node as it has ranks.
 An exchange by NCCL on the device would be faster, but would take device memory (a group's shards of all nodes), the
 network and multiprocessors from the gathers of the forward that runs meanwhile, and need one order with them over all
 communicators. ``publish.internode`` of the cost table has this exchange as it is, so a plan takes host copies across

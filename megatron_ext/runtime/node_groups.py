@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from megatron_ext.runtime import backends
 from megatron_ext.workload.nodes import nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
 
@@ -30,7 +31,7 @@ class NodeGroups(NamedTuple):
         return tuple(ranks[self.index] for ranks in self.nodes)
 
 
-def make_node_groups(parallel: Parallel, backend: str = "gloo", ranks: int | None = None) -> NodeGroups | None:
+def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: int | None = None) -> NodeGroups | None:
     """New process groups of this rank; None where its data-parallel group lies on one node.
 
     Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas`.

@@ -9,6 +9,7 @@ from torch.cuda import nccl
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.launch import device_sharing
+from megatron_ext.runtime import backends
 from megatron_ext.runtime.objects import gather_objects
 
 
@@ -34,7 +35,7 @@ def tell_nccl(device: torch.device, nodes: int = 1) -> int:
     Raises:
         InputError: on all ranks, NCCL cannot serve ranks that share a device.
     """
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend=backends.HOST)
     devices = gather_objects(str(torch.cuda.get_device_properties(device).uuid), group)
     dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType] - all ranks are in it
     sharing = max(Counter(devices).values())

@@ -2,10 +2,10 @@
 
 [Note: Who hears of a failure]
 The error of a background thread is raised where its transfers are waited for. The training thread may never get there:
-it may be in a collective with a rank that waits, through others, for the thread that has failed, and a call of gloo or
-NCCL cannot be broken off from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure. That
-closes its connections: ranks that wait for it get an error, and the launcher ends all others. Streams that wait for a
-flag get none, so the watch of each rank also looks for ranks that cannot publish any more.
+it may be in a collective with a rank that waits, through others, for the thread that has failed, and a
+collective cannot be broken off from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure.
+That closes its connections: ranks that wait for it get an error, and the launcher ends all others. Streams that wait
+for a flag get none, so the watch of each rank also looks for ranks that cannot publish any more.
 
 [Note: Who is to blame]
 A rank that ends because another one has gone ends with the exit code :data:`PEER_LOST_CODE`, so that a launcher can
@@ -41,7 +41,7 @@ FRAMES = 6
 """Frames of each thread that are printed, the innermost first."""
 
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
-"""Parts of the messages of gloo and NCCL when a peer has ended."""
+"""Parts of what a collective's error says when a peer has ended."""
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -9,10 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_ext.cpubench import gloo
+from megatron_ext.cpubench import ordered_collectives
 
 if sys.argv[1] == "in-order":
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
 dist.init_process_group("gloo")
 shards = [torch.full((8,), float(dist.get_rank() + 1)) for _ in range(16)]
 wholes = [torch.empty(8 * dist.get_world_size()) for _ in shards]

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megatron_ext.cpubench import gloo
+from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
@@ -27,7 +27,7 @@ def nodes_of_two(ranks: int) -> Parallel:
 
 
 def main() -> None:
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = nodes_of_two(size)

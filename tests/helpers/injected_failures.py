@@ -18,13 +18,14 @@ from collections import Counter
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import faults
 import torch
 import torch.distributed as dist
 
 import megatron_ext
-from megatron_ext.cpubench import gloo
+from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.executor import Executor
@@ -91,11 +92,22 @@ class Tracer:
         return self.line
 
 
-def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
-    """A few iterations of a rank whose three groups go by three routes, with all that runs beside it."""
+class Trained(NamedTuple):
+    """What trains on a rank, and all that runs beside it."""
+
+    executor: Executor
+    groups: list[Group]
+    link: Link
+    issuer: Issuer
+    watch: Watch
+    sums: dist.ProcessGroup
+
+
+def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
+    """A rank whose three groups go by three routes."""
     per_node, by_kernel = SETUPS[setup]
     block_reads.SYSTEM_CALLS = block_reads.SYSTEM_CALLS if by_kernel else {}
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     sizes = dict(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1)
     parallel = Parallel(**sizes, order="no_pipeline", gpus_per_node=per_node)
@@ -137,20 +149,30 @@ def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
     for part in (pool, nvme, cpu, read, collective):
         executor.on_close(part.close)
     watch.executor = executor
+    link = Link(device, device.device, recorder=recorder)
+    executor.on_close(link.close)
+    return Trained(executor, groups, link, issuer, watch, sums)
+
+
+def host_steps(folder: Path, link: Link, issuer: Issuer):
+    """Three optimizers that step on the host with states on the drive; the states, and their optimizers."""
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
     steps = [torch.optim.Adam([parameter]) for parameter in parameters]
     reads = DriveReads(block_bytes=4096, queue_depth=3)
-    link, narrow = (
-        Link(device, device.device, recorder=recorder),
-        [parameter.detach().half() for parameter in parameters],
-    )
-    how = dict(settings=reads, link=link, issuer=issuer)
-    states, after_norm = DriveStates(folder, moments=2, slots=2, **how), AfterNorm(link)
-    for parameter, step, half in zip(parameters, steps, narrow):
-        piece = Piece(parameter, lambda: torch.ones(2000), half)
+    states = DriveStates(folder, moments=2, slots=2, settings=reads, link=link, issuer=issuer)
+    for parameter, step in zip(parameters, steps):
+        piece = Piece(parameter, lambda: torch.ones(2000), parameter.detach().half())
         states.units.append(DriveUnit(states, 0, step, [piece]))
     states.open()
-    executor.on_close(link.close, states.close)
+    return states, steps
+
+
+def train(rank: int, folder: Path, setup: str, stalls: bool) -> None:
+    """A few iterations."""
+    executor, groups, link, issuer, watch, sums = build(rank, folder, setup, stalls)
+    states, steps = host_steps(folder, link, issuer)
+    after_norm = AfterNorm(link)
+    executor.on_close(states.close)
     executor.params_updated()
     for _ in range(ITERATIONS):
         executor.begin_iteration()

@@ -153,7 +153,7 @@ class EarlySteps(Part):
         if not self._open or self._used + size > self.memory.numel():
             return
         memory, self._used = self.memory[self._used : self._used + size], self._used + size
-        if handle is not None:  # gloo's handles write each time they are waited for: not behind the last arrival
+        if handle is not None:  # it may write whenever it is waited for: not behind the last arrival
             self._link.arriving.run(handle.wait)
         unit.unit.arrive([self._reduced[unit]] if handle is None else [], unit.gradients)
         job = self._worker.submit(partial(self._step, unit, memory, behind))

@@ -12,7 +12,7 @@ compiled from one file (they compare its sha256) for their pipeline rank, and Me
 are the same on them. So the order is the same; nothing in it depends on what has arrived. The debug mode (debug.py)
 counts all of them and compares the order after every iteration.
 On a machine without a GPU threads issue those that go by a stream of their own; their communicators are used by nobody
-else, and gloo has no order between process groups.
+else, and there is no order between process groups.
 """
 
 from typing import Protocol

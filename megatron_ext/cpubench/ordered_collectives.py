@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 
-def run_collectives_in_order() -> None:
+def install() -> None:
     """Let every gloo process group made from now on have one thread; may be called again."""
     upstream = getattr(distributed_c10d, "ProcessGroupGloo", None)
     if upstream is None or getattr(upstream, "in_order", False) or not hasattr(upstream, "_Options"):

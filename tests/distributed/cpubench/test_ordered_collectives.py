@@ -11,7 +11,7 @@ from places import HELPERS
 from training import run
 from variations import some
 
-from megatron_ext.cpubench import gloo
+from megatron_ext.cpubench import ordered_collectives
 
 
 def race(how: str, seconds: int):
@@ -31,8 +31,8 @@ def test_collectives_in_order_leave_the_heap_alone(seconds):
 
 def test_every_way_to_a_group_gives_one_thread(monkeypatch):
     monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupGloo", dist.distributed_c10d.ProcessGroupGloo)
-    gloo.run_collectives_in_order()
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
+    ordered_collectives.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for group in (dist.group.WORLD, dist.new_group([0])):
@@ -52,7 +52,7 @@ def test_what_newer_releases_of_torch_give_reaches_the_options(monkeypatch):
             self.options = options
 
     monkeypatch.setattr(dist.distributed_c10d, "ProcessGroupGloo", Newer)
-    gloo.run_collectives_in_order()
+    ordered_collectives.install()
     maker: Any = dist.distributed_c10d.ProcessGroupGloo
     made = maker(None, 0, 1, timeout=dist.default_pg_timeout, enable_reconfigure=True)
     assert made.options.enable_reconfigure and made.options._threads == 1
