@@ -7,7 +7,6 @@ Megatron's training), with updates delayed behind the first 50 iterations, and f
 batches for all three. Writes benchmarks/results/delayed_update.json and its picture.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -47,11 +46,7 @@ def losses(folder: Path, iterations: int, seeds: int) -> list[dict]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iters", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", default="benchmarks/results/delayed_update.json")
-    args = parser.parse_args()
+    args = machine.options(__doc__, iters=500, seeds=2, out="benchmarks/results/delayed_update.json")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         rows = losses(Path(folder), args.iters, args.seeds)

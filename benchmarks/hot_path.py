@@ -14,7 +14,6 @@ All is timed without the function mode through which CPU compatibility sees ever
 on a device, where there is none.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -46,7 +45,7 @@ from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.program import compile_program, place_actions
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
 
@@ -88,7 +87,8 @@ def executor_of(schedule, workload, boundaries) -> Executor:
                 if schedule.zero_stage == 3
                 else Group(index, "", whole, 0, 2)
             )
-    program = compile_program(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
+    placed = place_actions(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
+    program = compile_program(placed, boundaries)
     executor = Executor(program, groups, clock, residency, route.issue, Issuer())
     executor.params_updated()
     return executor
@@ -185,11 +185,7 @@ def stock(options, rounds: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/hot_path.json")
-    args = parser.parse_args()
+    args = machine.options(__doc__, layers=12, rounds=300, out=ROOT / "benchmarks/results/hot_path.json")
     size = ["--num-layers", str(args.layers), "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32"]
     workload = describe_model.describe_options(ignored_options.parse([*PARALLEL, *size]))
     third = replace(workload, zero_stage=3)

@@ -1,5 +1,6 @@
 """What every result says of where it comes from (machine, versions, date, load), and how it is written."""
 
+import argparse
 import os
 import platform
 from datetime import datetime, timezone
@@ -9,6 +10,14 @@ from pathlib import Path
 import pictures
 
 from megatron_ext.formats import json_files
+
+
+def options(doc: str | None, **defaults) -> argparse.Namespace:
+    """Options of the command line, ``--name`` with the type of its default; the help is the first line of ``doc``."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    return parser.parse_args()
 
 
 def about_this_machine(*, load_before: float | None = None) -> dict:

@@ -12,7 +12,6 @@ safeguard switched off (shards not waited for, a stale copy, a stale shard, a gr
 gradient added behind all others): that must be seen.
 """
 
-import argparse
 import os
 import random
 import subprocess
@@ -152,11 +151,7 @@ def control(service: ParityService, number: int, workloads: Path, folder: Path) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="benchmarks/results/parity.json")
-    args = parser.parse_args()
+    args = machine.options(__doc__, cases=300, seed=0, out="benchmarks/results/parity.json")
     draw, begin = random.Random(args.seed), time.time()
     cases, controls, load = [], [], os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as workloads:

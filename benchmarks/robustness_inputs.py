@@ -151,9 +151,6 @@ def kinds(folder: Path) -> dict[str, Kind]:
         """The first of ``commands`` that is refused, or all of them."""
         return lambda file, data: next((code for command in commands if (code := cli.main(command))), 0)
 
-    def importing(name: str, *more: str) -> Callable[[Path, bytes], int]:
-        return lambda file, data: cli.main(["measure", "--out", out, "--import", name, str(file), *more])
-
     def reported(file: Path, data: bytes) -> None:
         report.build(report.load(folder / "run"), extrapolate=True)
 
@@ -185,17 +182,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
                 ["cost", "estimate", "--hardware", str(file), "--workload", w, "--out", out, "--seq-length", "64"]
             ),
         ),
-        "curves": Kind(
-            ((ROOT / "tests/data/seed_allreduce_8gpu.json").read_bytes(),), "curves.json", importing("curves")
-        ),
-        "nccl-tests": Kind(
-            (logs.nccl_tests().encode(), logs.nccl_tests(summary=False).encode()), "nccl.log", importing("nccl-tests")
-        ),
-        "nvbandwidth": Kind(
-            (logs.nvbandwidth().encode(), f"Buffer Size: 64 MiB\n{logs.nvbandwidth()}".encode()),
-            "nv.log",
-            importing("nvbandwidth"),
-        ),
+        **_imported(out),
         "command line": Kind(_command_lines(t, w, s, out), "argv.json", _command_line),
     }
     for name in ("stock.trace.json", "scheduled.trace.json", "stock.metrics.json", "scheduled.metrics.json"):
@@ -204,6 +191,23 @@ def kinds(folder: Path) -> dict[str, Kind]:
                 ((folder / "run" / name).read_bytes(),), f"run/{name}", reported
             )
     return everything
+
+
+def _imported(out: str) -> dict[str, Kind]:
+    """What ``measure --import`` reads, by the name that it has there."""
+    texts = {
+        "curves": [(ROOT / "tests/data/seed_allreduce_8gpu.json").read_text()],
+        "nccl-tests": [logs.nccl_tests(), logs.nccl_tests(summary=False)],
+        "nvbandwidth": [logs.nvbandwidth(), f"Buffer Size: 64 MiB\n{logs.nvbandwidth()}"],
+    }
+
+    def importing(name: str) -> Callable[[Path, bytes], int]:
+        return lambda file, data: cli.main(["measure", "--out", out, "--import", name, str(file)])
+
+    return {
+        name: Kind(tuple(text.encode() for text in seeds), f"{name}.imported", importing(name))
+        for name, seeds in texts.items()
+    }
 
 
 def _command_lines(t: str, w: str, s: str, out: str) -> tuple[bytes, ...]:

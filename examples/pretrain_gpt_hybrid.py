@@ -155,10 +155,10 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def run_schedule(args, model, iterators, forward_only: bool = False) -> list[dict]:
+def run_schedule(args, model, iterators, forward_only: bool = False, step=forward_step) -> list[dict]:
     """All micro-batches of one iteration, in Megatron's order. Losses by micro-batch on the last stage, else empty."""
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
         model=model if len(model) > 1 else model[0],
         num_microbatches=args.num_microbatches,

@@ -11,17 +11,14 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from megatron_ext.cost.measured_curve import Curve, MaybeCurve, Point, checked_points, with_points
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.versions import COMMANDS, check_version
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
-from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.route import ROUTES
-
-MOST_FALL = 1000
-"""Times of noisy small messages may fall from one size to the next larger, but not by this factor."""
 
 MOST_SLOWDOWN = 1e6
 
@@ -32,39 +29,12 @@ one, and copies go during steps. Parameters become 16-bit ones on the host, or o
 ESTIMATE = "megatron-ext cost estimate"
 """Program of a table's source that counted it from a data sheet."""
 
-MOST_POINTS = 10_000
-"""Of one curve; a power-of-2 grid has about 30."""
-
-
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One measured size. ``issued_us`` is the time until the call returned, where it is
-    asynchronous; ``p50_us`` the time until the bytes had arrived."""
-
-    size_bytes: int
-    p50_us: float
-    p95_us: float | None = None
-    samples: int = 1
-    issued_us: float | None = None
-
-
-class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Cost by size. ``algorithms`` holds one curve a name where a source compares several
-    (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
-    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients,
-    any other those of parameters whose gradients are float32."""
-
-    points: tuple[Point, ...] = ()
-    algorithms: dict[str, tuple[Point, ...]] = {}
-    source: str | None = None
-    reads: DriveReads | None = None
-    counts: Literal["parameters", "gradients"] = "parameters"
-
 
 class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    gpu: Curve | None = None
-    cpu: Curve | None = None
-    cpu_shard: Curve | None = None
-    nvme: Curve | None = None
+    gpu: MaybeCurve = None
+    cpu: MaybeCurve = None
+    cpu_shard: MaybeCurve = None
+    nvme: MaybeCurve = None
 
 
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -73,9 +43,9 @@ class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     the last rank of a node has written; between nodes, with a second group on its way behind the first.
     ``points`` is short for ``cpu``."""
 
-    cpu: Curve | None = None
-    nvme: Curve | None = None
-    internode: Curve | None = None
+    cpu: MaybeCurve = None
+    nvme: MaybeCurve = None
+    internode: MaybeCurve = None
     points: tuple[Point, ...] = ()
 
 
@@ -85,8 +55,8 @@ class ExpertCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     the latter."""
 
     ranks: int
-    gpu: Curve | None = None
-    reduce: Curve | None = None
+    gpu: MaybeCurve = None
+    reduce: MaybeCurve = None
 
 
 class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -221,12 +191,12 @@ class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     contention: tuple[Contention, ...] = ()
     compute: tuple[Compute, ...] = ()
     p2p: Curve | tuple[Point, ...] = ()
-    reduce: Curve | None = None
-    optimizer: Curve | None = None
-    host_add: Curve | None = None
-    host_step: Curve | None = None
-    device_step: Curve | None = None
-    all_reduce: Curve | None = None
+    reduce: MaybeCurve = None
+    optimizer: MaybeCurve = None
+    host_add: MaybeCurve = None
+    host_step: MaybeCurve = None
+    device_step: MaybeCurve = None
+    all_reduce: MaybeCurve = None
     host_memory: HostMemory | None = None
     launches: Launches | None = None
     topology: Topology = Topology()
@@ -265,13 +235,6 @@ def with_curves(table: CostTable, change: Callable[[str, Curve], Curve | None]) 
     return with_parts(table, {name: change(name, curve) for name, curve in given.items() if isinstance(curve, Curve)})
 
 
-def with_points(curve: Curve, change: Callable[[str, tuple[Point, ...]], tuple[Point, ...]]) -> Curve:
-    """``curve`` with ``change(field, points)`` in place of its points and of those of each of its algorithms."""
-    own = change("points", curve.points)
-    algorithms = {name: change(f"algorithms.{name}", points) for name, points in curve.algorithms.items()}
-    return replace(curve, points=own, algorithms=algorithms)
-
-
 def load(path) -> CostTable:
     """Read and check a cost table. Raises InputError naming file, field and value."""
     try:
@@ -305,7 +268,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
         table = replace(table, p2p=Curve(points=table.p2p))
 
     def checked(name: str, curve: Curve) -> Curve:
-        return with_points(curve, lambda field, points: _checked(points, f"{name}.{field}", checker))
+        return with_points(curve, lambda field, points: checked_points(points, f"{name}.{field}", checker))
 
     table = with_curves(table, checked)
     if table.experts is not None:
@@ -366,34 +329,3 @@ def _check_contention(row: Contention, field: str, checker: Checker) -> None:
     if not 1 / MOST_SLOWDOWN <= row.slowdown <= MOST_SLOWDOWN:
         checker.refuse(f"no plausible slowdown: expected at most {MOST_SLOWDOWN:g}", f"{field}.slowdown", row.slowdown)
     checker.duration(row.p50_us, f"{field}.p50_us")
-
-
-def _checked(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[Point, ...]:
-    """The points sorted by size.
-
-    Raises:
-        InputError: a figure is not plausible, by itself or next to that of the next smaller size.
-    """
-    if len(points) > MOST_POINTS:
-        checker.refuse(f"more than {MOST_POINTS} points", field, len(points))
-    sizes = set()
-    for index, point in enumerate(points):
-        where = f"{field}[{index}]"
-        checker.size(point.size_bytes, f"{where}.size_bytes")
-        if point.size_bytes in sizes:
-            checker.refuse("is there twice", f"{where}.size_bytes", point.size_bytes)
-        sizes.add(point.size_bytes)
-        checker.duration(point.p50_us, f"{where}.p50_us")
-        checker.duration(point.p95_us, f"{where}.p95_us")
-        checker.not_below("p50_us", point.p50_us, point.p95_us, f"{where}.p95_us")
-        checker.duration(point.issued_us, f"{where}.issued_us", zero=True)
-        checker.at_least(1, point.samples, f"{where}.samples")
-    order = sorted(range(len(points)), key=lambda index: points[index].size_bytes)
-    for smaller, larger in zip(order, order[1:]):
-        if points[larger].p50_us * MOST_FALL < points[smaller].p50_us:
-            message = (
-                f"no plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
-                f"{points[smaller].size_bytes} bytes take"
-            )
-            checker.refuse(message, f"{field}[{larger}].p50_us", points[larger].p50_us)
-    return tuple(points[index] for index in order)

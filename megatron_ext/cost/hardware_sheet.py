@@ -61,7 +61,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """NVLink of one GPU. ``hop_us``: what one further rank in a ring adds to a collective."""
+    """NVLink of one GPU; with more, the network. ``hop_us``: what one further rank in a ring adds to a collective."""
 
     bytes_per_s: Figure
     efficiency: Figure
@@ -95,12 +95,9 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pcie: Pcie | None = None
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Network(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU's share of the network between nodes. ``shares_host_link``: its card and host copies use one link."""
 
-    bytes_per_s: Figure
-    efficiency: Figure
-    hop_us: Figure
     shares_host_link: bool = False
 
 

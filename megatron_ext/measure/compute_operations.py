@@ -64,10 +64,7 @@ class HostAdd(Operation):
     name = "host_add"
     builds = True
     by_host = True
-
-    def __init__(self, fabric: Fabric, busy: bool = False):
-        super().__init__(fabric, busy)
-        self._sum = self._part = torch.zeros(0)
+    _sum = _part = torch.zeros(0)
 
     def issue(self, size_bytes: int, round_index: int):
         if size_bytes > self._sum.numel() * 4:

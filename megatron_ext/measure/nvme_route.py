@@ -119,7 +119,7 @@ def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
     own = []
     for block, depth in combinations:
         operation.drive.configure(block, depth)
-        own.append(sample(fabric, operation, size, seconds / len(combinations), min_rounds=2).us)
+        own.append(sample(fabric, operation, size, seconds / len(combinations)).us)
     everyone = gather_objects(own)
     medians = [median(us for theirs in everyone for us in theirs[index]) for index in range(len(combinations))]
     block, depth = best_settings(combinations, medians)

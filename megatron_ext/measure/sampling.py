@@ -8,7 +8,7 @@ from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Operation
 
-MAX_ROUNDS = 20
+MIN_ROUNDS, MAX_ROUNDS = 3, 20
 IN_A_ROW, SHORT_BYTES = 8, 4 << 20
 
 
@@ -70,14 +70,13 @@ def sample(
     size_bytes: int,
     seconds: float,
     *,
-    min_rounds: int = 3,
     warmups: int = 2,
     max_rounds: int = MAX_ROUNDS,
 ) -> Samples:
     """Rounds of ``operation`` for about ``seconds``, all ranks starting together.
 
     The first rounds warm up and tell rank 0 how many more fit; every rank runs that many: at
-    least ``min_rounds``, fewer only where the time is already used up by warming up, and at most ``max_rounds``.
+    least :data:`MIN_ROUNDS`, fewer only where the time is already used up by warming up, and at most ``max_rounds``.
     """
     samples = Samples()
     messages, timer = operation.messages, DeviceTimer() if fabric.torch_device.type == "cuda" else None
@@ -92,7 +91,7 @@ def sample(
     row = 1 if timer is None or operation.by_host else in_a_row(size_bytes)
     left = seconds - (perf_counter() - begin)
     fit = int(left * 1e6 / max(us * row, 1.0))
-    rounds = fabric.agree(max(min_rounds if left > 0 else 1, min(max_rounds, fit)))
+    rounds = fabric.agree(max(MIN_ROUNDS if left > 0 else 1, min(max_rounds, fit)))
     for _ in range(rounds):
         fabric.barrier()
         us, issued = timed(fabric, operation, size_bytes, round_index, timer)

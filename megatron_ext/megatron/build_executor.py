@@ -30,7 +30,7 @@ from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.objects import gather_objects
-from megatron_ext.runtime.program import Program, compile_program
+from megatron_ext.runtime.program import Program, compile_program, place_actions
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.group_facts import uses_of_groups
@@ -214,18 +214,11 @@ def _compiler(
 
     def compiled(num_microbatches: int) -> Program:
         schedule = schedule_for(own.schedules, num_microbatches)
-        return compile_program(
-            schedule,
-            schedule.ranks[own.pp_rank],
-            own.groups,
-            by_name,
-            own.clock,
-            boundaries,
-            own.recorder,
-            routes.order is not None,
-            reducer,
-            own.issuer.turn if turn else None,
+        rank, check_uses = schedule.ranks[own.pp_rank], routes.order is not None
+        placed = place_actions(
+            schedule, rank, own.groups, by_name, own.clock, boundaries, own.recorder, check_uses, reducer
         )
+        return compile_program(placed, boundaries, own.issuer.turn if turn else None)
 
     return compiled
 

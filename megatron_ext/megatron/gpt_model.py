@@ -50,8 +50,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         # Interleaving over two pipeline ranks works only with overlapped p2p.
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,
-        # gloo keeps no hold on a tensor whose data is swapped while it is being sent: the freed activation would be
-        # sent in its place.
+        # On a processor a message keeps no hold on a tensor whose data is swapped: what has been freed would be sent.
         deallocate_pipeline_outputs=on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -89,6 +88,16 @@ def layer_spec(args, config: TransformerConfig, **stage) -> Any:
     return get_gpt_layer_local_spec(**chosen)
 
 
+def embedding_options(args) -> dict[str, Any]:
+    """What GPTModel takes that is about tokens and positions."""
+    return dict(
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
+
+
 def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     """All model chunks of this pipeline rank, in chunk order."""
     vp = args.num_virtual_stages_per_pipeline_rank
@@ -104,12 +113,9 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
             GPTModel(
                 config=config,
                 transformer_layer_spec=layer_spec(args, config, **stage),
-                vocab_size=args.padded_vocab_size,
-                max_sequence_length=args.max_position_embeddings,
                 pre_process=pre,
                 post_process=post,
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-                position_embedding_type=args.position_embedding_type,
+                **embedding_options(args),
                 **stage,
             )
         )

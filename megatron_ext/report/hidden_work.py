@@ -20,17 +20,17 @@ from megatron_ext.workload.parallel import Parallel
 STEP = "host's step"
 
 NAMES = {
-    ("cpu", ""): "copies to the device",
-    ("cpu", "parameters"): "new parameters to the device",
-    ("gpu", ""): "all-gathers",
-    ("host_add", ""): "gradients added in host memory",
-    ("host_step", ""): STEP,
-    ("nvme", ""): "drive to staging slots",
-    ("nvme", "states"): "optimizer states, drive",
-    ("publish", ""): "publishing",
-    ("publish", "gradient"): "gradients to the host",
-    ("publish", "parameters"): "new parameters to the host",
-    ("reduce", ""): "reduces",
+    "cpu": "copies to the device",
+    "cpu parameters": "new parameters to the device",
+    "gpu": "all-gathers",
+    "host_add": "gradients added in host memory",
+    "host_step": STEP,
+    "nvme": "drive to staging slots",
+    "nvme states": "optimizer states, drive",
+    "publish": "publishing",
+    "publish gradient": "gradients to the host",
+    "publish parameters": "new parameters to the host",
+    "reduce": "reduces",
 }
 """What events are called, by lane and first word of their names; else by the lane alone."""
 
@@ -72,7 +72,7 @@ def over_iterations(found: list[dict[str, Hidden]]) -> dict[str, Hidden]:
 
 def _name(event: Event, simulated_on_host: bool) -> str:
     lane = "host_step" if event.lane == "optimizer" and simulated_on_host else event.lane
-    return NAMES.get((lane, event.name.partition(" ")[0])) or NAMES.get((lane, "")) or lane
+    return NAMES.get(f"{lane} {event.name.partition(' ')[0]}") or NAMES.get(lane, lane)
 
 
 def _length(intervals: Intervals) -> float:

@@ -7,12 +7,14 @@ from megatron_ext.report.timeline_rows import Row
 
 WIDTH_PX, DPI = 1600, 100
 
-KINDS = {
+THREAD = {
     "F": ("#b5d3ea", "forward step"),
     "B": ("#3f7fb5", "backward step"),
     "optimizer": ("#8c8c8c", "optimizer step"),
     "wait": ("#e31a1c", "exposed: waits for a gather"),
     "issue": ("#1a1a1a", "thread issues gathers"),
+}
+KINDS = THREAD | {
     "gpu": ("#33a02c", "gather, route gpu (all-gather)"),
     "cpu": ("#ff7f00", "gather, route cpu (copy from host)"),
     "nvme": ("#6a3d9a", "stage in from nvme"),

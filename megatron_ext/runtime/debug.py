@@ -1,6 +1,6 @@
 """``MEGATRON_EXT_DEBUG=1``: check at run time what validation has proved.
 
-Every use of every group is checked for state and version (see :func:`compile_program`), the
+Every use of every group is checked for state and version (see :func:`place_actions`), the
 order of collectives is compared between the data-parallel ranks after each iteration, and the
 peak of whole parameters with what the schedule promises, to the byte.
 """

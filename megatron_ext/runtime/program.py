@@ -84,36 +84,25 @@ class PlacedStep(NamedTuple):
         return [*self.begin, *(action for boundary in boundaries for action in self.at[boundary]), *self.end]
 
 
-def compile_program(
-    schedule: Schedule,
-    rank: Rank,
-    groups: dict[int, Group],
-    routes: dict[str, Route],
-    clock: Clock,
-    layers: Layers,
-    recorder: Recorder = NOTHING,
-    check_uses: bool = False,
-    reducer: Reducer | None = None,
-    poll: Action | None = None,
-) -> Program:
-    """Turn a validated schedule into calls.
+class PlacedActions(NamedTuple):
+    """What runs when fresh parameters are published, and at each step."""
+
+    start: list[Action]
+    steps: list[PlacedStep]
+
+
+def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None = None) -> Program:
+    """Turn actions into calls.
 
     Args:
-        schedule, rank: the schedule and the entry of this pipeline rank.
-        groups: this rank's groups by their index in the schedule.
-        routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
-            algorithms under their names.
-        clock: the version that every gather must bring.
+        placed: see :func:`place_actions`.
         layers: this rank's layers.
-        recorder: where issues and waits are recorded.
-        check_uses: check state and version of every group at every layer that uses it.
-        reducer: of the gradients that come and go, or None where all stay whole.
         poll: called before the actions between two layers: issues what threads were waited for; None: nothing is.
     """
-    start, placed = place_actions(schedule, rank, groups, routes, clock, layers, recorder, check_uses, reducer)
-    backward_of = {(place.step.stage, place.step.microbatch): place.at for place in placed if place.step.kind == "B"}
+    start, steps = placed
+    backward_of = {(place.step.stage, place.step.microbatch): place.at for place in steps if place.step.kind == "B"}
     compiled = []
-    for step, chunk, begin, at_boundaries, end in placed:
+    for step, chunk, begin, at_boundaries, end in steps:
         before = list(begin)
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
@@ -134,16 +123,31 @@ def place_actions(
     recorder: Recorder = NOTHING,
     check_uses: bool = False,
     reducer: Reducer | None = None,
-) -> tuple[list[Action], list[PlacedStep]]:
-    """What runs when fresh parameters are published, and at each step; arguments as of :func:`compile_program`."""
+) -> PlacedActions:
+    """The actions of a validated schedule.
+
+    Args:
+        schedule, rank: the schedule and the entry of this pipeline rank.
+        groups: this rank's groups by their index in the schedule.
+        routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
+            algorithms under their names.
+        clock: the version that every gather must bring.
+        layers: this rank's layers.
+        recorder: where issues and waits are recorded.
+        check_uses: check state and version of every group at every layer that uses it.
+        reducer: of the gradients that come and go, or None where all stay whole.
+    """
     compiler = _Compiler(schedule, groups, routes, clock, layers, recorder)
     gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
     waits = compiler.waits_by_step(rank)
     start = [*map(compiler.stage_in, rank.start.stage_in), *map(compiler.unshard, rank.start.unshard)]
-    return start, [
-        compiler.place(Step.parse(entry.step), entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
-        for index, entry in enumerate(rank.steps)
-    ]
+    return PlacedActions(
+        start,
+        [
+            compiler.place(Step.parse(entry.step), entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
+            for index, entry in enumerate(rank.steps)
+        ],
+    )
 
 
 def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...]:

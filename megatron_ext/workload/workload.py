@@ -95,6 +95,10 @@ class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     router_topk: int
 
 
+Limit = int | None
+"""At most so many bytes; ``None`` is unlimited."""
+
+
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a plan may use; ``None`` is unlimited.
 
@@ -105,10 +109,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     slots per rank of ``nvme_slot_bytes`` each (``None``: as large as the largest group on the route).
     """
 
-    device_bytes: int | None = None
-    whole_parameter_bytes: int | None = None
-    host_bytes: int | None = None
-    pinned_host_bytes: int | None = None
+    device_bytes: Limit = None
+    whole_parameter_bytes: Limit = None
+    host_bytes: Limit = None
+    pinned_host_bytes: Limit = None
     nvme_slots: int = 0
     nvme_slot_bytes: int | None = None
 

@@ -46,13 +46,9 @@ def train(args, at_micro_batch) -> list[list[float]]:
     optimizer = _optimizer(args, list(model.parameters()))
     offload = {"offload_param": on_host, "offload_optimizer": on_host}
     engine = deepspeed_zero3.initialize(model.train(), optimizer, args, offload)
-    losses = []
-    for iteration in range(args.train_iters):
-        losses.append([])
-        for number, tokens in enumerate(trained_model.batches(args, iteration)):
-            at_micro_batch(iteration, number)
-            loss = trained_model.forward(engine, tokens).float().mean()
-            engine.backward(loss)
-            engine.step()
-            losses[-1].append(loss.detach())
-    return [[loss.item() for loss in row] for row in losses]
+
+    def backward(loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return trained_model.train_otherwise(args, engine, at_micro_batch, backward)

@@ -35,15 +35,11 @@ def train(args, at_micro_batch) -> list[list[float]]:
     """
     model = _model(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.weight_decay, fused=True)
-    losses = []
-    for iteration in range(args.train_iters):
-        losses.append([])
-        for number, tokens in enumerate(trained_model.batches(args, iteration)):
-            at_micro_batch(iteration, number)
-            loss = trained_model.forward(model, tokens).float().mean()
-            (loss / args.num_microbatches).backward()
-            losses[-1].append(loss.detach())
+
+    def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), args.clip_grad, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
-    return [[loss.item() for loss in row] for row in losses]
+
+    backward = lambda loss: (loss / args.num_microbatches).backward()
+    return trained_model.train_otherwise(args, model, at_micro_batch, backward, step)

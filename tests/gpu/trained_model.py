@@ -17,7 +17,6 @@ import pretrain_gpt_hybrid as example
 import torch
 import torch.distributed as dist
 from case_table import ZeroStage
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from model_and_optimizer import build_model_and_optimizer
 
 from megatron_ext.formats.errors import InputError
@@ -147,15 +146,7 @@ def run_schedule(args, model, iteration: int, at_micro_batch=None) -> list[dict]
         return forward(chunk, next(batches)), _loss
 
     iterators: list[Iterator] = [batches(args, iteration) for _ in model]
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(model) > 1 else iterators[0],
-        model=model if len(model) > 1 else model[0],
-        num_microbatches=args.num_microbatches,
-        seq_length=args.seq_length,
-        micro_batch_size=args.micro_batch_size,
-        forward_only=False,
-    )
+    return example.run_schedule(args, model, iterators, step=forward_step)
 
 
 def forward(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -164,6 +155,21 @@ def forward(model, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(length, device=tokens.device).expand(tokens.shape[0], length)
     mask = example.causal_mask(length, tokens.device)
     return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+
+
+def train_otherwise(args, model, at_micro_batch, backward, step=lambda: None) -> list[list[float]]:
+    """Losses by iteration and micro-batch of training by something else: ``model`` stands for the model,
+    ``backward(loss)`` and, behind an iteration's micro-batches, ``step()`` are its own."""
+    losses = []
+    for iteration in range(args.train_iters):
+        losses.append([])
+        for number, tokens in enumerate(batches(args, iteration)):
+            at_micro_batch(iteration, number)
+            loss = forward(model, tokens).float().mean()
+            backward(loss)
+            losses[-1].append(loss.detach())
+        step()
+    return [[loss.item() for loss in row] for row in losses]
 
 
 def batches(args, iteration: int) -> Iterator[torch.Tensor]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 from msgspec.structs import replace
-from parity_worker import Rows, pretrain_gpt_hybrid
+from parity_worker import pretrain_gpt_hybrid
+from random_rows import Rows
 
 from megatron_ext.megatron import describe_model, ignored_options
 from megatron_ext.planner.stock import stock_schedule

@@ -12,7 +12,8 @@ import sys
 
 import drive_faults
 import torch
-from parity_worker import Rows, pretrain_gpt_hybrid
+from parity_worker import pretrain_gpt_hybrid
+from random_rows import Rows
 
 
 def kill_while_saving(number: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
 from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.program import compile_program
+from megatron_ext.runtime.program import compile_program, place_actions
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.workload.step_order import steps_of_ranks
 
@@ -51,9 +51,8 @@ class OneRank:
             index: self._group(index, group.bytes) for index, group in enumerate(schedule.groups) if group.pp_rank == 0
         }
         routes = dict.fromkeys(("gpu", "cpu", "nvme"), self)
-        self.program = compile_program(
-            schedule, schedule.ranks[0], self.groups, routes, self.clock, self.layers, **compiled
-        )
+        placed = place_actions(schedule, schedule.ranks[0], self.groups, routes, self.clock, self.layers, **compiled)
+        self.program = compile_program(placed, self.layers)
         self.executor = Executor(self.program, self.groups, self.clock, self.residency, self.issue, Issuer())
         for group in self.groups.values():
             group.drop()

@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pretrain_gpt_hybrid as example
 from msgspec.structs import replace
-from parity_worker import Rows
+from random_rows import Rows
 
 from megatron_ext.megatron import gpt_arguments, gpt_model
 from megatron_ext.megatron.describe_model import describe_chunk

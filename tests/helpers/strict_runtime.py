@@ -156,42 +156,25 @@ class Runtime:
     def load(self, original):
         """Who sees a value comes behind its store."""
 
-        def run(flags, row, *rank):
-            if not rank:  # of all ranks, in an older runtime
-                return self._load_all(original, flags, row)
-            value, seen = original(flags, row, *rank), self.engine.here.__dict__.setdefault("flags", {})
-            key, now = flags.address(row, *rank), time.monotonic()
-            before, since, last, polls = seen.get(key, (0, now, now, 0))
-            if value != before:
-                if value > before:
-                    self.engine.log(("wait", self.memory.name_of(key), value))
-                since, polls = now, 0
-            elif now - last > 0.5:  # another wait
-                since, polls = now, 0
-            elif polls > POLLS and now - since > self.engine.stuck_seconds:
-                raise RuntimeError(f"a flag never comes, at {where()}")
-            seen[key] = value, since, now, polls + 1
-            return value
+        def run(flags, row, *rank):  # without a rank: of all of them, in an older runtime
+            found = original(flags, row, *rank)
+            self._polled([flags.address(row, n) for n in rank or range(len(found))], np.ravel(found).tolist())
+            return found if rank else np.array(found)
 
         return run
 
-    def _load_all(self, original, flags, row):
-        values, here = np.array(original(flags, row)), self.engine.here
-        seen = here.__dict__.setdefault("flags", {})
-        key = flags.address(row, 0)
-        before, since, last, polls = seen.get(key, (None, 0.0, 0.0, 0))
-        now = time.monotonic()
-        if before is None or (values != before).any():
-            for rank, value in enumerate(values.tolist()):
-                if value > (0 if before is None else before[rank]):
-                    self.engine.log(("wait", self.memory.name_of(flags.address(row, rank)), value))
-            since, polls = now, 0
-        elif now - last > 0.5:  # another wait
+    def _polled(self, addresses: list[int], values: list[int]) -> None:
+        """Flags were looked at together. Raises RuntimeError where they are for too long what they were."""
+        seen, now = self.engine.here.__dict__.setdefault("flags", {}), time.monotonic()
+        before, since, last, polls = seen.get(addresses[0], ([0] * len(values), now, now, 0))
+        for address, value, old in zip(addresses, values, before):
+            if value > old:
+                self.engine.log(("wait", self.memory.name_of(address), value))
+        if values != before or now - last > 0.5:  # another wait
             since, polls = now, 0
         elif polls > POLLS and now - since > self.engine.stuck_seconds:
             raise RuntimeError(f"a flag never comes, at {where()}")
-        seen[key] = values, since, now, polls + 1
-        return values
+        seen[addresses[0]] = values, since, now, polls + 1
 
     # The optimizer that steps on the host.
 

@@ -70,13 +70,9 @@ class OfKind(NamedTuple):
     recorder: Recorder
     shared: Any
 
-    @property
-    def schedule(self) -> Schedule:
-        return self.schedules[0]
-
     def wanted(self, algorithm: str) -> set[int]:
         """Of all ranks, those that ``algorithm`` gathers."""
-        return {index for index in self.indices if self.schedule.groups[index].algorithm == algorithm}
+        return {index for index in self.indices if self.schedules[0].groups[index].algorithm == algorithm}
 
 
 # Process groups are made by all ranks together as soon as any rank has a group that goes by them. Each of these returns
@@ -87,7 +83,7 @@ def _hierarchical(of: OfKind) -> BufferedGather | None:
     wanted = of.wanted(HIERARCHICAL)
     if not wanted:
         return None
-    node_groups = make_node_groups(of.schedule.parallel, of.backend, of.ranks)
+    node_groups = make_node_groups(of.schedules[0].parallel, of.backend, of.ranks)
     own = [group for index, group in of.groups.items() if index in wanted]
     assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
     return HierarchicalGather(node_groups, device_of(own[0].whole), of.recorder) if own else None
@@ -104,7 +100,7 @@ def _symmetric(of: OfKind) -> BufferedGather | None:
         if why is not None:
             raise InputError(f"cannot be done here: {why}", field=f"groups[{min(wanted)}].algorithm", value=SYMMETRIC)
         how = symmetric_gather.without_thread_blocks(device.device)
-    data = make_data_group(of.schedule.parallel, of.backend, of.ranks, **how)
+    data = make_data_group(of.schedules[0].parallel, of.backend, of.ranks, **how)
     largest: dict[torch.dtype, int] = {}
     for whole in (group.whole for index, group in groups.items() if index in wanted):
         largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
@@ -115,7 +111,7 @@ def _shard_gather(of: OfKind) -> BufferedGather | None:
     unshards = [action for schedule in of.schedules for action in schedule.unshards if action.group in of.indices]
     if not any(kind_of(action.route).shard_from_host for action in unshards):
         return None
-    own = make_data_group(of.schedule.parallel, of.backend, of.ranks) if of.ranks > 1 else None
+    own = make_data_group(of.schedules[0].parallel, of.backend, of.ranks) if of.ranks > 1 else None
     return ShardGather(own, device_of(next(iter(of.groups.values())).whole), of.recorder) if of.groups else None
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from made_checkout import made_checkout
 from plans import command_line, made_up_table
 from training import run_warm
 from variations import some
@@ -156,12 +157,7 @@ if args.seed != 1:
 @pytest.fixture(scope="module")
 def checkout(megatron_tree, tmp_path_factory):
     """A checkout: the pinned core, and a training package of our own."""
-    root = tmp_path_factory.mktemp("checkout")
-    (root / "megatron/training").mkdir(parents=True)
-    (root / "megatron/core").symlink_to(megatron_tree / "megatron/core")
-    (root / "megatron/training/__init__.py").write_text("def get_args():\n    return ARGS\n")
-    (root / "pretrain_gpt.py").write_text(SCRIPT)
-    return root
+    return made_checkout(tmp_path_factory.mktemp("checkout"), megatron_tree, SCRIPT)
 
 
 THEIRS = [

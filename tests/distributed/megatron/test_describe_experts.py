@@ -1,6 +1,7 @@
 """Models with experts, as a checkout's own script builds them: which parameters are experts', and plans for them."""
 
 import pytest
+from made_checkout import made_checkout
 from plans import command_line
 
 from megatron_ext.workload import workload as workload_file
@@ -41,11 +42,7 @@ OPTIONS = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidde
 
 @pytest.fixture(scope="module")
 def describe(megatron_tree, tmp_path_factory):
-    root = tmp_path_factory.mktemp("checkout")
-    (root / "megatron/training").mkdir(parents=True)
-    (root / "megatron/core").symlink_to(megatron_tree / "megatron/core")
-    (root / "megatron/training/__init__.py").write_text("def get_args():\n    return ARGS\n")
-    (root / "pretrain_gpt.py").write_text(SCRIPT)
+    root = made_checkout(tmp_path_factory.mktemp("checkout"), megatron_tree, SCRIPT)
 
     def describe(out, *options):
         return command_line("describe", "--out", out, "--checkout", root, *OPTIONS, *options)

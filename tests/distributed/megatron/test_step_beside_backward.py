@@ -3,21 +3,15 @@
 import random
 
 import pytest
-from cases import MODELS
 from draw_schedule import draw_schedule, states_on_drive, with_gradients
+from host_step_cases import BF16, DELAYS, FP16, THIRD_OF_FIVE, early_steps, save, skipped, train
 from msgspec.structs import replace
 from parity_service import differences
 from variations import some
 
-from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-
-DELAYS = "step_delay_ms=3,reduce_delay_ms=2,publish_delay_ms=4"
-
-BF16 = MODELS["bf16-offload"]
-FP16 = [*MODELS["fp16"], "--optimizer-cpu-offload"]
 
 ENOUGH = 1 << 20  # bytes of copies of states: more than any rank's
 
@@ -28,29 +22,18 @@ def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,), rollbac
     draw = random.Random(seed)
     schedule = with_gradients(draw, draw_schedule(draw, workload), workload, kinds)
     schedule = replace(schedule, rollback_bytes=rollback_bytes)
-    match.match(validate.validate(schedule), workload)
-    schedule_file.save(path, schedule)
+    save(path, schedule, workload)
     return schedule, workload
-
-
-def counts(answer) -> tuple[int, int]:
-    """Early steps of all ranks, and those of them that were taken back."""
-    taken, taken_back = zip(*answer["scheduled"]["early_steps"])
-    return sum(taken), sum(taken_back)
 
 
 @pytest.mark.parametrize("zero_stage, kinds, clip", [(1, (None,), "1e9"), (3, (None, "sharded", "host"), "1e-4")])
 def test_training_is_that_of_the_step_that_waits(workloads, services, tmp_path, zero_stage, kinds, clip):
     """With every iteration clipped, and with none."""
     schedule, workload = write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)
-    answer = services("interleaved").run(
-        options=[*BF16, "--clip-grad", clip, "--metrics-path", str(tmp_path / "unused.json")],
-        schedule=tmp_path / "s.json",
-        iterations=4,
-        environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
-    )
+    options = [*BF16, "--clip-grad", clip, "--metrics-path", str(tmp_path / "unused.json")]
+    answer = train(services, options, tmp_path / "s.json", debug=True)
     assert differences(answer) == []
-    taken, taken_back = counts(answer)
+    taken, taken_back = early_steps(answer)
     assert taken > 0 and taken_back == (taken if clip == "1e-4" else 0)
     held = [iterations[-1]["host_bytes"] for iterations in answer["scheduled"]["census"]]
     for stage, bill in enumerate(memory_bill(schedule, workload)):
@@ -59,16 +42,10 @@ def test_training_is_that_of_the_step_that_waits(workloads, services, tmp_path, 
 
 def test_steps_of_an_iteration_that_overflows_are_taken_back(workloads, services, tmp_path):
     write(workloads["interleaved", "fp16"], 3, tmp_path / "s.json", 2, (None, "sharded"))
-    answer = services("interleaved").run(
-        options=[*FP16, "--clip-grad", "1e9"],
-        schedule=tmp_path / "s.json",
-        iterations=5,
-        meddle="overflow",
-        environment={"MEGATRON_EXT_FAULTS": DELAYS},
-    )
+    answer = train(services, [*FP16, "--clip-grad", "1e9"], tmp_path / "s.json", iterations=5, meddle="overflow")
     assert differences(answer) == []
-    assert [norm is None for norm in answer["scheduled"]["grad_norm"][0]] == [False, False, True, False, False]
-    taken, taken_back = counts(answer)
+    assert skipped(answer) == THIRD_OF_FIVE
+    taken, taken_back = early_steps(answer)
     assert 0 < taken_back < taken
 
 
@@ -79,15 +56,9 @@ def test_steps_of_an_iteration_that_is_run_again_are_taken_back_before_it_begins
     """Both plans gather a group at the start that is stepped early: it comes with the parameters of the last step."""
     kinds = (None, "sharded") if zero_stage > 1 else (None,)
     write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 12, kinds)
-    answer = services("interleaved").run(
-        options=[*BF16, "--clip-grad", "1e9"],
-        schedule=tmp_path / "s.json",
-        iterations=4,
-        meddle="again",
-        environment={"MEGATRON_EXT_FAULTS": DELAYS},
-    )
+    answer = train(services, [*BF16, "--clip-grad", "1e9"], tmp_path / "s.json", meddle="again")
     assert differences(answer) == []
-    taken, taken_back = counts(answer)
+    taken, taken_back = early_steps(answer)
     assert 0 < taken_back < taken
 
 
@@ -119,18 +90,12 @@ def test_overflow_and_clipping_with_states_on_the_drive(
     schedule, workload = write(workloads["interleaved", "fp16"], zero_stage, path, seed, kinds, ENOUGH)
     rest_on_drive(schedule, workload, path, every, rollback_bytes, slots=2 + seed % 2)
     (tmp_path / "drive").mkdir()
-    answer = services("interleaved").run(
-        options=[*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")],
-        schedule=path,
-        iterations=5,
-        meddle=meddle,
-        environment={"MEGATRON_EXT_FAULTS": DELAYS + fault},
-    )
+    options = [*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")]
+    answer = train(services, options, path, iterations=5, meddle=meddle, faults=DELAYS + fault)
     assert bool(differences(answer)) == bool(fault)
-    skipped = [norm is None for norm in answer["scheduled"]["grad_norm"][0]]
-    taken, taken_back = counts(answer)
+    taken, taken_back = early_steps(answer)
     if not fault:
-        assert 0 < sum(skipped) < 5 and (skipped == [False, False, True, False, False] or meddle is None)
+        assert 0 < sum(skipped(answer)) < 5 and (skipped(answer) == THIRD_OF_FIVE or meddle is None)
         assert taken > 0 and (taken_back == taken or clip == "1e9") and (taken_back > 0 or meddle is None)
 
 
@@ -143,14 +108,9 @@ def test_states_on_the_drive_are_stepped_beside_the_backward(workloads, services
     schedule, workload = write(workloads["interleaved", "bf16-offload"], zero_stage, path, 1, kinds)
     schedule = rest_on_drive(schedule, workload, path, 1, 0, slots=3)
     more = ["--user-defined-schedule-nvme-path", str(tmp_path), "--metrics-path", str(tmp_path / "unused.json")]
-    answer = services("interleaved").run(
-        options=[*BF16, "--clip-grad", clip, *more],
-        schedule=path,
-        iterations=4,
-        environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
-    )
+    answer = train(services, [*BF16, "--clip-grad", clip, *more], path, debug=True)
     assert differences(answer) == []
-    taken, taken_back = counts(answer)
+    taken, taken_back = early_steps(answer)
     assert taken > 0 and taken_back == (taken if clip == "1e-4" else 0)
     held = [iterations[-1]["host_bytes"] for iterations in answer["scheduled"]["census"]]
     for stage, bill in enumerate(memory_bill(schedule, workload)):
@@ -163,8 +123,7 @@ def rest_on_drive(schedule, workload, path, every: int, rollback_bytes: int, slo
     """The schedule with the states of every ``every``-th group on the drive."""
     schedule = states_on_drive(schedule, workload, list(range(0, len(schedule.groups), every)), slots=slots)
     schedule = replace(schedule, rollback_bytes=rollback_bytes)
-    match.match(validate.validate(schedule), workload)
-    schedule_file.save(path, schedule)
+    save(path, schedule, workload)
     return schedule
 
 
@@ -177,13 +136,8 @@ def test_a_step_that_is_not_taken_back_is_seen(workloads, services, tmp_path, op
     schedule, workload = write(workloads["interleaved", "fp16" if meddle else "bf16-offload"], 1, path)
     if every:
         rest_on_drive(schedule, workload, path, every, 0, slots=3)
-    answer = services("interleaved").run(
-        options=[*options, "--user-defined-schedule-nvme-path", str(tmp_path)],
-        schedule=path,
-        iterations=4 if meddle else 2,
-        meddle=meddle,
-        environment={"MEGATRON_EXT_FAULTS": "no_rollback=1"},
-    )
+    options = [*options, "--user-defined-schedule-nvme-path", str(tmp_path)]
+    answer = train(services, options, path, iterations=4 if meddle else 2, meddle=meddle, faults="no_rollback=1")
     assert differences(answer)
 
 
@@ -198,4 +152,4 @@ def test_what_finds_no_room_waits(workloads, services, tmp_path):
     schedule_file.save(tmp_path / "s.json", small)
     little = services("interleaved").run(**case)
     assert differences(little) == []
-    assert counts(little)[0] < counts(everything)[0]
+    assert early_steps(little)[0] < early_steps(everything)[0]

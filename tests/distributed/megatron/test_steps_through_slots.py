@@ -3,21 +3,16 @@
 import random
 
 import pytest
-from cases import MODELS
 from draw_schedule import draw_schedule, states_on_drive, with_gradients, with_step_slots
+from host_step_cases import BF16, DELAYS, FP16, THIRD_OF_FIVE, early_steps, save, skipped, train
 from msgspec.structs import replace
 from parity_service import differences
 from variations import some
 
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
-from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-
-DELAYS = "step_delay_ms=3,reduce_delay_ms=2,publish_delay_ms=4"
-BF16 = MODELS["bf16-offload"]
-FP16 = [*MODELS["fp16"], "--optimizer-cpu-offload"]
 
 
 def write(workload, zero_stage: int, path, seed: int, kinds=(None,), hosted=False, drive_every=0, early=True, **slots):
@@ -39,8 +34,7 @@ def write(workload, zero_stage: int, path, seed: int, kinds=(None,), hosted=Fals
         schedule = states_on_drive(schedule, workload, list(range(0, len(schedule.groups), drive_every)), slots=2)
     schedule = replace(schedule, rollback_bytes=1 << 20 if early else None)
     schedule = with_step_slots(schedule, workload, **slots)
-    match.match(validate.validate(schedule), workload)
-    schedule_file.save(path, schedule)
+    save(path, schedule, workload)
     return schedule, workload
 
 
@@ -77,16 +71,12 @@ def test_training_is_that_without_slots(workloads, services, tmp_path, cast, zer
     schedule, workload = write(
         workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 11, kinds, **how
     )
-    answer = services("interleaved").run(
-        options=[*BF16, "--clip-grad", clip, "--metrics-path", str(tmp_path / "unused.json")],
-        schedule=tmp_path / "s.json",
-        iterations=4,
-        environment={"MEGATRON_EXT_FAULTS": DELAYS, "MEGATRON_EXT_DEBUG": "1"},
-    )
+    options = [*BF16, "--clip-grad", clip, "--metrics-path", str(tmp_path / "unused.json")]
+    answer = train(services, options, tmp_path / "s.json", debug=True)
     assert differences(answer) == []
     check_census(answer, schedule, workload)
     if how.get("early", True):
-        taken, taken_back = map(sum, zip(*answer["scheduled"]["early_steps"]))
+        taken, taken_back = early_steps(answer)
         assert taken > 0 and taken_back == (taken if clip == "1e-4" else 0)
 
 
@@ -113,17 +103,12 @@ def test_overflow_and_clipping_beside_states_on_the_drive(workloads, services, t
     )
     assert schedule.step_slots is not None and schedule.state_slots is not None
     (tmp_path / "drive").mkdir()
-    answer = services("interleaved").run(
-        options=[*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")],
-        schedule=tmp_path / "s.json",
-        iterations=5,
-        meddle="overflow",
-        environment={"MEGATRON_EXT_FAULTS": DELAYS + fault},
-    )
+    options = [*FP16, "--clip-grad", clip, "--user-defined-schedule-nvme-path", str(tmp_path / "drive")]
+    answer = train(services, options, tmp_path / "s.json", iterations=5, meddle="overflow", faults=DELAYS + fault)
     assert bool(differences(answer)) == bool(fault)
     if not fault:
-        assert [norm is None for norm in answer["scheduled"]["grad_norm"][0]] == [False, False, True, False, False]
-        taken, taken_back = map(sum, zip(*answer["scheduled"]["early_steps"]))
+        assert skipped(answer) == THIRD_OF_FIVE
+        taken, taken_back = early_steps(answer)
         assert taken > 0 and taken_back > 0 and (taken_back == taken or clip == "1e9")
 
 
@@ -134,14 +119,14 @@ def test_a_checkpoint_is_that_without_slots(workloads, services, tmp_path):
     )
     schedule_file.save(tmp_path / "without.json", replace(schedule, step_slots=None, rollback_bytes=None))
 
-    def train(name: str, iterations: int, *options) -> dict:
+    def trained(name: str, iterations: int, *options) -> dict:
         case = dict(options=[*BF16, *options], schedule=tmp_path / name, iterations=iterations, reference=False)
         return services("interleaved").run(**case)["scheduled"]
 
-    whole = train("without.json", 4)
+    whole = trained("without.json", 4)
     for first, second in (("slots.json", "without.json"), ("without.json", "slots.json")):
         folder = str(tmp_path / first.partition(".")[0])
-        begun = train(first, 2, "--save", folder)
-        ended = train(second, 4, "--load", folder)
+        begun = trained(first, 2, "--save", folder)
+        ended = trained(second, 4, "--load", folder)
         assert whole["loss"] == begun["loss"] + ended["loss"]
         assert whole["parameter_sha256"] == ended["parameter_sha256"]

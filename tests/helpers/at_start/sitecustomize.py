@@ -15,7 +15,11 @@ def load(path: Path):
     """The module in a file that is on nobody's path."""
     spec = util.spec_from_file_location(f"at_start_{path.stem}", path)
     module = sys.modules[spec.name] = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.append(str(path.parent))  # for what it imports from beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 

@@ -1,6 +1,7 @@
 """Parts of an iteration next to their predictions; a run's own figures go back into its table, and the error falls."""
 
 import pytest
+from event_rows import events
 from msgspec.structs import replace
 from planning_cases import WHOLE, make_table, make_workload
 from run_files import EPOCH_US, make_metrics, make_run
@@ -126,15 +127,14 @@ def test_what_explains_the_difference_is_named(tmp_path):
 
 def test_waits_and_issuing_are_no_compute():
     """On a device the thread issues beside the stream."""
-    events = [
-        Event(0, "compute", "0F0", 0.0, 100.0),
-        Event(0, "wait", "wait 0", 10.0, 30.0),
-        Event(0, "issue", "unshard 0", 50.0, 5.0),
-        Event(0, "compute", "0B0", 100.0, 50.0),
-        Event(1, "wait", "wait 0", 100.0, 50.0),
+    seen = [
+        *events(0, "compute", ("0F0", 0.0, 100.0), ("0B0", 100.0, 50.0)),
+        *events(0, "wait", ("wait 0", 10.0, 30.0)),
+        *events(0, "issue", ("unshard 0", 50.0, 5.0)),
+        *events(1, "wait", ("wait 0", 100.0, 50.0)),
     ]
-    assert parts.totals(events, False) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
-    assert parts.totals(events, True)["forward"] == 70.0
+    assert parts.totals(seen, False) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
+    assert parts.totals(seen, True)["forward"] == 70.0
 
 
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])

@@ -1,6 +1,7 @@
 """What was hidden behind compute: by hand, and in a report."""
 
 import pytest
+from event_rows import events
 from planning_cases import make_workload
 from run_files import make_run
 
@@ -13,25 +14,22 @@ PARALLEL = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
 
 
 def test_work_is_hidden_while_its_own_rank_computes_and_does_not_wait():
-    events = [
-        Event(0, "compute", "0F0", 0.0, 40.0),
-        Event(0, "compute", "0B0", 40.0, 20.0),
-        Event(0, "wait", "wait 1", 10.0, 5.0),
-        Event(1, "compute", "0F0", 0.0, 10.0),
-        Event(0, "publish", "publish 0", 5.0, 20.0),  # 5 of it while the step waits
-        Event(0, "publish", "gradient 3", 50.0, 20.0),  # 10 behind the last step
-        Event(1, "publish", "gradient", 50.0, 20.0),  # its rank does not compute
-        Event(0, "cpu", "parameters", 70.0, 5.0),
-        Event(0, "cpu", "unshard 1", 0.0, 15.0),
-        Event(0, "cpu", "unshard 2", 5.0, 15.0),  # beside the first: 20 us in all
-        Event(0, "gpu", END_NOT_KNOWN, 0.0, 100.0),
-        Event(0, "gpu", "unshard 3", 0.0, 50.0),
-        Event(1, "gpu", "unshard 3", 30.0, 20.0),  # before, no byte moves
-        Event(0, "nvme", "states read", 55.0, 10.0),
-        Event(0, "optimizer", "step", 60.0, 30.0),
-        Event(0, "host_step", "2", 30.0, 10.0),
+    seen = [
+        *events(0, "compute", ("0F0", 0.0, 40.0), ("0B0", 40.0, 20.0)),
+        *events(0, "wait", ("wait 1", 10.0, 5.0)),
+        *events(1, "compute", ("0F0", 0.0, 10.0)),
+        # Of the first, 5 while the step waits; of the second, 10 behind the last step.
+        *events(0, "publish", ("publish 0", 5.0, 20.0), ("gradient 3", 50.0, 20.0)),
+        *events(1, "publish", ("gradient", 50.0, 20.0)),  # its rank does not compute
+        # Of the last two, 20 us in all.
+        *events(0, "cpu", ("parameters", 70.0, 5.0), ("unshard 1", 0.0, 15.0), ("unshard 2", 5.0, 15.0)),
+        *events(0, "gpu", (END_NOT_KNOWN, 0.0, 100.0), ("unshard 3", 0.0, 50.0)),
+        *events(1, "gpu", ("unshard 3", 30.0, 20.0)),  # before, no byte moves
+        *events(0, "nvme", ("states read", 55.0, 10.0)),
+        *events(0, "optimizer", ("step", 60.0, 30.0)),
+        *events(0, "host_step", ("2", 30.0, 10.0)),
     ]
-    found = hidden(events, PARALLEL)
+    found = hidden(seen, PARALLEL)
     assert found == {
         "publishing": Hidden(10.0, 0.75),  # means over two ranks
         "gradients to the host": Hidden(20.0, 0.25),

@@ -4,13 +4,14 @@ import struct
 
 import numpy
 import pytest
+from event_rows import events
 from planning_cases import make_workload
 from run_files import EPOCH_US, change, make_run
 from variations import some
 
 from megatron_ext import report
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.formats.trace import END_NOT_KNOWN
 from megatron_ext.report import timeline, timeline_panels
 from megatron_ext.report.timeline_rows import MOST_RANKS, Bar, Row, rows, shown_ranks
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -30,13 +31,10 @@ def test_of_many_pipeline_ranks_an_even_choice_is_shown():
 
 
 def test_the_parts_of_a_step_become_one_bar():
-    events = [
-        Event(0, "compute", "0F0", 0.0, 5.0),
-        Event(0, "compute", "0F0", 8.0, 2.0),
-        Event(0, "wait", "0F0 for 1", 5.0, 3.0),
-        Event(0, "gpu", "1", 1.0, 7.0),
-    ]
-    thread, link = rows([*events, Event(1, "gpu", "2", 0.0, 1.0)], [0])
+    compute = events(0, "compute", ("0F0", 0.0, 5.0), ("0F0", 8.0, 2.0))
+    waits = events(0, "wait", ("0F0 for 1", 5.0, 3.0))
+    gathers = [*events(0, "gpu", ("1", 1.0, 7.0)), *events(1, "gpu", ("2", 0.0, 1.0))]
+    thread, link = rows([*compute, *waits, *gathers], [0])
     assert thread == Row(0, "thread", [Bar("F", "0F0", 0.0, 10.0), Bar("wait", "0F0 for 1", 5.0, 3.0)])
     assert link == Row(0, "gpu", [Bar("gpu", "1", 1.0, 7.0)])
     assert thread.total_us("wait") == 3.0

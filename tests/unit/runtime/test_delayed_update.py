@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
+from made_and_closed import made_and_closed
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import ScheduleError
@@ -77,15 +78,7 @@ class Training:
 
 @pytest.fixture
 def delayed():
-    made = []
-
-    def make(**how) -> Training:
-        made.append(Training(**how))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from made_and_closed(Training)
 
 
 @faults.injected(step_delay_ms=3)

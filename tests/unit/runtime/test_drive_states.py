@@ -95,6 +95,14 @@ def in_memory(params, optimizers) -> list[dict[str, torch.Tensor]]:
     return [found[parameter] for parameter in params]
 
 
+def stepped(store, folder):
+    """Parameters, their states on the drive, and a copy of both, after one step."""
+    ours = parameters(0)
+    states = store(optimizers_of(ours, UNITS), folder)
+    step(ours, [unit.optimizer for unit in states.units], 0)
+    return ours, states, [{name: value.clone() for name, value in own.items()} for own in everything(states, ours)]
+
+
 def assert_equal(ours, theirs) -> None:
     for own, other in zip(ours, theirs, strict=True):
         assert own.keys() == other.keys()
@@ -132,10 +140,7 @@ def test_states_that_exist_already_go_to_the_drive(store, tmp_path):
 
 def test_what_a_checkpoint_takes_is_mapped_from_the_drive_alone(store, tmp_path):
     """Each tensor with a storage of its own; changing one changes nothing on the drive."""
-    ours = parameters(0)
-    states = store(optimizers_of(ours, UNITS), tmp_path)
-    step(ours, [unit.optimizer for unit in states.units], 0)
-    first = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in everything(states, ours)]
+    ours, states, first = stepped(store, tmp_path)
     for tensors in everything(states, ours):
         for tensor in tensors.values():
             assert tensor.untyped_storage().nbytes() == tensor.numel() * 4
@@ -160,10 +165,7 @@ def test_memory_is_that_of_the_slots(store, tmp_path):
 
 def test_states_can_be_saved_after_training_and_go_with_their_optimizer(store, tmp_path):
     """Megatron saves a last checkpoint when training has ended. The slots are gone by then."""
-    ours = parameters(0)
-    states = store(optimizers_of(ours, UNITS), tmp_path)
-    step(ours, [unit.optimizer for unit in states.units], 0)
-    last = [{name: tensor.clone() for name, tensor in tensors.items()} for tensors in everything(states, ours)]
+    ours, states, last = stepped(store, tmp_path)
     opened = lambda: sum(str(tmp_path) in os.readlink(file.path) for file in os.scandir("/proc/self/fd"))
     assert opened() > 1
     states.close()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import faults
 import pytest
 import torch
+from made_and_closed import made_and_closed
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.host_device import HostEvent
@@ -76,15 +77,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 @pytest.fixture
 def training():
-    made = []
-
-    def make(**how) -> Training:
-        made.append(Training(**how))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    yield from made_and_closed(Training)
 
 
 def test_one_thread_waits_for_a_reduce(training):

@@ -6,6 +6,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
+from negative_controls import cut_short
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
@@ -231,7 +232,7 @@ def test_copies_are_recorded_on_their_links(tmp_path):
 
 def test_a_read_that_fails_is_heard_by_who_waits(copies):
     copies.publish(3.0)
-    faults.cut_short(copies.nvme, copies.groups[0])
+    cut_short(copies.nvme, copies.groups[0])
     copies.drive.stage_in(copies.groups[0], 0)
     with pytest.raises(DriveError, match="group 0"):
         copies.drive.issue(copies.groups[0]).wait()

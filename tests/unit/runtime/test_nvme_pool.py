@@ -2,9 +2,9 @@
 
 import os
 
-import faults
 import pytest
 import torch
+from negative_controls import cut_short
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
@@ -75,7 +75,7 @@ def test_nothing_lies_in_the_directory_even_while_the_pool_is_open(directory):
 def test_a_read_that_comes_short_names_group_and_file(directory):
     groups = make_groups()
     pool = make_pool(directory, groups)
-    faults.cut_short(pool, groups[1])
+    cut_short(pool, groups[1])
     read(pool, groups[0], 0)
     with pytest.raises(DriveError, match=rf"group 1 \(chunk 0\).*{directory}.* too early"):
         read(pool, groups[1], 0)

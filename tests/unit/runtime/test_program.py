@@ -1,8 +1,8 @@
 """What a schedule is compiled into: the right calls at the right steps and layers, and none elsewhere."""
 
-import faults
 import pytest
 from msgspec.structs import replace
+from negative_controls import without_group
 from one_rank import OneRank
 from planning_cases import make_table, make_workload
 
@@ -58,7 +58,7 @@ def test_a_group_is_waited_for_at_the_layer_that_uses_it_first_and_not_before():
 def test_the_negative_control_leaves_one_group_out():
     schedule, work = planned()
     skipped = issued(schedule)[0][1]
-    without = faults.without_group(schedule.ranks[0], skipped)
+    without = without_group(schedule.ranks[0], skipped)
     rank = OneRank(replace(schedule, ranks=(without, *schedule.ranks[1:])), work)
     with pytest.raises(ScheduleError, match=f"computes on group {skipped} "):
         rank.iteration()

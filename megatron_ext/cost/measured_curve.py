@@ -1,0 +1,82 @@
+"""A curve of a cost table: cost by size, as it was measured."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from megatron_ext.formats.checks import Checker
+from megatron_ext.workload.drive_reads import DriveReads
+
+MOST_FALL = 1000
+"""Times of noisy small messages may fall from one size to the next larger, but not by this factor."""
+
+MOST_POINTS = 10_000
+"""Of one curve; a power-of-2 grid has about 30."""
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """One measured size. ``issued_us`` is the time until the call returned, where it is
+    asynchronous; ``p50_us`` the time until the bytes had arrived."""
+
+    size_bytes: int
+    p50_us: float
+    p95_us: float | None = None
+    samples: int = 1
+    issued_us: float | None = None
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Cost by size. ``algorithms`` holds one curve a name where a source compares several
+    (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
+    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients,
+    any other those of parameters whose gradients are float32."""
+
+    points: tuple[Point, ...] = ()
+    algorithms: dict[str, tuple[Point, ...]] = {}
+    source: str | None = None
+    reads: DriveReads | None = None
+    counts: Literal["parameters", "gradients"] = "parameters"
+
+
+MaybeCurve = Curve | None
+"""None: a table without it."""
+
+
+def with_points(curve: Curve, change: Callable[[str, tuple[Point, ...]], tuple[Point, ...]]) -> Curve:
+    """``curve`` with ``change(field, points)`` in place of its points and of those of each of its algorithms."""
+    own = change("points", curve.points)
+    algorithms = {name: change(f"algorithms.{name}", points) for name, points in curve.algorithms.items()}
+    return replace(curve, points=own, algorithms=algorithms)
+
+
+def checked_points(points: tuple[Point, ...], field: str, checker: Checker) -> tuple[Point, ...]:
+    """The points sorted by size.
+
+    Raises:
+        InputError: a figure is not plausible, by itself or next to that of the next smaller size.
+    """
+    if len(points) > MOST_POINTS:
+        checker.refuse(f"more than {MOST_POINTS} points", field, len(points))
+    sizes = set()
+    for index, point in enumerate(points):
+        where = f"{field}[{index}]"
+        checker.size(point.size_bytes, f"{where}.size_bytes")
+        if point.size_bytes in sizes:
+            checker.refuse("is there twice", f"{where}.size_bytes", point.size_bytes)
+        sizes.add(point.size_bytes)
+        checker.duration(point.p50_us, f"{where}.p50_us")
+        checker.duration(point.p95_us, f"{where}.p95_us")
+        checker.not_below("p50_us", point.p50_us, point.p95_us, f"{where}.p95_us")
+        checker.duration(point.issued_us, f"{where}.issued_us", zero=True)
+        checker.at_least(1, point.samples, f"{where}.samples")
+    order = sorted(range(len(points)), key=lambda index: points[index].size_bytes)
+    for smaller, larger in zip(order, order[1:]):
+        if points[larger].p50_us * MOST_FALL < points[smaller].p50_us:
+            message = (
+                f"no plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
+                f"{points[smaller].size_bytes} bytes take"
+            )
+            checker.refuse(message, f"{field}[{larger}].p50_us", points[larger].p50_us)
+    return tuple(points[index] for index in order)
