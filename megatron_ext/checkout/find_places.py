@@ -10,6 +10,7 @@ before or after the calls whose order matters.
 import ast
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from megatron_ext.checkout.gaps import Gap, check_above, check_below, check_names, gap_after, gap_before, reached
 from megatron_ext.checkout.hook_table import Hook, hooks_of
@@ -20,7 +21,6 @@ from megatron_ext.checkout.syntax import (
     assigned_value,
     calls,
     function_named,
-    is_not_none,
     method_named,
     only,
     own_nodes,
@@ -90,13 +90,8 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = function_named(tree.body, "train")
-
-    def sets_param_sync(s: ast.stmt) -> bool:
-        return tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
-
-    body, index = statement_where(
-        function, sets_param_sync, "`if args.overlap_param_gather and args.align_param_gather`"
-    )
+    test = lambda s: tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
+    body, index = statement_where(function, test, "`if args.overlap_param_gather and args.align_param_gather`")
     gap = reached(function, gap_before(hook, body, index, lines))
     loops = [node.lineno for node in own_nodes(function) if isinstance(node, ast.While)]
     check_above(gap, loops, "the loop of train begins")
@@ -110,12 +105,8 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
     if not loops or not isinstance(body[-1], ast.Return):
         raise PlaceError(f"{span(function)} does not end with a loop and a return")
-
-    def exits(statement: ast.stmt) -> bool:
-        called = [n.func for n in ast.walk(statement) if isinstance(n, ast.Call)]
-        return any(isinstance(f, ast.Attribute) and f.attr == "exit" for f in called)
-
     # A training that a limit or a signal has ended leaves the process in front of the return.
+    exits = lambda s: any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "exit" for n in ast.walk(s))
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
     gap = reached(function, gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines))
     check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
@@ -125,16 +116,9 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = method_named(tree, "DistributedDataParallel", "__init__")
-
-    def last_attribute(s: ast.stmt) -> bool:
-        return (
-            isinstance(s, ast.Assign)
-            and isinstance(s.targets[0], ast.Attribute)
-            and s.targets[0].attr == "overlap_param_gather_with_optimizer_step"
-        )
-
     attribute = "self.overlap_param_gather_with_optimizer_step"
-    body, index = statement_where(function, last_attribute, f"`{attribute} = ...`")
+    test = lambda s: isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == attribute
+    body, index = statement_where(function, test, f"`{attribute} = ...`")
     if body is not function.body or index != len(body) - 1:
         raise PlaceError(
             f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
@@ -162,16 +146,7 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
     def parents_step(s: ast.stmt) -> bool:
         value = assigned_value(s, "update_successful")
-        if not isinstance(value, ast.Call):
-            return False
-        called = value.func
-        return (
-            isinstance(called, ast.Attribute)
-            and called.attr == "step_with_ready_grads"
-            and isinstance(called.value, ast.Call)
-            and isinstance(called.value.func, ast.Name)
-            and called.value.func.id == "super"
-        )
+        return isinstance(value, ast.Call) and ast.unparse(value.func) == "super().step_with_ready_grads"
 
     wanted = "`update_successful = super().step_with_ready_grads()`"
     body, index = _unconditional(function, parents_step, wanted)
@@ -187,17 +162,18 @@ def _interleaved(tree: ast.Module) -> FunctionNode:
 
 def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = _interleaved(tree)
-
-    def synchronises_two_chunks(s: ast.stmt) -> bool:
-        return is_not_none(s, "config", "param_sync_func")
-
-    wanted = "`if config.param_sync_func is not None`"
-    body, index = _unconditional(function, synchronises_two_chunks, wanted)
+    body, index = _unconditional(function, *_is_there("param_sync_func"))
     gap = reached(function, gap_before(hook, body, index, lines))
     check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
     needed = {"config", "model", "num_microbatches", "forward_only"}
     check_names([function], gap.chosen, needed, {"gather_schedule"})
     return gap
+
+
+def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
+    """``if config.attribute is not None:`` and nothing else in the test: how it is known, and in words."""
+    wanted = f"if config.{attribute} is not None"
+    return lambda s: isinstance(s, ast.If) and f"if {ast.unparse(s.test)}" == wanted, f"`{wanted}`"
 
 
 def _microbatch_name(function: FunctionNode) -> str:
@@ -239,8 +215,8 @@ def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step:
 
 
 def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    test, what = lambda s: is_not_none(s, "config", "param_sync_func"), "`if config.param_sync_func is not None`"
-    return _helper_gap(hook, tree, lines, "forward_step_helper_preprocess", test, what, {"model_chunk_id"})
+    wanted = _is_there("param_sync_func")
+    return _helper_gap(hook, tree, lines, "forward_step_helper_preprocess", *wanted, {"model_chunk_id"})
 
 
 def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -253,8 +229,7 @@ def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
 
 def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    test, what = lambda s: is_not_none(s, "config", "grad_sync_func"), "`if config.grad_sync_func is not None`"
-    return _helper_gap(hook, tree, lines, "backward_step_helper_postprocess", test, what, set())
+    return _helper_gap(hook, tree, lines, "backward_step_helper_postprocess", *_is_there("grad_sync_func"), set())
 
 
 def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Gap:
@@ -272,30 +247,22 @@ def _interleaved_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return _end(_interleaved(tree), hook, lines, _interleaved_begin(hook, tree, lines))
 
 
-def _plain_begin(name: str):
-    def find(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-        function = function_named(tree.body, name)
-        # As early as config is known: later releases pick their backward function early, too.
-        found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
-        index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
-        gap = reached(function, gap_after(hook, function.body, index, lines))
-        needed = {"config", "model", "num_microbatches", "forward_only"}
-        rebound = {"forward_step", "backward_step"}
-        check_names([function], gap.last, needed, rebound)
-        for step in sorted(rebound):
-            if not any(isinstance(node, ast.Name) and node.id == step for node in ast.walk(function)):
-                raise PlaceError(f"{span(function)} does not call {step}")
-        return gap
-
-    return find
+def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+    function = function_named(tree.body, name)
+    # As early as config is known: later releases pick their backward function early, too.
+    found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
+    index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
+    gap = reached(function, gap_after(hook, function.body, index, lines))
+    rebound = {"forward_step", "backward_step"}
+    check_names([function], gap.last, {"config", "model", "num_microbatches", "forward_only"}, rebound)
+    for step in sorted(rebound):
+        if not any(isinstance(node, ast.Name) and node.id == step for node in ast.walk(function)):
+            raise PlaceError(f"{span(function)} does not call {step}")
+    return gap
 
 
-def _plain_end(name: str):
-    def find(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-        begin = _plain_begin(name)(hook, tree, lines)
-        return _end(function_named(tree.body, name), hook, lines, begin)
-
-    return find
+def _plain_end(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+    return _end(function_named(tree.body, name), hook, lines, _plain_begin(name, hook, tree, lines))
 
 
 _FINDERS: dict[str, Callable[[Hook, ast.Module, list[str]], Gap]] = {
@@ -310,8 +277,8 @@ _FINDERS: dict[str, Callable[[Hook, ast.Module, list[str]], Gap]] = {
     "schedules.interleaved.pre_backward": _interleaved_pre_backward,
     "schedules.interleaved.post_backward": _interleaved_post_backward,
     "schedules.interleaved.end": _interleaved_end,
-    "schedules.1f1b.begin": _plain_begin("forward_backward_pipelining_without_interleaving"),
-    "schedules.1f1b.end": _plain_end("forward_backward_pipelining_without_interleaving"),
-    "schedules.no_pipelining.begin": _plain_begin("forward_backward_no_pipelining"),
-    "schedules.no_pipelining.end": _plain_end("forward_backward_no_pipelining"),
+    "schedules.1f1b.begin": partial(_plain_begin, "forward_backward_pipelining_without_interleaving"),
+    "schedules.1f1b.end": partial(_plain_end, "forward_backward_pipelining_without_interleaving"),
+    "schedules.no_pipelining.begin": partial(_plain_begin, "forward_backward_no_pipelining"),
+    "schedules.no_pipelining.end": partial(_plain_end, "forward_backward_no_pipelining"),
 }

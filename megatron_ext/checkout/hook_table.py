@@ -48,7 +48,7 @@ class Hook:
         return f"{self.text.replace('{microbatch}', microbatch)}  {MARKER}"
 
 
-def _plain_schedule(name: str, function: str, model: str) -> tuple[Hook, Hook]:
+def _plain_schedule(name: str, function: str) -> tuple[Hook, Hook]:
     """The two lines of a schedule function that runs forward_step and backward_step in order."""
     return (
         Hook(
@@ -56,7 +56,7 @@ def _plain_schedule(name: str, function: str, model: str) -> tuple[Hook, Hook]:
             SCHEDULES,
             IMPORT
             + "gather_schedule, forward_step, backward_step = "
-            + f"hooks.begin_steps(config, {model}, num_microbatches, forward_only)",
+            + "hooks.begin_steps(config, [model], num_microbatches, forward_only)",
             "one iteration begins; from here the function's own forward_step and backward_step "
             "are the ones that follow the schedule (the originals where there is none)",
             f"{function}, as soon as config is known",
@@ -153,8 +153,8 @@ HOOKS = (
         "one iteration ends, in training and in evaluation",
         f"{_INTERLEAVED}, before gradients are finalized",
     ),
-    *_plain_schedule("1f1b", "forward_backward_pipelining_without_interleaving", "[model]"),
-    *_plain_schedule("no_pipelining", "forward_backward_no_pipelining", "[model]"),
+    *_plain_schedule("1f1b", "forward_backward_pipelining_without_interleaving"),
+    *_plain_schedule("no_pipelining", "forward_backward_no_pipelining"),
 )
 
 

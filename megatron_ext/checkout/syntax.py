@@ -97,14 +97,6 @@ def tests_attribute(statement: ast.stmt, owner: str, *attributes: str) -> bool:
     return read >= set(attributes)
 
 
-def is_not_none(statement: ast.stmt, owner: str, attribute: str) -> bool:
-    """``if owner.attribute is not None:`` and nothing else in the test."""
-    if not isinstance(statement, ast.If) or not isinstance(statement.test, ast.Compare):
-        return False
-    compare = statement.test
-    return tests_attribute(statement, owner, attribute) and isinstance(compare.ops[0], ast.IsNot)
-
-
 def end_line(statement: ast.stmt) -> int:
     """Number of the statement's last line."""
     assert statement.end_lineno is not None  # the parser always sets it
