@@ -72,23 +72,14 @@ class Search:
 
     Args:
         offload: of the groups of every candidate; by default everything stays on the device.
-        own_cuts: ways to cut besides :func:`cuttings`; the best settings of each are simulated, whatever their
-            estimates.
         effort: part of the usual effort.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        offload: Offload | None = None,
-        own_cuts: Sequence[list[list[int]]] = (),
-        effort: float = 1.0,
-    ):
+    def __init__(self, problem: Problem, offload: Offload | None = None, effort: float = 1.0):
         workload, timing, routes, self.bound_us, *_ = problem
         self.workload, self.timing, self.offload = workload, timing, offload
         self.rough, self.steps = shortened(workload), number_of_steps(workload)
-        self.own_cuts, self.cuts = own_cuts, list(cuttings(workload))
-        self.cuts += [cut for cut in own_cuts if cut not in self.cuts]
+        self.cuts = list(cuttings(workload))
         self.divides: list[Divide | None] = [None]
         links = tuple[Route, ...](route for route in routes if not kind_of(route).shard_from_host)
         if len(links) > 1:
@@ -258,8 +249,7 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
         )
     state.effort = max(state.effort, state.full_effort // 4)
     judged = []
-    own = [index for index, cut in enumerate(state.cuts) if cut in state.own_cuts]
-    for number, settings in enumerate(_to_judge(state.estimates, own)):
+    for number, settings in enumerate(_to_judge(state.estimates)):
         if number and state.spent():
             break
         made = state.made(settings)
@@ -273,12 +263,9 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     return state.best, state.best_us
 
 
-def _to_judge(estimates: dict[Settings, float], own: Sequence[int] = ()) -> list[Settings]:
+def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
     """The best settings by estimate, interleaved by set of routes: an estimate knows less of contention than
-    the simulator. Of settings with the same estimate, cut, division and host copies, one. First the best of every cut
-    in ``own``."""
-    first = [min((us, s) for s, us in estimates.items() if s.cut == cut) for cut in own]
-    always = [settings for us, settings in first if us < inf]
+    the simulator. Of settings with the same estimate, cut, division and host copies, one."""
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
         by_routes.setdefault(settings.routes, {}).setdefault(
@@ -287,5 +274,4 @@ def _to_judge(estimates: dict[Settings, float], own: Sequence[int] = ()) -> list
     interleaved = zip_longest(
         *(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0]))
     )
-    others = [settings for row in interleaved for settings in row if settings is not None and settings not in always]
-    return always + others[: SIMULATED - len(always)]
+    return [settings for row in interleaved for settings in row if settings is not None][:SIMULATED]

@@ -16,7 +16,7 @@ from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
-from megatron_ext.schedule.group_facts import can_rest_on_host, uses_of_groups
+from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
@@ -86,29 +86,11 @@ def gathers_within_memory(problem: Problem) -> Schedule:
 
 def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
     workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
-    limited, cuts = problem._replace(workload=with_whole_bytes(workload, rule)), _own_cut(workload, offloader)
-    schedule, us = search(limited, offload=offloader, own_cuts=cuts, effort=1 / SEARCHED)
+    limited = problem._replace(workload=with_whole_bytes(workload, rule))
+    schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
     stepped = validate(with_states_on_drive(schedule, workload))
     match(stepped, workload)  # limits of device memory, and of host copies next to shards
     return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
-
-
-def _own_cut(workload: Workload, offloader: Offloader) -> list[list[list[int]]]:
-    """Layers that are relieved each a block of its own, so that no more than is missing need be; those between
-    together."""
-    layers, _ = groups_of(workload, layer_buckets)
-    placed = offloader(layers)
-    if placed is None:
-        return []
-    relieved: dict[tuple[int, int], set[int]] = {}
-    for group, (first, _) in zip(placed, uses_of_groups(placed, workload)):
-        if group.gradients is not None or group.shard_rests is not None:
-            relieved.setdefault((group.pp_rank, group.model_chunk_id), set()).add(first)
-    cuts = []
-    for chunk in workload.chunks:
-        alone = relieved.get((chunk.pp_rank, chunk.model_chunk_id), set())
-        cuts.append([n for n in range(chunk.num_layers) if not n or n in alone or n - 1 in alone])
-    return [cuts]
 
 
 def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:
@@ -129,7 +111,7 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
             limited = problem._replace(workload=with_whole_bytes(workload, rule))
-            us = _estimate(Search(limited, offloader, _own_cut(workload, offloader)))
+            us = _estimate(Search(limited, offloader))
             seen[key] = us < inf
             if us < inf:
                 found.append((us, len(found), rule))
@@ -141,17 +123,15 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 
 
 def _estimate(state: Search) -> float:
-    """The best estimate of a few ways to cut; where a simulation is quick, the better of that and the rule's own cut as
-    simulated."""
+    """The best estimate of a few ways to cut; where a simulation is quick, that as simulated."""
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
     settings = [Settings(cut, 0, state.middle, 0) for cut in cuts]
     best = min(settings, key=state.estimate)
     if state.steps > SMALL_STEPS:
         return state.estimate(best)
-    own = [one for one in settings if state.cuts[one.cut] in state.own_cuts]
-    for made in [state.made(one) for one in {best, *own} if state.estimate(one) < inf]:
-        if made is not None:
-            state.time_of(made)
+    made = state.made(best) if state.estimate(best) < inf else None
+    if made is not None:
+        state.time_of(made)
     return state.best_mark
 
 
