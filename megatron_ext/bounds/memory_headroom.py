@@ -28,13 +28,10 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
     limits = workload.limits
     if limits.device_bytes is None:
         return workload
-    activations, layers = activation_peaks(workload), largest_layers(workload)
-    left = []
-    for pp_rank in range(workload.parallel.pp):
-        least, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=False), workload)
-        everything = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
-        whole = layers[pp_rank] if workload.zero_stage == 3 else everything
-        held = least | {"whole_parameters": whole, "activations": activations[pp_rank]}
+    layers, left = largest_layers(workload), []
+    for pp_rank, held in enumerate(_held_whole(workload, shard_rests)):
+        if workload.zero_stage == 3:
+            held["whole_parameters"] = layers[pp_rank]
         short = sum(held.values()) - limits.device_bytes
         if short > 0:
             kinds = ", ".join(f"{kind} {size}" for kind, size in held.items() if size)
@@ -46,11 +43,21 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
                 value=limits.device_bytes,
             )
         most, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=True), workload)
-        left.append(limits.device_bytes - sum(most.values()) - activations[pp_rank])
+        left.append(limits.device_bytes - sum(most.values()) - held["activations"])
     if workload.zero_stage < 3:
         return workload
     asked = [] if limits.whole_parameter_bytes is None else [limits.whole_parameter_bytes]
     return workload.with_limits(whole_parameter_bytes=max(min(asked + left), 0))
+
+
+def _held_whole(workload: Workload, shard_rests: Literal["host"] | None = None) -> list[dict[str, int]]:
+    """By pipeline rank, bytes by kind of groups as few as a chunk allows, with all parameters whole."""
+    found = []
+    for pp_rank, activations in enumerate(activation_peaks(workload)):
+        held, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=False), workload)
+        whole = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
+        found.append(held | {"whole_parameters": whole, "activations": activations})
+    return found
 
 
 def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: bool) -> list[Group]:
@@ -87,16 +94,8 @@ def what_helps(workload: Workload, relieved: bool = False) -> str:
     Args:
         relieved: gradients and shards are already counted where they take least.
     """
-    activations, layers = activation_peaks(workload), largest_layers(workload)
-    ranks = []
-    for pp_rank in range(workload.parallel.pp):
-        held, _ = resting_bytes(groups_of_rank(workload, pp_rank, None, single=False), workload)
-        whole = sum(p.bytes for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters)
-        held |= {"whole_parameters": whole, "activations": activations[pp_rank]}
-        if relieved:
-            held["shards"] = 0
-        ranks.append((held, layers[pp_rank]))
-    return _what_helps(workload, *max(ranks, key=lambda item: sum(item[0].values())))
+    ranks = [held | ({"shards": 0} if relieved else {}) for held in _held_whole(workload)]
+    return _what_helps(workload, *max(zip(ranks, largest_layers(workload)), key=lambda item: sum(item[0].values())))
 
 
 def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) -> str:
