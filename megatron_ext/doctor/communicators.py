@@ -2,8 +2,8 @@
 bytes, whatever ranks do in between?
 
 On a GPU the training thread issues all of a run's collectives, in one order on all ranks; see [Note: One order over all
-communicators] in routes.py. Ranks are held up here by different times. Collectives that ranks order differently never
-end; the doctor then gives up and says so. Not yet run on a GPU.
+communicators] in routes/__init__.py. Ranks are held up here by different times. Collectives that ranks order
+differently never end; the doctor then gives up and says so. Not yet run on a GPU.
 """
 
 import contextlib

@@ -8,7 +8,7 @@ Two threads issue the collectives of two communicators in an order that differs 
 either can start while the other waits. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue: a
 second all-gather behind the first one on its stream blocks the queue for the other communicator, on another rank the
 other way round, and both wait for ever. Such pairs are then not measured. A run is safe: see [Note: One order over all
-communicators] in routes.py.
+communicators] in routes/__init__.py.
 
 [Note: Copies without a gap]
 On a GPU the host's step is not measured beside publishing, nor publishing beside it. Both copy from the device: on an

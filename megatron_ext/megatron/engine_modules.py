@@ -12,6 +12,7 @@ attributes of parameters.
 import contextlib
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -29,9 +30,10 @@ PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" fo
 class _Module(torch.nn.Module):
     """What all modules share. They are made on torch's default device, whatever device they are told."""
 
-    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float, tracker=None) -> None:
-        """Register a parameter and give it values: a number, or what ``fill`` does under the random state of
-        ``tracker``."""
+    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float | None, tracker=None):
+        """Register a parameter and give it values: a number, or what ``fill``, or a normal distribution where that is
+        None, does under the random state of ``tracker``."""
+        fill = partial(torch.nn.init.normal_, std=0.023) if fill is None else fill
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
         with torch.no_grad(), tracker().fork() if tracker is not None else contextlib.nullcontext():
@@ -145,18 +147,10 @@ class Linear(_Module):
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         if self.normalizes:
-            _add_norm(
-                self,
-                "layer_norm_",
-                normalization,
-                in_features,
-                params_dtype,
-                self.sequence_parallel,
-                zero_centered_gamma,
-            )
-        fill = init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
-        tracker = get_rng_state_tracker
-        self.new_parameter("weight", (self.out_features, self.in_features), params_dtype, fill, tracker)
+            how = params_dtype, self.sequence_parallel, zero_centered_gamma
+            _add_norm(self, "layer_norm_", normalization, in_features, *how)
+        shape = (self.out_features, self.in_features)
+        self.new_parameter("weight", shape, params_dtype, init_method, get_rng_state_tracker)
         if bias:
             self.new_parameter("bias", (self.out_features,), params_dtype, 0.0)
         else:
@@ -247,10 +241,9 @@ class GroupedLinear(_Module):
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
-        fill = init_method or (lambda weight: torch.nn.init.normal_(weight, std=0.023))
         for number in range(num_gemms):
             shape = (out_features, in_features)
-            self.new_parameter(f"weight{number}", shape, params_dtype, fill, get_rng_state_tracker)
+            self.new_parameter(f"weight{number}", shape, params_dtype, init_method, get_rng_state_tracker)
             if bias:
                 self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
 

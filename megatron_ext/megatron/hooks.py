@@ -27,7 +27,7 @@ started = False
 def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None, nvme_path=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
     the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`). ``delay``: updates are delayed
-    after so many iterations, see :mod:`megatron_ext.runtime.delayed_update`; None: none is.
+    after so many iterations, see :mod:`megatron_ext.runtime.host_step.delayed`; None: none is.
     ``nvme_path``: directory on the drive, for optimizer states that a checkpoint gives before training begins; None:
     they are in memory until then.
 

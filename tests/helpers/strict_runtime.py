@@ -157,9 +157,10 @@ class Runtime:
         """Who sees a value comes behind its store."""
 
         def run(flags, row, *rank):  # without a rank: of all of them, in an older runtime
-            found = original(flags, row, *rank)
-            self._polled([flags.address(row, n) for n in rank or range(len(found))], np.ravel(found).tolist())
-            return found if rank else np.array(found)
+            found = original(flags, row, *rank) if rank else np.array(original(flags, row))
+            values = [found] if rank else found.tolist()
+            self._polled([flags.address(row, n) for n in rank or range(len(values))], values)
+            return found
 
         return run
 
