@@ -255,12 +255,15 @@ def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = Fals
     """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
     staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
     are states that were ``loaded`` from a checkpoint. A checkpoint that is ``saved`` takes copies of what never fits
-    whole."""
+    whole; by then main parameters that rest on the drive have left host memory."""
     taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states"}
     taken -= {"optimizer_states"} if loaded else set()
     of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
-    copies = copies_of_whole(schedule) if saved else [0] * len(of_ranks)
-    return on_nodes(workload, [held + copied for held, copied in zip(of_ranks, copies, strict=True)])
+    parts = 1 + len(workload.optimizer.moment_dtypes)
+    for rank, copied in enumerate(copies_of_whole(schedule) if saved else ()):
+        own = [group for group in schedule.groups if group.pp_rank == rank]
+        of_ranks[rank] += max(copied - states_on_drive_bytes(own, workload) // parts, 0)
+    return on_nodes(workload, of_ranks)
 
 
 _shard_numels = lru_cache(maxsize=4096)(shard_numels)

@@ -18,6 +18,7 @@ from megatron_ext.schedule.memory_bill import (
     host_bytes_taken,
     memory_bill,
     narrow_gradient_bytes,
+    states_on_drive_bytes,
 )
 from megatron_ext.schedule.rest_checks import check_rests
 from megatron_ext.schedule.user_defined_schedule import StateSlots
@@ -74,11 +75,27 @@ def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes
     assert held["shards"] and held["gradients"]
     assert taken == 2 * (sum(held.values()) - held["gradients"] - held["main_parameters"])
     assert host_bytes_taken(schedule, work, loaded=True) == [taken - 2 * held["optimizer_states"]]
+    copies = 2 * sum(group.bytes for group in schedule.groups)
+    assert host_bytes_taken(schedule, work, saved=True) == [taken + copies]
     (tmp_path / "meminfo").write_text(f"MemAvailable: {taken // 1024 - 1} kB\n")
     monkeypatch.setattr(free_host_memory, "MEMINFO", tmp_path / "meminfo")
     short = taken - (taken // 1024 - 1) * 1024
     with pytest.raises(InputError, match=f"copies need {taken} bytes of host memory, {short} bytes short"):
         free_host_memory.require(taken, "copies")
+
+
+def test_a_checkpoint_takes_its_copies_when_what_rests_on_the_drive_has_left_host_memory():
+    """Where a run looks how much memory there is, main parameters are still in it that are on the drive when it
+    saves."""
+    work = replace(on_host(layers=4), zero_stage=3, limits=Limits(device_bytes=330_000))
+    held = host_bytes_of_nodes(plan(work, table(work)), work)[0]
+    work = replace(work, limits=replace(work.limits, host_bytes=int(0.6 * held)))
+    schedule = plan(work, table(work))
+    on_drive = [group for group in schedule.groups if group.states_rest == "nvme"]
+    copies = 2 * sum(group.bytes for group in schedule.groups)
+    left = states_on_drive_bytes(on_drive, work) // (1 + len(work.optimizer.moment_dtypes))
+    (taken,), (with_copies,) = (host_bytes_taken(schedule, work, saved=saved) for saved in (False, True))
+    assert copies and left and with_copies == taken + max(copies - 2 * left, 0) < taken + copies
 
 
 def test_what_goes_to_the_drive_leaves_the_host_but_for_the_slots():
