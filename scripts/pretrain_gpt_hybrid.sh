@@ -7,6 +7,7 @@
 #   PLAN_OPTIONS (what a plan may use: --zero-stage and limits, as `describe` takes them)  NVME (a directory on the drive)
 #   SLOW_LINKS ("NETWORK HOST_LINK DRIVE", rates in MB/s: a rehearsal without GPUs, see scripts/slow_links.sh)
 #   WITHIN (a command that starts the training by the schedule: what limits it)
+#   COST_TABLE (plan by this table, such as one that `megatron-ext cost calibrate` wrote, in place of measuring)
 #   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
 # An interrupted run goes on where it was; a complete one is done again.
 set -euo pipefail
@@ -33,6 +34,7 @@ done
 [ $((HIDDEN % HEADS)) -eq 0 ] || refuse "HEADS = '$HEADS': does not divide HIDDEN = $HIDDEN"
 [ "$VP" -eq 1 ] || [ $((MICRO_BATCHES % PP)) -eq 0 ] || refuse "MICRO_BATCHES = '$MICRO_BATCHES': interleaving needs a multiple of PP = $PP"
 [ -z "${NVME:-}" ] || [ -d "$NVME" ] || refuse "NVME = '$NVME': no such directory"
+[ -z "${COST_TABLE:-}" ] || [ -f "$COST_TABLE" ] || refuse "COST_TABLE = '$COST_TABLE': no such file"
 [ -z "${MEGATRON_PATH:-}" ] || [ -d "$MEGATRON_PATH" ] || refuse "MEGATRON_PATH = '$MEGATRON_PATH': no such directory"
 [[ ${SLOW_LINKS:-} =~ ^([1-9][0-9]{0,5}( [1-9][0-9]{0,5}){2})?$ ]] || refuse "SLOW_LINKS = '$SLOW_LINKS': expected three whole numbers"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
@@ -96,9 +98,15 @@ if [ -n "${SLOW_LINKS:-}" ]; then
 fi
 
 printf '%s\n' "${model[@]}" "$ITERS" "$POLICY" "${MEGATRON_PATH:-}" ${PLAN_OPTIONS:+"$PLAN_OPTIONS"} > "$run/.settings.new"
-if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
-    rm -f "$run"/*.json "$run"/*.md "$run"/*.png "$run"/*.log
+if [ -n "${COST_TABLE:-}" ]; then # which may lie in this directory
+    cp "$COST_TABLE" "$run/.cost_table.given"
+    sha256sum < "$COST_TABLE" >> "$run/.settings.new"
 fi
+if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
+    # What a run has taught the table stays: the next run may plan by it.
+    find "$run" -maxdepth 1 \( -name '*.json' -o -name '*.md' -o -name '*.png' -o -name '*.log' \) ! -name calibrated.cost_table.json -delete
+fi
+[ -z "${COST_TABLE:-}" ] || mv "$run/.cost_table.given" "$run/cost_table.json"
 mv "$run/.settings.new" "$run/.settings"
 printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 

@@ -116,7 +116,7 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
 def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrapolate: bool, as_json: bool) -> None:
     """Take a run's own figures back into its cost table, so that the next plan knows better."""
     from megatron_ext import report as reports
-    from megatron_ext.report.calibrate import calibrate
+    from megatron_ext.report.calibrate import NOT_CORRECTED, calibrate
 
     run = reports.load_measured(run_dir)
     path = out or os.path.join(run_dir, "calibrated.cost_table.json")
@@ -127,11 +127,13 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
         found = calibrate(run, table, extrapolate=extrapolate)
     cost_table.save(path, found.table)
     lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
+    if found.left:
+        lines.append(f"{NOT_CORRECTED}: {', '.join(found.left)}. A verdict by the corrected table rests on both")
     lines.append(
         f"the run's iteration time was predicted {found.error_before:+.1%} off, by the corrected table "
         f"{found.error_after:+.1%}; wrote {path}"
     )
-    figures = {"cost_table": path, "factors": found.factors}
+    figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left}
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 
 
@@ -155,7 +157,9 @@ def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granula
     estimated ones by: cost combine measured.json estimated.json
     """
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
-    table = estimated_table.estimate(sheet, work, MicroBatch(**batch, recompute=recompute_granularity), name=hardware)
+    micro_batch = MicroBatch(**batch, recompute=recompute_granularity)
+    estimated_table.refuse_batch(work, micro_batch, file=workload_path)
+    table = estimated_table.estimate(sheet, work, micro_batch, name=hardware)
     cost_table.save(out, table)
     notes = list(table.metadata.notes)
     emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([cost_table_text.text(table), f"wrote {out}", *notes]))

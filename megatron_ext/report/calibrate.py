@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.cost_table import Compute, CostTable
+from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
 from megatron_ext.cost.scaled_table import scaled_row, with_factors
 from megatron_ext.formats.errors import InputError
@@ -44,16 +45,20 @@ CURVES = {
 MOST = 100.0
 """No figure is moved by more than this factor at once: the run was then not one of this table."""
 
+NOT_CORRECTED = "not corrected by the run, which does not use or record it"
+"""A plan by the corrected table weighs what was corrected against this."""
+
 Times = dict[tuple[str, int, int], float]
 """Microseconds by part, pipeline rank and model chunk (0 but of compute)."""
 
 
 class Calibrated(NamedTuple):
-    """``factors``: by figure of the table, what it was multiplied by; errors: predicted over measured iteration time,
-    less one."""
+    """``factors``: by figure of the table, what it was multiplied by; ``left``: curves of the table that the run says
+    nothing of; errors: predicted over measured iteration time, less one."""
 
     table: CostTable
     factors: dict[str, float]
+    left: tuple[str, ...]
     error_before: float
     error_after: float
 
@@ -82,10 +87,12 @@ def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrap
     factors = _factors(measured, predicted)
     if not factors:
         raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
-    made = _scaled(given, factors)
+    others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
+    left = tuple(curve for curve in others if has_points(cost.part_named(given, curve)))
+    made = _scaled(given, factors, left)
     after_us = simulated(made)[1]
     named = {_name(*key): factor for key, factor in sorted(factors.items())}
-    return Calibrated(made, named, before_us / measured_us - 1, after_us / measured_us - 1)
+    return Calibrated(made, named, left, before_us / measured_us - 1, after_us / measured_us - 1)
 
 
 def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
@@ -125,11 +132,12 @@ def _name(part: str, pp_rank: int, chunk: int) -> str:
     return CURVES[part] if pp_rank < 0 else f"compute.{part} of rank {pp_rank}, chunk {chunk}"
 
 
-def _scaled(table: CostTable, factors: Times) -> CostTable:
+def _scaled(table: CostTable, factors: Times, left: tuple[str, ...]) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
 
     told = ", ".join(f"{_name(*key)} x {factor:.3g}" for key, factor in sorted(factors.items()))
-    metadata = replace(table.metadata, notes=(*table.metadata.notes, f"calibrated by a run: {told}"))
+    notes = (f"calibrated by a run: {told}", *((f"{NOT_CORRECTED}: {', '.join(left)}",) if left else ()))
+    metadata = replace(table.metadata, notes=(*table.metadata.notes, *notes))
     # Of the host's step the run made its own; Megatron's is in the optimizer's.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
     return cost.check(replace(made, metadata=metadata))

@@ -19,6 +19,7 @@ COMMAND = """#!/usr/bin/env bash
 echo "$1 $*" >> calls.log
 case "$1" in
     cost) exec "$REAL_PYTHON" -m megatron_ext "$@" ;;
+    describe) cp workload.json runs/again ;;
     measure) cp measured.json runs/again/cost_table.json ;;
     plan) echo '{}' > runs/again/schedule.json ;;
 esac
@@ -49,6 +50,7 @@ def job(tmp_path):
     corpus.parent.mkdir(parents=True)
     corpus.touch()
     work = make_workload()
+    workload.save(tmp_path / "workload.json", work)
     good = msgspec.structs.replace(
         make_table(work, **WHOLE), metadata=cost.Metadata(**environment(), world_sizes=world_sizes(work.parallel))
     )
@@ -61,20 +63,23 @@ def job(tmp_path):
         subprocess.run(
             ["scripts/pretrain_gpt_hybrid.sh"], cwd=tmp_path, env=variables(), check=True, capture_output=True
         )  # writes its settings
-        workload.save(folder / "workload.json", work)
         (folder / "old.metrics.json").write_text("{}")
         cost.save(folder / "cost_table.json", table or good)
-        (tmp_path / "calls.log").unlink()
+        return again(**settings)
+
+    def again(code: int = 0, **settings) -> tuple[list[str], str]:
+        (tmp_path / "calls.log").unlink(missing_ok=True)
         done = subprocess.run(
             ["scripts/pretrain_gpt_hybrid.sh"], cwd=tmp_path, env=variables(**settings), capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        return [line.split()[0] for line in (tmp_path / "calls.log").read_text().splitlines()], done.stderr
+        assert done.returncode == code, done.stderr
+        log = tmp_path / "calls.log"
+        return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else [], done.stderr
 
     def variables(**settings) -> dict[str, str]:
         return os.environ | {"NAME": "again", "REAL_PYTHON": sys.executable} | settings
 
-    run.good, run.folder = good, tmp_path / "runs" / "again"
+    run.good, run.again, run.folder = good, again, tmp_path / "runs" / "again"
     return run
 
 
@@ -100,3 +105,20 @@ def test_a_table_of_another_machine_is_said_and_measured_again(job):
 def test_a_table_of_another_machine_is_used_where_that_is_allowed(job):
     calls, said = job(elsewhere(job.good), ALLOW_DIFFERENCES="1")
     assert "measure" not in calls and "hardware.processor: table another one, here" in said
+
+
+def test_a_table_that_is_given_takes_the_place_of_measuring_and_what_a_run_taught_stays(job):
+    calls, _ = job()
+    calibrated = job.folder / "calibrated.cost_table.json"
+    taught = msgspec.structs.replace(
+        job.good, metadata=msgspec.structs.replace(job.good.metadata, notes=("calibrated by a run",))
+    )
+    cost.save(calibrated, taught)
+    (job.folder / "report.md").touch()  # the run is complete: it is done again
+    given = {"COST_TABLE": str(calibrated)}
+    for settings, measured in (given, False), (given, False), ({}, True):
+        calls, said = job.again(**settings)
+        assert ("measure" in calls) == measured and not (job.folder / "report.md").exists()
+        kept = cost.load(job.folder / "cost_table.json").metadata.notes
+        assert (kept == taught.metadata.notes) != measured and calibrated.exists()
+    assert "COST_TABLE = 'nowhere.json': no such file" in job.again(code=2, COST_TABLE="nowhere.json")[1]

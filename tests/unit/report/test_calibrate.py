@@ -1,5 +1,7 @@
 """Parts of an iteration next to their predictions; a run's own figures go back into its table, and the error falls."""
 
+import json
+
 import pytest
 from event_rows import events
 from msgspec.structs import replace
@@ -7,6 +9,7 @@ from planning_cases import WHOLE, make_table, make_workload
 from run_files import EPOCH_US, make_metrics, make_run
 
 from megatron_ext import planner, report
+from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
@@ -99,6 +102,19 @@ def test_the_error_falls_to_nothing_by_running_and_calibrating(tmp_path):
     )
     assert table.optimizer.points[0].p50_us == pytest.approx(TRUTH.optimizer.points[0].p50_us, rel=0.02)
     assert "optimizer x 5" in " ".join(table.metadata.notes)
+    assert found.left == () and "not corrected" not in " ".join(table.metadata.notes)
+
+
+def test_what_a_run_says_nothing_of_is_named(tmp_path, capsys):
+    """A plan by the corrected table weighs it against what was corrected."""
+    run = trained(tmp_path, wrong_table(), 0)
+    kept = [event for event in recorded(evaluate(WORK, TRUTH, run.schedule, trace=True)) if event.lane != "gpu"]
+    traces.save(run.path / "scheduled.trace.json", kept, about={"kind": "measured"})
+    found = calibrate(report.load(run.path))
+    assert found.left == ("routes.gpu",) and "routes.gpu" not in found.factors
+    assert "does not use or record it: routes.gpu" in found.table.metadata.notes[-1]
+    assert cli.main(["cost", "calibrate", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_corrected"] == ["routes.gpu"]
 
 
 def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
