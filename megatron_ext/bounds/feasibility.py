@@ -52,11 +52,8 @@ def check_limits(workload: Workload) -> Workload:
     ranks = min(workload.parallel.node_size, workload.parallel.world_size)
     staging = limits.nvme_slots * (limits.nvme_slot_bytes or 0) * ranks
     if limits.pinned_host_bytes is not None and staging > limits.pinned_host_bytes:
-        raise InputError(
-            f"the staging slots of a node's {ranks} ranks alone need {staging} bytes",
-            field="limits.pinned_host_bytes",
-            value=limits.pinned_host_bytes,
-        )
+        said = f"the staging slots of a node's {ranks} ranks alone need {staging} bytes"
+        raise InputError(said, field="limits.pinned_host_bytes", value=limits.pinned_host_bytes)
     return workload
 
 

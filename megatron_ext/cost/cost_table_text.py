@@ -14,6 +14,9 @@ from megatron_ext.workload.route import ROUTES
 HOLDS_FOR = ("hardware", "software", "world_sizes", "model")
 """Of the metadata, what a table holds for."""
 
+NEIGHBOURS = "read from neighbours: how far off a size is where it is read from the line between the sizes next to it"
+HEAD = f"{'bytes':>12} {'p50 us':>12} {'p95 us':>12} {'GB/s':>8} {'n':>5}  {'read from neighbours':>20}"
+
 OTHERS = tuple(name for name in CURVES if not name.startswith("routes."))
 
 
@@ -88,36 +91,28 @@ def summary(table: CostTable) -> dict:
 
 def text(table: CostTable) -> str:
     """The table for people: one line a point, with what its neighbours would have said."""
-    lines = []
     metadata = table.metadata
-    lines.append(f"measured {metadata.created_at}" if metadata.created_at else "no date")
+    lines = [f"measured {metadata.created_at}" if metadata.created_at else "no date"]
     if metadata.synthetic:
         lines.append("SYNTHETIC: not measured on any machine")
     for part in HOLDS_FOR:
         value = getattr(metadata, part)
         if value:
-            lines.append(
-                f"{part}: {', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}"
-            )
+            said = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            lines.append(f"{part}: {said}")
     lines += [f"note: {note}" for note in metadata.notes]
-    lines += [
-        "",
-        "read from neighbours: how far off a size is where it is read from the line between the sizes next to it",
-    ]
+    lines += ["", NEIGHBOURS]
     for what, curve in all_curves(table):
         for algorithm, points in curves_of(curve).items():
             title = what if algorithm is None else f"{what} by {algorithm}"
             lines += ["", f"{title} ({curve.source or 'no source given'})"]
-            lines.append(
-                f"{'bytes':>12} {'p50 us':>12} {'p95 us':>12} {'GB/s':>8} {'n':>5}  {'read from neighbours':>20}"
-            )
+            lines.append(HEAD)
             for point, miss in zip(points, residuals(points)):
                 p95 = f"{point.p95_us:12.1f}" if point.p95_us is not None else f"{'':12}"
                 rate = point.size_bytes / point.p50_us / 1e3
                 off = f"{miss:+20.1%}" if miss is not None else ""
-                lines.append(
-                    f"{point.size_bytes:12} {point.p50_us:12.1f} {p95} {rate:8.2f} {point.samples:5}  {off}".rstrip()
-                )
+                row = f"{point.size_bytes:12} {point.p50_us:12.1f} {p95} {rate:8.2f} {point.samples:5}  {off}"
+                lines.append(row.rstrip())
     if table.contention:
         lines += ["", "contention: how many times longer it takes while the other works"]
         for row in sorted(table.contention, key=lambda row: (row.measured, row.busy)):

@@ -80,12 +80,8 @@ def lookup(
     if not covering and not extrapolate:
         smallest = min(points[0].size_bytes for points in candidates.values())
         largest = max(points[-1].size_bytes for points in candidates.values())
-        raise InputError(
-            f"outside the measured range {smallest} to {largest} bytes; measure that size or ask for extrapolation",
-            file=file,
-            field=f"{what}.size_bytes",
-            value=size_bytes,
-        )
+        said = f"outside the measured range {smallest} to {largest} bytes; measure that size or ask for extrapolation"
+        raise InputError(said, file=file, field=f"{what}.size_bytes", value=size_bytes)
     # An algorithm that was measured at this size is believed over one that was not.
     estimates = {name: _read(tuple(points), size_bytes) for name, points in (covering or candidates).items()}
     name = min(estimates, key=lambda key: estimates[key].us)

@@ -1,5 +1,7 @@
 """JSON files of published curves: one collective, several systems or several algorithms."""
 
+from itertools import pairwise
+
 import msgspec
 
 from megatron_ext.cost.cost_table import CostTable, Curve, Point, Source
@@ -60,14 +62,10 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     for index in chosen:
         curve, field = content.curves[index], f"curves[{index}]"
         read_points = _points(curve, field, placement, check)
-        falls = [
-            after.size_bytes for before, after in zip(read_points, read_points[1:]) if after.p50_us < before.p50_us
-        ]
+        falls = [after.size_bytes for before, after in pairwise(read_points) if after.p50_us < before.p50_us]
         if falls:
-            notes.append(
-                f"{curve.algorithm or curve.system or content.collective}: times fall with size at "
-                f"{', '.join(map(str, falls))} bytes"
-            )
+            name = curve.algorithm or curve.system or content.collective
+            notes.append(f"{name}: times fall with size at {', '.join(map(str, falls))} bytes")
         if curve.algorithm is not None:
             if curve.algorithm in algorithms:
                 check.refuse("is there twice", f"{field}.algorithm", curve.algorithm)

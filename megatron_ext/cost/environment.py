@@ -11,13 +11,18 @@ from math import prod
 
 from megatron_ext.cost.cost_table import Metadata
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.facts import Facts
+from megatron_ext.formats.facts import CAUTION, NUMA_NODES, Facts
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import ITEM_BYTES, Workload
+from megatron_ext.workload.workload import ITEM_BYTES, Workload, fingerprint
 
 INSTANCES = "num_distributed_optimizer_instances"
+USUAL = {INSTANCES: 1, NUMA_NODES: 1}
+"""What a table stands for that does not say: tables of earlier releases."""
 
 PARTS = ("hardware", "software", "world_sizes")
+
+SEQUENCE_PARTS = "sequence_parts"
+"""In a table's model, where context-parallel ranks divide the sequence: how many."""
 
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
@@ -37,16 +42,17 @@ def world_sizes(parallel: Parallel) -> dict[str, int]:
 def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[str]:
     """What differs, one line each: ``software.torch: table 2.6.0, here 2.13.0``.
 
-    Only what ``environment`` names is compared; a table that does not say is a difference too.
+    Only what ``environment`` names is compared; a table that does not say is a difference too. Of the machine it is
+    also compared whether figures are those of its own links (:data:`megatron_ext.formats.facts.CAUTION`).
     A synthetic table (``metadata.synthetic``) holds for no machine, and is said to.
     """
     if metadata.synthetic:
         return ["synthetic: the table was not measured"]
     lines = []
     for part in PARTS:
-        stored = getattr(metadata, part)
-        for name, here in environment.get(part, {}).items():
-            there = stored.get(name, 1 if name == INSTANCES else None) if isinstance(stored, Mapping) else None
+        stored, present = getattr(metadata, part) or {}, environment.get(part, {})
+        for name in (*present, *({CAUTION} & stored.keys() - present.keys() if present else ())):
+            here, there = present.get(name), stored.get(name, USUAL.get(name) if stored else None)
             if there is None and here is not None:
                 lines.append(f"{part}.{name}: the table does not say, here {here}")
             elif there != here:
@@ -55,11 +61,11 @@ def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[st
 
 
 def run_differences(metadata: Metadata, workload: Workload) -> list[str]:
-    """What the table says of the run that it was measured for and ``workload`` says otherwise.
+    """What the table says of the run that it was measured or estimated for and ``workload`` says otherwise.
 
-    Parallel sizes, and of measured compute the precision and the bytes of a message between
-    stages. What the table does not say (imported logs, published figures, tables by hand) is not
-    compared, nor is a synthetic table.
+    Parallel sizes; of measured compute the precision and the bytes of a message between stages; of estimated compute
+    the model, whose chunks it is of, and where its optimizer steps. What the table does not say (imported logs,
+    published figures) is not compared, nor is a synthetic table that no program made.
     """
     return size_differences(metadata, world_sizes(workload.parallel)) + model_differences(metadata, workload)
 
@@ -70,17 +76,20 @@ def size_differences(metadata: Metadata, sizes: Mapping[str, object]) -> list[st
     for part in ("world_sizes", "model"):
         stored = getattr(metadata, part)
         for name, here in sizes.items():
-            there = stored.get(name) if isinstance(stored, Mapping) and not metadata.synthetic else None
+            there = stored.get(name) if isinstance(stored, Mapping) and not _by_hand(metadata) else None
             if None not in (here, there) and there != here:
                 lines.append(f"{part}.{name}: table {there}, here {here}")
     return lines
 
 
 def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
-    """What compute was measured of, where ``workload`` says otherwise: precision, bytes of a message."""
+    """What compute is of, where ``workload`` says otherwise: precision and bytes of a message; the whole model."""
     model, lines = metadata.model, []
-    if metadata.synthetic or not isinstance(model, Mapping):
+    if _by_hand(metadata) or not isinstance(model, Mapping):
         return []
+    for name, here in estimated_of(workload).items():
+        if model.get(name, here) != here:
+            lines.append(f"model.{name}: table {model[name]}, here {here}")
     dtypes: Counter[str] = Counter()
     for chunk in workload.chunks:
         for parameter in chunk.parameters:
@@ -92,7 +101,8 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
     shape = [size for size in sizes if isinstance(size, int)]
     item_bytes = ITEM_BYTES.get(str(model.get("dtype")))
     if workload.p2p_bytes and item_bytes is not None and len(shape) == len(sizes):
-        message = prod(shape) * item_bytes
+        parts = model.get(SEQUENCE_PARTS, 1)
+        message = prod(shape) * item_bytes // (parts if isinstance(parts, int) else 1)
         # With sequence parallelism a rank sends its part of the sequence; the workload does not say which it is.
         if workload.p2p_bytes not in (message, message // workload.parallel.tensor_model_parallel_size):
             lines.append(
@@ -102,12 +112,18 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
     return lines
 
 
+def _by_hand(metadata: Metadata) -> bool:
+    return metadata.synthetic and metadata.source is None
+
+
+def estimated_of(workload: Workload) -> dict[str, str | bool]:
+    """What an estimate is of, for its table's ``model``."""
+    return {"fingerprint": fingerprint(workload)[:12], "optimizer_on_host": workload.optimizer.on_host}
+
+
 def refuse(lines: list[str], *, allow: bool, file=None, how: str = "allow it") -> list[str]:
     """``lines``, if there are none or they are allowed; ``how`` says by what. Raises InputError naming all."""
     if lines and not allow:
-        raise InputError(
-            f"was measured in another environment ({'; '.join(lines)}); measure here or {how}",
-            file=file,
-            field="metadata",
-        )
+        said = f"was measured in another environment ({'; '.join(lines)}); measure here or {how}"
+        raise InputError(said, file=file, field="metadata")
     return lines

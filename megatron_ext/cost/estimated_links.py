@@ -42,11 +42,8 @@ class Links:
         self.sheet, self.parallel = sheet, parallel
         self.ranks_per_node = min(parallel.node_size, parallel.world_size)
         if self.ranks_per_node > sheet.gpus_per_node:
-            raise InputError(
-                f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node)",
-                field="parallel.gpus_per_node",
-                value=self.ranks_per_node,
-            )
+            said = f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node)"
+            raise InputError(said, field="parallel.gpus_per_node", value=self.ranks_per_node)
         if parallel.num_nodes > 1 and sheet.network is None:
             raise InputError(f"{sheet.title} has no network", field="nodes", value=parallel.num_nodes)
         self.nodes = self._nodes_of(parallel.dp)

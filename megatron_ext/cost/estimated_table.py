@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table
-from megatron_ext.cost.environment import world_sizes
+from megatron_ext.cost.environment import estimated_of, world_sizes
 from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
 from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
-from megatron_ext.workload.gpt_shapes import MicroBatch
+from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 from megatron_ext.workload.workload import SCHEMA_VERSION, Workload, expert_ranks
 
 SIZES = tuple(1 << power for power in range(8, 41, 4))
@@ -90,6 +90,22 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
             ),
         )
     )
+
+
+def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
+    """Refuse a batch that the workload was not described with, as far as it says so: by the bytes of a message.
+
+    Raises:
+        InputError: no size of the model makes messages of so many bytes.
+    """
+    used = [parameter for chunk in workload.chunks for parameter in chunk.parameters]
+    normed = [parameter for parameter in used if len(parameter.shape) == 1 and "norm" in parameter.name]
+    sizes = {(side, ITEM_BYTES[parameter.dtype]) for parameter in normed or used for side in parameter.shape}
+    described = workload.p2p_bytes
+    if described and described not in {p2p_bytes(workload.parallel, batch, side, item) for side, item in sizes}:
+        said = f"no activation of {batch.tokens} tokens (--micro-batch-size x --seq-length / --context-parallel-size) "
+        said += "has so many bytes: give these and --sequence-parallel as the model was described"
+        raise InputError(said, file=file, field="p2p_bytes", value=described)
 
 
 def _experts(workload: Workload, curve: Callable[..., cost_table.Curve | None]) -> cost_table.ExpertCurves | None:
@@ -229,6 +245,7 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         synthetic=True,
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
+        model=estimated_of(workload),
         source=cost_table.Source(program=cost_table.ESTIMATE, description=sheet.title, options=facts),
         notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured", *_scan_note(workload)),
     )

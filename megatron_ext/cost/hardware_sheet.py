@@ -4,7 +4,6 @@ Sheets of common machines lie in ``hardware/`` next to this file and go by their
 point operations) a second, in one direction, as a data sheet gives them; ``efficiency`` is what programs reach of it.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -166,9 +165,8 @@ def load(name_or_path) -> HardwareSheet:
     known = ", ".join(names())
     path = FOLDER / f"{name_or_path}.json" if str(name_or_path) in names() else Path(name_or_path)
     if not os.path.isfile(path):  # Path.is_file raises where the name is too long
-        raise InputError(
-            f"is neither a file nor a known machine; known: {known}", field="hardware", value=str(name_or_path)
-        )
+        said = f"is neither a file nor a known machine; known: {known}"
+        raise InputError(said, field="hardware", value=str(name_or_path))
     raw = json_files.load(path, dict[str, Any])
     base = raw.get("extends")
     if base is not None:
@@ -243,11 +241,6 @@ def more_is_slower(field: str) -> bool:
     return field.endswith(("_us", "gpus_per_link", "numa_nodes")) or field.startswith("disturbance.")
 
 
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    return kind.__struct_fields__
-
-
 def _replaced(node: Any, field: str, choose) -> Any:
     if isinstance(node, Figure):
         return Figure(value=choose(field, node), origin=node.origin, source=node.source, low=node.low, high=node.high)
@@ -255,7 +248,6 @@ def _replaced(node: Any, field: str, choose) -> Any:
     if isinstance(node, dict):
         return {key: _replaced(value, f"{dot}{key}", choose) for key, value in node.items()}
     if isinstance(node, msgspec.Struct):
-        return type(node)(
-            **{name: _replaced(getattr(node, name), f"{dot}{name}", choose) for name in _fields(type(node))}
-        )
+        names = type(node).__struct_fields__
+        return type(node)(**{name: _replaced(getattr(node, name), f"{dot}{name}", choose) for name in names})
     return node

@@ -7,6 +7,9 @@ Facts = Mapping[str, str | int | float | bool | None]
 CAUTION = "caution"
 """In a table's hardware: what its figures are not, in words. A report repeats it."""
 
+NUMA_NODES = "numa_nodes"
+"""In a table's hardware: nodes of the machine's memory."""
+
 RANKS_PER_DEVICE = "ranks_per_device"
 """In a table's hardware: how many ranks shared the fullest device. Absent where each had its own."""
 

@@ -8,6 +8,7 @@ from time import monotonic, perf_counter
 import msgspec
 
 from megatron_ext.cost.cost_table import Compute
+from megatron_ext.cost.environment import SEQUENCE_PARTS
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.layer_times import Runner, measure_compute, micro_batch_us
 from megatron_ext.runtime.objects import gather_objects
@@ -99,6 +100,8 @@ class ComputeRounds:
         shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
         found = (getattr(runner, "dtype", None) for runner in self._runners.values())
         dtypes = sorted({dtype for dtype in found if dtype is not None})
+        if options.sequence_parts > 1:
+            shape[SEQUENCE_PARTS] = options.sequence_parts
         return shape | ({"dtype": dtypes[0]} if len(dtypes) == 1 else {})
 
 

@@ -51,11 +51,8 @@ class ScriptArguments(NamedTuple):
         if not text.isdecimal() or not int(text):
             raise InputError("expected the number of processes", field="WORLD_SIZE", value=text)
         if int(text) % self.replica_size:
-            raise InputError(
-                f"is no multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)",
-                field="WORLD_SIZE",
-                value=int(text),
-            )
+            said = f"is no multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)"
+            raise InputError(said, field="WORLD_SIZE", value=int(text))
         return int(text)
 
     def data_parallel_size(self) -> int:

@@ -55,11 +55,8 @@ def parallel_of_megatron(args) -> Parallel:
     num_microbatches = numbers_of_run(args)[-1]
     group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None
     if vp and not has_microbatch_groups(args) and num_microbatches == pp:
-        raise InputError(
-            "this Megatron then runs all forwards before the first backward, which no schedule of ours knows",
-            field="num_microbatches",
-            value=num_microbatches,
-        )
+        said = "this Megatron then runs all forwards before the first backward, which no schedule of ours knows"
+        raise InputError(said, field="num_microbatches", value=num_microbatches)
     return Parallel.of(
         pp=pp,
         vp=vp,

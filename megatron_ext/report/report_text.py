@@ -63,7 +63,7 @@ def as_json(report: Report) -> dict:
         "predicted_iteration_time_us": report.predicted_iteration_time_us._asdict(),
         "predicted_relative_error": {which: report.relative_error(which) for which in Pair._fields},
         "spread": {
-            name: {which: spread.as_json() for which, spread in _both(getattr(report, name))} for name in MEASURED
+            name: {which: spread._asdict() for which, spread in _both(getattr(report, name))} for name in MEASURED
         },
         "differences": list(report.equality.differences),
         "compared_with": compared_with(report),

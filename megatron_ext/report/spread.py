@@ -18,10 +18,6 @@ class Spread(NamedTuple):
     p90_us: float
     samples: int
 
-    def as_json(self) -> dict:
-        """The fields by name."""
-        return self._asdict()
-
 
 def warm_up(iterations: int) -> int:
     """Iterations to leave out; a run that is no longer than its warm-up keeps its last one."""

@@ -31,11 +31,8 @@ def require(need_bytes: int, what: str) -> None:
     """
     available = available_bytes()
     if available is not None and need_bytes > available:
-        raise InputError(
-            f"{what} need {need_bytes} bytes of host memory, {need_bytes - available} bytes short",
-            field="host memory",
-            value=available,
-        )
+        said = f"{what} need {need_bytes} bytes of host memory, {need_bytes - available} bytes short"
+        raise InputError(said, field="host memory", value=available)
 
 
 def _machine() -> int | None:

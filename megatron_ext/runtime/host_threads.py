@@ -30,12 +30,20 @@ def share() -> int:
     return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
+def numa_nodes() -> int:
+    """How many NUMA nodes the machine has; 1 where the system does not say."""
+    try:
+        return max(len(numbers((SYSTEM / "devices/system/node/online").read_text())), 1)
+    except OSError:
+        return 1
+
+
 def numa_node(device: torch.device) -> int | None:
     """The NUMA node of a GPU; None where there is only one, or the system does not say."""
     gpu = torch.cuda.get_device_properties(device)
+    if numa_nodes() < 2:
+        return None
     try:
-        if len(numbers((SYSTEM / "devices/system/node/online").read_text())) < 2:
-            return None
         bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node = int((SYSTEM / "bus/pci/devices" / bus / "numa_node").read_text())
     except (AttributeError, OSError):  # an older torch does not know the bus

@@ -6,8 +6,8 @@ import platform
 import torch
 from torch.cuda import nccl
 
-from megatron_ext.formats.facts import Facts
-from megatron_ext.runtime import backends
+from megatron_ext.formats.facts import NUMA_NODES, Facts
+from megatron_ext.runtime import backends, host_threads
 from megatron_ext.runtime.device import has_cuda
 
 
@@ -22,6 +22,7 @@ def environment(device: str = "auto") -> dict[str, Facts]:
         "processor": _processor(),
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        NUMA_NODES: host_threads.numa_nodes(),
         "device": torch.cuda.get_device_name(0) if use_cuda else "cpu",
     }
     software: dict[str, str | int | None] = {

@@ -147,9 +147,8 @@ def gpt_workload(
 
 
 def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:
-    """Bytes of one activation message between two pipeline stages."""
-    if parallel.pp == 1:
-        return 0
+    """Bytes of one activation message between two pipeline stages. Where there is one stage nothing sends it; it says
+    of which batch compute is, which parameters do not."""
     # With sequence parallelism each tensor-parallel rank holds, and sends, its part of the sequence.
     parts = parallel.tensor_model_parallel_size if batch.sequence_parallel else 1
     return batch.tokens * hidden_size * itemsize // parts

@@ -120,8 +120,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained: parallel sizes, parameters of every chunk, and the limits of a plan.
 
-    ``p2p_bytes`` is one activation message between two pipeline stages. ``ramp`` are the numbers of micro-batches that
-    iterations have besides ``parallel.num_microbatches``, because the batch grows in the course of training.
+    ``p2p_bytes`` is one activation message between two pipeline stages, 0 where it is not known; where there is one
+    stage nothing sends it. ``ramp`` are the numbers of micro-batches that iterations have besides
+    ``parallel.num_microbatches``, because the batch grows in the course of training.
     """
 
     schema_version: int

@@ -110,11 +110,12 @@ def test_predict_refuses_sizes_that_no_group_has(size):
 def test_estimate_verb_divides_a_sequence(tmp_path):
     """Context-parallel ranks take half of the time of whole sequences, and more than those of half sequences."""
     shape = GptShape(2, 4096, 16384, 32, 32, 32000, 128)
-    work = gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(8192), zero_stage=3)
-    workload.save(tmp_path / "W.json", work)
+    parallel = Parallel.of(dp=8, microbatches=1, gpus_per_node=8)
 
     def forward_us(*sizes: str) -> float:
-        out = str(tmp_path / "T.json")
+        out, parts = str(tmp_path / "T.json"), int(sizes[3]) if sizes[3:] else 1
+        batch = MicroBatch(int(sizes[1]), context_parallel=parts)
+        workload.save(tmp_path / "W.json", gpt_workload(shape, parallel, batch, zero_stage=3))
         arguments = ["--hardware", "h100-nvlink", "--workload", str(tmp_path / "W.json"), "--out", out, *sizes]
         assert cli.main(["cost", "estimate", *arguments]) == 0
         return next(row.forward_us for row in cost_table.load(out).compute if row.layer_kind == "transformer")

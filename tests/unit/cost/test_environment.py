@@ -2,11 +2,60 @@
 
 import pytest
 
-from megatron_ext.cost.cost_table import Metadata
-from megatron_ext.cost.environment import differences, refuse, run_differences, world_sizes
+from megatron_ext.cost.cost_table import Metadata, Source
+from megatron_ext.cost.environment import differences, estimated_of, refuse, run_differences, world_sizes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
+
+SHAPE = GptShape(4, 64, 256, 4, 4, 384, 16, dtype="float32")
+BATCH = MicroBatch(128, 2)
+MODEL = {"dtype": "float32", "seq_length": 128, "micro_batch_size": 2, "hidden_size": 64}
+
+
+def gpt(pp: int = 1, shape: GptShape = SHAPE, batch: MicroBatch = BATCH, **optimizer):
+    parallel = Parallel.of(pp=pp, vp=1, dp=2, microbatches=4, order="1f1b" if pp > 1 else "no_pipeline")
+    return gpt_workload(shape, parallel, batch, optimizer=OptimizerSettings(**optimizer))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_compute_of_another_batch_is_seen_without_a_pipeline_too(pp):
+    assert run_differences(Metadata(model=MODEL), gpt(pp)) == []
+    for batch, shape in ((MicroBatch(256, 2), SHAPE), (MicroBatch(128, 4), SHAPE)):
+        assert "(sequence x micro-batch x hidden)" in run_differences(Metadata(model=MODEL), gpt(pp, shape, batch))[0]
+    assert run_differences(Metadata(model=MODEL), gpt(pp, SHAPE._replace(hidden=128)))
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_table_of_whole_sequences_holds_for_ranks_that_divide_them(pp):
+    work = gpt(pp, batch=MicroBatch(128, 2, context_parallel=2))
+    assert run_differences(Metadata(model=MODEL | {"sequence_parts": 2}), work) == []
+    assert run_differences(Metadata(model=MODEL), work)  # compute of twice as many tokens
+
+
+def test_an_estimate_is_of_the_model_that_it_was_made_of():
+    """Its rows of compute are of chunks, which other models have as well."""
+    work = gpt()
+    of = Metadata(synthetic=True, model=estimated_of(work), source=Source(program="megatron-ext cost estimate"))
+    assert run_differences(of, work) == []
+    assert run_differences(of, gpt(shape=SHAPE._replace(layers=8)))[0].startswith("model.fingerprint: table ")
+    on_host = run_differences(of, gpt(on_host=True))
+    assert on_host == ["model.optimizer_on_host: table False, here True"]
+
+
+def test_the_nodes_of_memory_and_emulated_links_belong_to_a_machine():
+    here = {"hardware": {"processors": 2, "numa_nodes": 2}}
+    assert differences(Metadata(**here), here) == []
+    four = Metadata(hardware={"processors": 2, "numa_nodes": 4})
+    assert differences(four, here) == ["hardware.numa_nodes: table 4, here 2"]
+    earlier = Metadata(hardware={"processors": 2})
+    assert differences(earlier, here) == ["hardware.numa_nodes: table 1, here 2"]
+    assert differences(earlier, {"hardware": {"processors": 2, "numa_nodes": 1}}) == []
+    emulated = Metadata(hardware=here["hardware"] | {"caution": "EMULATED links"})
+    assert differences(emulated, here) == ["hardware.caution: table EMULATED links, here None"]
+    assert differences(emulated, {"software": {}}) == []  # the machine is not compared
 
 
 def test_tensor_parallel_ranks_are_not_counted():

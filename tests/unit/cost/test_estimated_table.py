@@ -7,7 +7,7 @@ from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.combine_tables import combine
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, Compute, Curve, Point
 from megatron_ext.cost.estimated_links import Links
-from megatron_ext.cost.estimated_table import estimate
+from megatron_ext.cost.estimated_table import estimate, refuse_batch
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.layer_work import SCORE_PASSES, experts_share, forward_work, layers_of
 from megatron_ext.formats.errors import InputError
@@ -342,3 +342,16 @@ def test_what_does_not_fit_the_machine_is_refused():
     odd = run_of(GPT._replace(dtype="float64"))[0]
     with pytest.raises(InputError, match="dtype = 'float64': .* known: bfloat16, float16, float32"):
         estimate(sheets.load("h100-nvlink"), odd, batch)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_batch_that_the_model_was_not_described_with_is_refused(pp):
+    parallel = Parallel.of(pp=pp, vp=1, dp=1, microbatches=2, order="1f1b" if pp > 1 else "no_pipeline")
+    work = gpt_workload(GptShape(4, 64, 256, 4, 4, 384, 16), parallel, MicroBatch(128, 2))
+    refuse_batch(work, MicroBatch(128, 2))
+    refuse_batch(replace(work, p2p_bytes=0), MicroBatch(128, 3))  # does not say
+    for batch in (MicroBatch(128, 3), MicroBatch(96, 2), MicroBatch(128, 2, context_parallel=4)):
+        with pytest.raises(
+            InputError, match="w.json: p2p_bytes = 32768: no activation of .* as the model was described"
+        ):
+            refuse_batch(work, batch, file="w.json")

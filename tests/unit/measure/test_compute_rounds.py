@@ -49,7 +49,7 @@ def test_a_row_is_the_median_of_all_rounds_and_counts_their_samples():
 def test_rounds_of_all_ranks_count(monkeypatch):
     monkeypatch.setattr(compute_rounds, "measure_compute", lambda *args, **more: [row(20.0)])
     as_ranks_do(monkeypatch, lambda own: [own, own])
-    options = SimpleNamespace(hidden_size=8, seq_length=4, micro_batch_size=1)
+    options = SimpleNamespace(hidden_size=8, seq_length=4, micro_batch_size=1, sequence_parts=1)
     fabric = SimpleNamespace(world_size=2, rank=0, options=options)
     fabric.torch_device = torch.device("cpu")
     fabric.barrier, fabric.agree = (lambda: None), (lambda value: value)

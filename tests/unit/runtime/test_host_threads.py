@@ -85,7 +85,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_all_threads_run_beside_the_gpu(machine):
-    assert host_threads.numa_node(DEVICE) == 1
+    assert host_threads.numa_node(DEVICE) == 1 and host_threads.numa_nodes() == 2
     host_threads.bind(1)
     assert set(map(frozenset, machine.bound.values())) == {frozenset({4, 5, 6, 7})}
 
