@@ -88,16 +88,6 @@ def layer_spec(args, config: TransformerConfig, **stage) -> Any:
     return get_gpt_layer_local_spec(**chosen)
 
 
-def embedding_options(args) -> dict[str, Any]:
-    """What GPTModel takes that is about tokens and positions."""
-    return dict(
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-    )
-
-
 def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     """All model chunks of this pipeline rank, in chunk order."""
     vp = args.num_virtual_stages_per_pipeline_rank
@@ -113,9 +103,12 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
             GPTModel(
                 config=config,
                 transformer_layer_spec=layer_spec(args, config, **stage),
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
                 pre_process=pre,
                 post_process=post,
-                **embedding_options(args),
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
                 **stage,
             )
         )

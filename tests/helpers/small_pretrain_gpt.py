@@ -19,8 +19,6 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 
-from megatron_ext.megatron.gpt_model import embedding_options
-
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
@@ -29,9 +27,9 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     return GPTModel(
         config or core_transformer_config_from_args(args),
         spec(qk_layernorm=args.qk_layernorm),
-        pre_process=pre_process,
-        post_process=post_process,
-        **embedding_options(args),
+        *(args.padded_vocab_size, args.max_position_embeddings, pre_process, post_process),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
