@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.releases import first_to_skip
 from megatron_ext.megatron.run_summary import LAYOUT_NOTE, Measured
 
 
@@ -119,9 +120,18 @@ def iterations_ahead(args) -> int | None:
     begun, last = getattr(args, "iteration", None) or 0, getattr(args, "train_iters", None)
     if last is None:
         return None
-    if interval := getattr(args, "exit_interval", None):
-        last = min(last, (begun // interval + 1) * interval)
-    return last - begun - sum(begun <= one < last for one in getattr(args, "iterations_to_skip", None) or ())
+    interval, first = getattr(args, "exit_interval", None) or last, first_to_skip()
+    skipped, phases = (
+        set(getattr(args, name, None) or ()) for name in ("iterations_to_skip", "phase_transition_iterations")
+    )
+    trained = 0
+    for ended in range(begun + 1, last + 1):
+        if ended - 1 + first in skipped:
+            continue  # Megatron does not ask here whether to exit
+        trained += 1
+        if ended % interval == 0 or ended in phases:
+            break
+    return trained
 
 
 def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
