@@ -218,6 +218,7 @@ def _parse_for_no_gpu() -> None:
 
     def check(args):
         args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
+        args.skip_train = False  # the model is that of training, which alone is handed to DistributedDataParallel
         refuse_combinations(args)
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
         if ranks % (instances := getattr(args, "num_distributed_optimizer_instances", 1)):

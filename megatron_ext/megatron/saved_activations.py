@@ -69,9 +69,10 @@ def saved_activations(
     if not layers or uneven:  # how many tokens an expert gets depends on the data
         return None
     try:
-        without_data = importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
+        fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
         with (
-            without_data(allow_non_fake_inputs=True),
+            fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
+            _decisions_are_true(fake_tensor.DataDependentOutputException),
             torch.enable_grad(),
             _without_random_states(),
             _fused_kernels(chunk),
@@ -85,6 +86,22 @@ def saved_activations(
         why = f"{type(error).__name__}: {one_line(str(error), 300)}"
         print(f"megatron-ext: what layers save could not be counted: {why}", file=sys.stderr, flush=True)
         return None
+
+
+@contextlib.contextmanager
+def _decisions_are_true(unknown: type[Exception]):
+    """A condition on values that are not there holds. Layers that predict further tokens ask whether there are tokens
+    to predict."""
+    decide = torch.Tensor.__bool__
+
+    def decide_without_data(condition):
+        try:
+            return decide(condition)
+        except unknown:
+            return True
+
+    with mock.patch.object(torch.Tensor, "__bool__", decide_without_data):
+        yield
 
 
 BALANCED = {

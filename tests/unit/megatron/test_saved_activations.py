@@ -1,5 +1,7 @@
 """A chunk that cannot run without data is not counted, and the reason is said."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -36,3 +38,31 @@ def test_other_errors_are_not_swallowed():
     model.error = KeyError("a mistake")
     with pytest.raises(KeyError):
         saved_activations(model, seq_length=8, micro_batch_size=1, hidden_size=4)
+
+
+class AsksForTokens(torch.nn.Module):
+    """Two layers; the second divides by the number of tokens where there are some, as layers that predict further
+    tokens do."""
+
+    pre_process = post_process = True
+    config = SimpleNamespace(params_dtype=torch.float32)
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, device="meta") for _ in range(2))
+        self.embedding = torch.nn.Embedding(8, 4, device="meta")
+
+    def set_input_tensor(self, tensor):
+        pass
+
+    def forward(self, tokens, positions, mask, labels=None):
+        hidden = self.embedding(tokens)
+        for layer in self.decoder.layers:
+            hidden = layer(hidden)
+        number = (labels > 0).sum()
+        return hidden.sum() / number if number > 0 else hidden.sum() * 0
+
+
+def test_a_layer_may_ask_whether_there_are_tokens():
+    assert saved_activations(AsksForTokens(), seq_length=8, micro_batch_size=1, hidden_size=4) is not None
