@@ -11,11 +11,20 @@ assertion the entry is taken out again, and buckets are kept by number instead o
 Megatron merges lists of tensors and of other objects only where both have equally many items. The files are the same.
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
 
+[Note: States of padded buckets]
+For ``--dist-ckpt-optim-fully-reshardable`` Megatron brings the states of a buffer together without the padding behind
+each of its buckets, and then takes those of a parameter from where it lies in the buffer with that padding: behind the
+first padded bucket it writes those of other elements, and warns of data corruption at the end of the buffer. The groups
+of a schedule are buckets of their own, most of them padded. Here it is told where parameters lie without the padding.
+Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_fully_reshardable``, core_v0.15 to main.
+
 [Note: Formats that gather all states]
 ``--dist-ckpt-optim-fully-reshardable`` and ``--ckpt-format torch`` bring the states of all data-parallel ranks together
 in host memory, when they save and when they load. Where states rest on a drive because they do not fit, that would end
 the process; it is refused with the bytes that are missing.
 """
+
+from collections.abc import Callable
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -33,20 +42,33 @@ GATHERED = ("param", "exp_avg", "exp_avg_sq")
 """Tensors, fp32, that Megatron gathers of every parameter."""
 
 
+RESHARDABLE = "sharded_param_state_fully_reshardable"
+
+
+def _replace(name: str, ours: Callable[[Callable], Callable]) -> None:
+    """Let distributed optimizers have ``ours(method)`` as their method ``name``, if there is one; once."""
+    if has(DistributedOptimizer, name) and not hasattr(method := getattr(DistributedOptimizer, name), "of_megatron"):
+        replaced = ours(method)
+        vars(replaced)["of_megatron"] = method
+        setattr(DistributedOptimizer, name, replaced)
+
+
 def allow_empty_shards() -> None:
     """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter."""
-    if not has(DistributedOptimizer, *NAMES):
-        return
-    take, write, load = (getattr(DistributedOptimizer, name) for name in NAMES)
-    if hasattr(take, "of_megatron"):
-        return
+    if has(DistributedOptimizer, *NAMES):
+        for name, ours in zip(NAMES, (_with_padding, _by_number, _with_empty), strict=True):
+            _replace(name, ours)
 
-    def with_padding(optimizer):
-        return fill_empty_shards(optimizer, take(optimizer))
 
-    def by_number(optimizer, *args, **kwargs):
-        return number_shards(optimizer, write(optimizer, *args, **kwargs))
+def _with_padding(take):
+    return lambda optimizer: fill_empty_shards(optimizer, take(optimizer))
 
+
+def _by_number(write):
+    return lambda optimizer, *args, **kwargs: number_shards(optimizer, write(optimizer, *args, **kwargs))
+
+
+def _with_empty(load):
     def with_empty(optimizer, state: dict):
         for number, ranges in enumerate(optimizer.gbuf_ranges):
             for dtype, buckets in ranges.items():
@@ -55,9 +77,36 @@ def allow_empty_shards() -> None:
                     shards.update({index: () for index in range(len(buckets)) if index not in shards})
         return load(optimizer, state)
 
-    for name, ours, megatrons in zip(NAMES, (with_padding, by_number, with_empty), (take, write, load), strict=True):
-        vars(ours)["of_megatron"] = megatrons
-        setattr(DistributedOptimizer, name, ours)
+    return with_empty
+
+
+def write_padded_buckets() -> None:
+    """Let distributed optimizers write the states of each parameter where they write fully reshardable ones."""
+    _replace(RESHARDABLE, _without_padding)
+
+
+def _without_padding(write):
+    def without_padding(optimizer, *args, **kwargs):
+        laid_out = [buffer.param_index_map for buffer in optimizer.buffers]
+        try:
+            for buffer in optimizer.buffers:
+                buffer.param_index_map = _places_without_padding(buffer)
+            return write(optimizer, *args, **kwargs)
+        finally:
+            for buffer, places in zip(optimizer.buffers, laid_out):
+                buffer.param_index_map = places
+
+    return without_padding
+
+
+def _places_without_padding(buffer) -> dict:
+    """By parameter its ``(start, end, bucket)`` in elements of a buffer whose buckets end with their parameters."""
+    padding, end = [], 0
+    for (begin, _), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
+        padding.append(begin - end)
+        end += bucket.numel_unpadded
+    places = buffer.param_index_map.items()
+    return {parameter: (start - padding[at], end - padding[at], at) for parameter, (start, end, at) in places}
 
 
 def fill_empty_shards(optimizer, state: dict) -> dict:
@@ -100,10 +149,10 @@ def number_shards(optimizer, state: dict) -> dict:
 
 def refuse_without_room() -> None:
     """Let distributed optimizers raise InputError where a checkpoint's format needs more memory than there is."""
-    gather = DistributedOptimizer.get_parameter_state_dp_zero
-    if hasattr(gather, "of_megatron"):
-        return
+    _replace("get_parameter_state_dp_zero", _if_there_is_room)
 
+
+def _if_there_is_room(gather):
     def gather_if_there_is_room(optimizer, *args, **kwargs):
         if kwargs.get("return_on_all_ranks") or optimizer.data_parallel_group.rank() == 0:
             need = len(GATHERED) * sum(buffer.numel_unpadded for buffer in optimizer.buffers) * torch.float32.itemsize
@@ -112,5 +161,4 @@ def refuse_without_room() -> None:
             )
         return gather(optimizer, *args, **kwargs)
 
-    vars(gather_if_there_is_room)["of_megatron"] = gather
-    setattr(DistributedOptimizer, "get_parameter_state_dp_zero", gather_if_there_is_room)  # noqa: B010
+    return gather_if_there_is_room

@@ -135,9 +135,9 @@ class Run(BuildingRun):
             bucket_group.executor = self.executor
         self._move_to(State.READY)
         self.watch.executor = self.executor
-        # The initial parameters are whole everywhere; publishing them lets the first
-        # iteration run like every other.
-        self.executor.params_updated()
+        # The initial parameters are whole everywhere; publishing them lets the first iteration run like every other.
+        # Megatron's host optimizer may hold others, of a checkpoint that it has read so: it computes on these first.
+        self.executor.params_updated(by_optimizer=False)
         if self.schedule.zero_stage == 3:
             self.executor.sync_parameters()  # Megatron may hash its weights before the first iteration
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.formats.errors import InputError
@@ -68,8 +69,9 @@ def written(ranks: int, buckets: list[list[int]]) -> list[torch.Tensor]:
 
 @pytest.fixture
 def megatron_as_it_is(monkeypatch):
-    for number, name in enumerate(checkpoint_states.NAMES):
-        monkeypatch.setattr(DistributedOptimizer, name, getattr(megatrons(number), "of_megatron", megatrons(number)))
+    for name in (*checkpoint_states.NAMES, checkpoint_states.RESHARDABLE):
+        method = getattr(DistributedOptimizer, name)
+        monkeypatch.setattr(DistributedOptimizer, name, getattr(method, "of_megatron", method))
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,32 @@ def test_states_without_empty_shards_are_megatrons(megatron_as_it_is):
     as_it_is = optimizer.get_parameter_state_dp_reshardable()
     checkpoint_states.allow_empty_shards()
     assert str(optimizer.get_parameter_state_dp_reshardable()) == str(as_it_is)
+
+
+def test_states_of_padded_buckets_are_those_of_their_parameters(megatron_as_it_is):
+    """Three buckets of 64, 704 and 64 elements, padded to 128, 768 and 128."""
+    places = {torch.empty(64): (0, 64, 0), torch.empty(640): (128, 768, 1), torch.empty(64): (768, 832, 1)}
+    places[torch.empty(64)] = (896, 960, 2)
+    buffer = SimpleNamespace(
+        param_index_map=places,
+        bucket_indices=[(0, 128), (128, 896), (896, 1024)],
+        buckets=[SimpleNamespace(numel_unpadded=numel) for numel in (64, 704, 64)],
+        numel_unpadded=832,
+    )
+    optimizer = SimpleNamespace(buffers=[buffer], gbuf_ranges=[{torch.float32: []}])
+    gathered = {"param": torch.arange(832.0), "numel_unpadded": 832}
+    optimizer.get_parameter_state_dp_zero = lambda **_: [{torch.float32: gathered}]
+    model = {str(i): ShardedTensor.from_rank_offsets(str(i), parameter) for i, parameter in enumerate(places)}
+
+    def firsts() -> list[float]:
+        write = getattr(DistributedOptimizer, checkpoint_states.RESHARDABLE)
+        return [state["param"].data[0].item() for state in write(optimizer, model, False, {}).values()]
+
+    right = [0, 64, 704, 768]
+    assert firsts() != right
+    checkpoint_states.write_padded_buckets()
+    checkpoint_states.write_padded_buckets()  # of every chunk
+    assert firsts() == right and buffer.param_index_map is places
 
 
 @pytest.mark.parametrize("rank, all_ranks, refused", [(0, False, True), (1, True, True), (1, False, False)])
