@@ -38,7 +38,7 @@ from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.runtime import block_pages, free_host_memory, host_threads
-from megatron_ext.runtime.device import device_of, has_cuda
+from megatron_ext.runtime.device import Device, device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.recorder import Recorder
@@ -207,6 +207,7 @@ class BuildingRun:
         }
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         checkpoint_states.allow_empty_shards()
+        checkpoint_states.write_padded_buckets()
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_model(bare(ddp))
@@ -279,7 +280,7 @@ class BuildingRun:
         match.match(self.schedule, workload, file=self.path)
         self._check_numbers(args, workload)
         refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
-        device = device_of(next(self._ddps[0].parameters()))
+        device = device_of_chunks(self._ddps)
         refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
         loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
         taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
@@ -328,6 +329,11 @@ class BuildingRun:
             shared = min(sum(groups[one.group].bytes for one in entries if "cpu" in one.to), self._host_bytes)
             lines += block_pages.small_page_lines(self._host_bytes - shared, shared)
         run_summary.say(*lines)
+
+
+def device_of_chunks(chunks: list) -> Device:
+    """Where the parameters of a rank's model chunks are; a chunk, or all of a rank, may have none."""
+    return device_of(next((parameter for chunk in chunks for parameter in chunk.parameters()), torch.empty(0)))
 
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:

@@ -36,6 +36,7 @@ REASONS = {
     "cpu_offloading": _ACTIVATIONS,
     "cpu_offloading_weights": _ACTIVATIONS,
     "fine_grained_activation_offloading": _ACTIVATIONS,
+    "moe_use_upcycling": "builds a dense model as well; make the model with experts in a run without a schedule",
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "writes whole parameters behind the optimizer's back",
 }

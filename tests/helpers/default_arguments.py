@@ -45,6 +45,12 @@ CASES = {
         18,
     ),
     "loss by token": ("0.17.1", f"{PIPELINE} --calculate-per-token-loss", 3, 19),
+    "a rank's first chunk without parameters": (
+        "0.17.1",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett||tt|L",
+        3,
+        37,
+    ),
     "apex": (
         "0.17.1",
         f"{PIPELINE} --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion",

@@ -111,7 +111,7 @@ def page() -> str:
     ready = sum(not script.refused for script in public_scripts.SCRIPTS)
     releases = [release.ref for release in manifest().releases]
     trained = [
-        [name, case[0], f"`{case[1]}`" if case[1] else "", str(case[2])]
+        [name, case[0], f"`{case[1]}`".replace("|", "\\|") if case[1] else "", str(case[2])]
         for name, case in default_arguments.CASES.items()
     ]
     lines = [

@@ -55,6 +55,11 @@ def test_an_error_is_shown_before_its_rank_ends_the_run_and_may_wait_for_others(
     assert ended == [shown]
 
 
+@pytest.mark.parametrize("chunks", [[torch.nn.Identity(), torch.nn.Linear(1, 1)], [torch.nn.Identity()]])
+def test_a_rank_may_hold_nothing_in_its_first_chunk_or_in_any(chunks):
+    assert building_run.device_of_chunks(chunks).kind == "cpu"
+
+
 def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_path, monkeypatch):
     """Megatron's rerun machinery runs them up to three times."""
     monkeypatch.setattr(lifecycle, "agree", lambda error, fact, file: None)
