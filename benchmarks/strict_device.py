@@ -30,7 +30,7 @@ import orderings
 from cases import MODELS, STRICT
 from parity import describe
 from parity_service import Died, ParityService, differences
-from strict_cases import AIMS, EVERY, FOUR, aim_of, findings, strict_case, waits
+from strict_cases import FOUR, aim_of, findings, strict_case, turn_of, waits
 
 from megatron_ext.workload import workload as workload_file
 
@@ -93,7 +93,7 @@ def unlike(seeds: list[int], drawn: dict[int, list[str]], most: int) -> list[int
 
 def one_of_each_aim(seeds: list[int]) -> list[int]:
     """The first of ``seeds`` with each aim and zero stage."""
-    found = {(aim_of(seed), seed // (EVERY * len(AIMS)) % 2): seed for seed in reversed(seeds)}
+    found = {(aim_of(seed), turn_of(seed) % 2): seed for seed in reversed(seeds)}
     return [seed for (aim, _), seed in found.items() if aim is not None]
 
 
@@ -112,18 +112,20 @@ def without(cases: Cases, site: str, seeds: list[int]) -> str | None:
 
 
 def together(before: dict, again: dict) -> dict:
-    """A result with what was seen, or reached, only when it was tried again."""
-    seen_by = Counter(before["seen_by"]) + Counter(again["seen_by"])
-    reached_again = sum(site not in again["not_reached"] for site in before["not_reached"])
+    """A result with what was seen, or reached, only when it was tried again; without what the code has no more."""
+    seen_by, there = Counter(before["seen_by"]) + Counter(again["seen_by"]), orderings.sites()
+    unseen, not_reached = ([site for site in before[kind] if site in there] for kind in ("unseen", "not_reached"))
+    reached_again = sum(site not in again["not_reached"] for site in not_reached)
     return {
         **before,
         "wrong": before["wrong"] + again["wrong"],
-        "not_reached": [site for site in before["not_reached"] if site in again["not_reached"]],
-        "taken_away": before["taken_away"] + reached_again,
+        "orderings": len(there),
+        "not_reached": [site for site in not_reached if site in again["not_reached"]],
+        "taken_away": before["seen"] + len(unseen) + reached_again,
         "seen": before["seen"] + again["seen"],
         "seen_by": dict(sorted(seen_by.items())),
-        "unseen": [site for site in before["unseen"] if site in again["unseen"] + again["not_reached"]]
-        + [site for site in before["not_reached"] if site in again["unseen"]],
+        "unseen": [site for site in unseen if site in again["unseen"] + again["not_reached"]]
+        + [site for site in not_reached if site in again["unseen"]],
     }
 
 
@@ -173,8 +175,8 @@ def main() -> int:
     if before:
         result = together(before, result)
         command = f"{before['command']}; again with --again and --cases {args.cases}"
-    machine.write(args.out, {"command": command, **result}, load_before=load)
-    print(f"{args.cases - len(wrong)} of {args.cases} cases right")
+    machine.write(args.out, {**result, "command": command}, load_before=load)
+    print(f"{result['cases'] - len(result['wrong'])} of {result['cases']} cases right")
     print(f"{result['seen']} of {result['taken_away']} taken away seen")
     return 1 if wrong or result["seen"] < 0.95 * result["taken_away"] else 0
 

@@ -31,8 +31,9 @@ NOT_OF_STREAMS = {
 }
 """Files whose calls of these names are threads' own, or what all the others are made of."""
 
-NOT_ON_A_DEVICE: set[tuple[str, str]] = set()
-"""Functions, by file and name, that no training on a CUDA device of this machine comes by."""
+NOT_ON_A_DEVICE = {("device.py", "settle"), ("host_pool.py", "fail")}
+"""Functions, by file and name, that no training on a CUDA device of this machine comes by: of ``measure``, and of a
+rank that fails."""
 
 switch = SimpleNamespace(off=None, reached=set())
 """``off``: the site that is taken away; ``reached``: sites that were called."""
@@ -51,7 +52,7 @@ class _Sites(ast.NodeTransformer):
         self.generic_visit(node)
         function = node.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
-        if name not in NAMES:
+        if name not in NAMES or isinstance(getattr(function, "value", None), ast.Constant):  # or text.join
             return node
         site = f"{self.file}:{node.lineno} {name}"
         self.found.append(site)

@@ -12,6 +12,7 @@ from cases import MODELS, STRICT
 from draw_schedule import (
     GRADIENTS,
     draw_schedule,
+    never_whole,
     prepared,
     states_on_device,
     states_on_drive,
@@ -21,13 +22,13 @@ from draw_schedule import (
 from msgspec.structs import replace
 from strict_engine import ONE_QUEUE
 
-from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
+from megatron_ext.planner.reroute import rerouted, with_host_shards
 from megatron_ext.runtime.node_exchange import IN_FLIGHT
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.schedule.user_defined_schedule import PublishGroup, Schedule
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.route import HIERARCHICAL
+from megatron_ext.workload.route import HIERARCHICAL, SHARD_GATHER, kind_of
 from megatron_ext.workload.workload import Limits
 
 NAMES = ("bf16-tied", "fp16", "fp32")
@@ -47,7 +48,7 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
     ``drawn`` says what was drawn, ``layout`` which ranks train."""
     aim = aim_of(seed)
     if aim is not None:
-        zero_stage = (3, 1)[seed // EVERY // len(AIMS) % 2]
+        zero_stage = zero_stage or (3, 1)[turn_of(seed) % 2]
         return AIMS[aim](random.Random(seed), workloads, folder / f"{seed}.json", seed, zero_stage)
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
@@ -63,10 +64,7 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
     path = folder / f"{seed}.json"
     schedule = prepared(draw, workload, path, routes)
     options = [*MODELS[name], "--gpus-per-node", str(nodes), "--user-defined-schedule-nvme-path", str(folder)]
-    if draw.random() < 0.5:
-        options += ["--eval-interval", "2", "--eval-iters", "1"]
-    if draw.random() < 0.5:
-        options += ["--save", str(folder / f"{seed}.checkpoints"), "--save-interval", "2"]
+    options += between_iterations(draw, path)
     changed = draw.random() < 0.5
     unread = draw.random() < 0.3 and publish_unread(draw, schedule, path)
     drawn = [f"{name}, zero stage {zero_stage}", " ".join(routes), order, f"{nodes} ranks a node"]
@@ -87,6 +85,26 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         "iterations": 4 if name == "fp16" else 3,
         "strict": {"seed": seed, "order": order, **slow_threads(seed)},
     }
+
+
+def between_iterations(draw, path: Path, evaluations: float = 0.5) -> list[str]:
+    """Options by which evaluations and checkpoints come between iterations, or do not."""
+    options = []
+    if draw.random() < evaluations:
+        options += ["--eval-interval", "2", "--eval-iters", "1"]
+    if draw.random() < 0.5:
+        options += ["--save", str(path.with_suffix(".checkpoints")), "--save-interval", "2"]
+    return options
+
+
+def further(seed: int) -> random.Random:
+    """For what is drawn of a case besides its schedule: draws that depend on none of the others."""
+    return random.Random(f"further {seed}")
+
+
+def turn_of(seed: int) -> int:
+    """How many cases of the same aim come before; those of even turns are at zero stage 3."""
+    return seed // EVERY // len(AIMS)
 
 
 def slow_threads(seed: int) -> dict[str, float]:
@@ -161,54 +179,75 @@ def _through_the_drive(nodes: int):
 
 def _beside_the_backward(overflow: bool):
     def case(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-        name = "fp16" if overflow else "bf16-offload"
+        name, more = "fp16" if overflow else "bf16-offload", further(seed)
         workload = _sized(workloads, STRICT, name, zero_stage, 2)
         workload, drawn = replace(workload, optimizer=OptimizerSettings(on_host=True)), []
         kinds = (None, "sharded") if overflow else GRADIENTS  # in fp16 nobody unscales those on the host
+        routes = more.choice((("gpu", "cpu"), ("gpu",)))
         while True:
-            schedule = draw_schedule(draw, workload)
-            if zero_stage == 3 and random.Random(seed).random() < 0.5:
-                schedule = with_host_shards(by_cpu_shard(schedule), workload)
-                drawn = ["during the backward, shards in host memory"]
+            schedule = _some_shards_on_host(more, draw_schedule(draw, workload, routes), workload)
             schedule = with_gradients(draw, schedule, workload, kinds)
             if zero_stage == 1 or any(group.gradients == "sharded" for group in schedule.groups):
                 break
+        drawn += ["during the backward, shards in host memory"] if any(g.shard_rests for g in schedule.groups) else []
         schedule = replace(schedule, rollback_bytes=1 << 20)
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
+        options += between_iterations(more, path)
         drawn += [f"during the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
         drawn += sorted({f"during the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
-        cast = random.Random(seed).choice((None, "host", "device"))
+        on_drive = len(schedule.groups) > 1 and (turn_of(seed) // 2 + overflow) % 2 == 1
+        if on_drive:
+            last = len(schedule.groups) - 1
+            chosen = [index for index in range(1, last) if more.random() < 0.5] + [last]
+            schedule = states_on_drive(schedule, workload, chosen, slots=more.choice((2, 3)))
+            drawn.append("during the backward, states on the drive")
+        cast = ("device", "host", None)[(turn_of(seed) + overflow) % 3]  # each at each zero stage
         if cast is not None:
-            schedule = with_step_slots(schedule, workload, slots=random.Random(seed).choice((2, 3)), cast=cast)
+            schedule = with_step_slots(schedule, workload, slots=more.choice((2, 3)), cast=cast)
             drawn.append(f"during the backward, parameters cast on the {cast}")
-        validate.validate(schedule)
-        schedule_file.save(path, schedule)
+        if (on_drive or more.random() < 0.7) and publish_unread(more, schedule, path):
+            drawn.append("during the backward, published, unread")
+        else:
+            _save(schedule, path)
         return _case(draw, seed, path, name, options=options, drawn=drawn, steps_on_host=True, **how)
 
     return case
 
 
 def _delayed(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
-    """The host's optimizer steps during the next iteration. At zero stage 3 shards rest on the host, and are read by
-    what the start of the next iteration issues, when the last update is applied. States rest on the drive, at times."""
+    """The host's optimizer steps during the next iteration, with evaluations between two. At zero stage 3 shards of
+    drawn groups rest on the host, and are read by what the start of the next iteration issues, when the last update is
+    applied. States of drawn groups rest on the drive."""
+    more = further(seed)
+    zero_stage = (3, 2, 3, 1)[turn_of(seed) % 4]
     workload = _sized(workloads, STRICT, "bf16-offload", zero_stage, 2)
     workload = replace(workload, optimizer=OptimizerSettings(on_host=True, delayed=True))
     for number in itertools.count(seed):
         schedule = draw_schedule(random.Random(number), workload)
-        if zero_stage == 3:
-            schedule = with_host_shards(by_cpu_shard(schedule), workload)
-        if zero_stage == 1 or any(item.route == "cpu_shard" for item in schedule.ranks[0].start.unshard):
+        schedule = _some_shards_on_host(random.Random(number), schedule, workload)
+        if zero_stage != 3 or any(item.route == SHARD_GATHER for item in schedule.ranks[0].start.unshard):
             break
     schedule = with_gradients(draw, schedule, workload, GRADIENTS)
-    chosen = range(draw.choice((0, len(schedule.groups))))
-    schedule = states_on_drive(schedule, workload, [*chosen], slots=2)
-    validate.validate(schedule)
-    schedule_file.save(path, schedule)
-    how = dict(options=["--gpus-per-node", "2", "--delayed-parameter-update", "1"])
+    chosen = [index for index in range(len(schedule.groups)) if more.random() < 0.5]
+    _save(states_on_drive(schedule, workload, chosen, slots=2), path)
+    options = ["--gpus-per-node", "2", "--delayed-parameter-update", "1"]
+    options += between_iterations(more, path, evaluations=1)
     drawn = [f"delayed, zero stage {zero_stage}", f"delayed, states on the drive: {len(chosen) > 0}"]
-    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, **how, drawn=drawn, iterations=4)
+    drawn += sorted({f"delayed, gradients {group.gradients}" for group in schedule.groups})
+    drawn += ["delayed, --save"] if "--save" in options else []
+    return _case(draw, seed, path, "bf16-offload", steps_on_host=True, options=options, drawn=drawn, iterations=4)
+
+
+def _some_shards_on_host(draw, schedule: Schedule, workload) -> Schedule:
+    """At zero stage 3 drawn groups are gathered from shards that rest in host memory."""
+    if workload.zero_stage != 3:
+        return schedule
+    chosen = {index for index in range(len(schedule.groups)) if draw.random() < 0.6}
+    by_shard = lambda item: item.group in chosen and kind_of(item.route).needs_device_shard
+    schedule = rerouted(schedule, lambda item: SHARD_GATHER if by_shard(item) else item.route)
+    return with_host_shards(schedule, workload)
 
 
 def _stepped_on_the_device(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
@@ -218,8 +257,7 @@ def _stepped_on_the_device(draw, workloads, path: Path, seed: int, zero_stage: i
     schedule = with_gradients(draw, draw_schedule(draw, workload, ("cpu", "gpu")), workload, (None, "sharded"))
     schedule = states_on_device(schedule, list(range(0, len(schedule.groups), 2)))
     schedule = replace(schedule, rollback_bytes=1 << 20 if zero_stage == 3 else None)
-    validate.validate(schedule)
-    schedule_file.save(path, schedule)
+    _save(schedule, path)
     how = dict(
         options=["--gpus-per-node", "2", "--clip-grad", "1e-4"], drawn=[f"on the device, zero stage {zero_stage}"]
     )
@@ -243,10 +281,18 @@ def _symmetric(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
         schedule = draw_schedule(random.Random(number), workload, ("gpu", "gpu", "cpu"), symmetric=True)
         if len(schedule.groups) > 2:
             break
-    validate.validate(schedule)
-    schedule_file.save(path, schedule)
+    _save(schedule, path)
     how = dict(options=["--gpus-per-node", "2"], drawn=[f"symmetric, zero stage {zero_stage}"])
     return _case(draw, seed, path, "bf16-tied", **how)
+
+
+def _never_whole(draw, workloads, path: Path, seed: int, zero_stage: int) -> dict:
+    """The parameters of a rank never fit whole; evaluations and checkpoints bring groups one after the other."""
+    name = draw.choice(("bf16-tied", "fp32"))
+    workload = _sized(workloads, STRICT, name, 3, 2)
+    never_whole(draw, workload, path, ("gpu", "cpu", "nvme"))
+    options = ["--gpus-per-node", "2", *between_iterations(further(seed), path, evaluations=1)]
+    return _case(draw, seed, path, name, options=options, drawn=["never whole"])
 
 
 AIMS = {
@@ -260,6 +306,7 @@ AIMS = {
     "two legs": _two_legs,
     "updates that are delayed": _delayed,
     "updates that are made on the device": _stepped_on_the_device,
+    "whole one after the other": _never_whole,
 }
 """``AIMS[name](draw, workloads, path, seed, zero_stage)``: a case that needs what others rarely need."""
 
@@ -278,7 +325,10 @@ def publish_unread(draw, schedule: Schedule, path: Path) -> bool:
 
 
 def _publish(schedule: Schedule, to: dict[int, tuple[str, ...]], path: Path) -> None:
-    schedule = replace(schedule, publish=tuple(PublishGroup(group=group, to=where) for group, where in to.items()))
+    _save(replace(schedule, publish=tuple(PublishGroup(group=group, to=where) for group, where in to.items())), path)
+
+
+def _save(schedule: Schedule, path: Path) -> None:
     validate.validate(schedule)
     schedule_file.save(path, schedule)
 

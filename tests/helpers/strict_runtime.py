@@ -41,6 +41,7 @@ TABLE = (
     ("megatron_ext.runtime.host_step.flat_adamw", "FlatAdamW.state_of", "states"),
     ("megatron_ext.runtime.drive", "DriveFile.write", "drive_write"),
     ("megatron_ext.runtime.drive", "DriveFile.start", "drive_start"),
+    ("megatron_ext.runtime.drive", "DriveFile.map", "drive_map"),
     ("megatron_ext.runtime.executor", "Executor.begin_iteration", "step_begins"),
     ("megatron_ext.runtime.executor", "Executor.params_updated", "step_ends"),
     ("megatron_ext.runtime.executor", "Executor.unshard_all", "step_ends"),
@@ -263,6 +264,14 @@ class Runtime:
                     before_end()
 
             return original(file, memory, offset, label, transfer, ended, write=write)
+
+        return run
+
+    def drive_map(self, original):
+        def run(file, offset, size_bytes, label):
+            there = (_file(file), offset, offset + size_bytes, False)
+            self.engine.log(("access", "read through a map of the drive", [there]))
+            return original(file, offset, size_bytes, label)
 
         return run
 

@@ -22,13 +22,12 @@ class AfterNorm:
 
     def expect(self, units: list[HostUnit]) -> None:
         """``units`` are stepped next, in this order, on what their gradients are when the compute stream has done its
-        work."""
+        work. Copies to the device may still read shards in host memory: a step writes a unit's behind the flag of its
+        gradients, and so behind them."""
         assert not self._expected
         self._expected.extend(units)
         self._left = len(units)
         self._device.compute.record(self._computed)  # of the stream that Megatron copies gradients on, behind compute
-        if any(piece.shard_on_host for unit in units for piece in unit.pieces):
-            self._device.synchronize(self._computed)  # copies to the device may still read these shards
         for unit in units:
             unit.stepped = self._stepped
         self._fill()
