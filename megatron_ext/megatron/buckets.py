@@ -74,7 +74,8 @@ def lay_out(
         late: takes each group as soon as it has its values; None: all are whole.
 
     Raises:
-        InputError: the schedule is for other parameters, or host memory is short of gradients; nothing changed.
+        InputError: the schedule is for other parameters, or host memory is short of gradients: nothing changed. Or host
+            memory cannot be page-locked: what is collective was done, and the chunk cannot be used.
     """
     members = _members_of_groups(ddp, groups, file)
     if not groups:
@@ -87,11 +88,15 @@ def lay_out(
     _require_host_memory(ddp, [index for index in kept if kept[index] == "host"], members, ranks_of_node)
     instances = _instances(ddp)
     _drop_old(ddp)
-    by_index = {}
+    by_index, refused = {}, []
     ordered: dict[bool, list] = {False: [], True: []}  # of experts
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
         of_kind = instances.get(is_expert(buffer.params[0]), {})
-        _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept, late, of_kind.get(INSTANCES))
+        try:
+            _lay_out_buffer(buffer, {index: members[index] for index in indices}, kept, late, of_kind.get(INSTANCES))
+        except InputError as error:
+            refused.append(error)
+            continue
         for index, bucket in zip(indices, buffer.buckets):
             bucket_group = bucket_group_class(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
@@ -104,6 +109,14 @@ def lay_out(
             by_index[index] = bucket_group
             ordered[is_expert(buffer.params[0])].append(bucket_group)
 
+    if refused:
+        raise refused[0]
+    _take(ddp, by_index, ordered)
+    return by_index
+
+
+def _take(ddp, by_index: dict, ordered: dict[bool, list]) -> None:
+    """Give ``ddp`` its new bucket groups; ``ordered``: by whether they are of experts."""
     ddp.bucket_groups, ddp.expert_parallel_bucket_groups = ordered[False], ordered[True]
     if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
         for own in ordered.values():
@@ -112,7 +125,6 @@ def lay_out(
     ddp.param_to_bucket_group = {parameter: group for group in by_index.values() for parameter in group.params}
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
-    return by_index
 
 
 INSTANCES = "inter_distributed_optimizer_instance_group"
@@ -258,8 +270,9 @@ def _lay_out_buffer(
 def _move_parameters(
     buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device, late: LateModel | None, instances
 ) -> list[torch.Tensor]:
-    """Move the parameters of every group into a new storage; the old one is free then."""
-    storages = []
+    """Move the parameters of every group into a new storage; the old one is free then. Raises InputError: a shard's
+    memory cannot be page-locked; once all groups had their turn, for which other ranks wait."""
+    storages, refused = [], None
     for (index, parameters), (begin, end, _) in zip(members.items(), ranges):
         storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
         for parameter in parameters:
@@ -268,8 +281,14 @@ def _move_parameters(
                 view = storages[-1][first - begin : last - begin].view(parameter.shape)
                 view.copy_(parameter.data if late is None else late.value_of(parameter))
                 parameter.data = view
-        if late is not None:
-            late.hold(index, storages[-1], buffer.data_parallel_group, instances)
+        try:
+            if late is not None:
+                late.hold(index, storages[-1], buffer.data_parallel_group, instances)
+        except InputError as error:
+            refused = refused or error
+            storages[-1].untyped_storage().resize_(0)
+    if refused is not None:
+        raise refused
     if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
         buffer.param_data.untyped_storage().resize_(0)
     buffer.param_data = None  # every bucket gets parameters of its own

@@ -38,12 +38,12 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def build_executor(own: OwnRank) -> Executor:
-    """Make everything that training by the schedules of ``own`` needs on this rank; collective.
+    """Make everything that training by the schedules of ``own`` needs on this rank, behind :func:`ready_the_host`;
+    collective.
 
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
-    ready_the_host(own)
     shards = hold_shards(own.optimizers, own.buckets, own.links) if own.schedule.zero_stage == 3 else None
     routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
     copies = Copies(own)

@@ -26,6 +26,7 @@ from megatron_ext.megatron import (
     states_on_device,
     stock_trace,
 )
+from megatron_ext.megatron.agreement import agree
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
@@ -117,6 +118,7 @@ class BuildingRun:
         self._error: str | None = None
         self._host_bytes = 0  # that this node needs
         self._late: late_model.LateModel | None = None
+        self._looked_late = False
         self._chained: list = []  # Megatron's distributed optimizers
         self._optimizers: list = []  # those of them that step something
         self._workload: Workload | None = None  # of the whole model, as all ranks hold it
@@ -148,14 +150,23 @@ class BuildingRun:
 
     @property
     def late(self) -> late_model.LateModel | None:
-        """What builds the model where its parameters never fit whole; None elsewhere, and when it is built."""
+        """What builds the model where its parameters never fit whole; None elsewhere, and when it is built. Collective
+        where it is asked for first."""
         if self.state is not State.BUILDING or self.stock_gather or self.schedule is None:
             return None
-        if self._late is None and memory_bill.never_whole(self.schedule):
-            pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-            if memory_bill.short_of_whole(self.schedule, pp_rank):
-                self._late = late_model.LateModel(self.schedule, pp_rank)
+        if not self._looked_late and memory_bill.never_whole(self.schedule):
+            self._looked_late, pp_rank = True, parallel_state.get_pipeline_model_parallel_rank()
+            try:
+                if memory_bill.short_of_whole(self.schedule, pp_rank):
+                    self._late = late_model.LateModel(self.schedule, pp_rank)
+            except InputError as error:
+                self._error = str(error)
+            self._agree(self._error)
         return self._late
+
+    def _agree(self, error: str | None) -> None:
+        kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
+        agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
 
     def _move_to(self, state: State) -> None:
         assert state in NEXT_STATES[self.state], f"a run that is {self.state.value} cannot become {state.value}"
@@ -225,7 +236,7 @@ class BuildingRun:
             )
         except InputError as error:
             self._error = self._error or str(error)
-            return
+        self._agree(self._error)  # Megatron's next collectives are for ranks that have a model
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
             first = next(index for index, own in self._bucket_groups.items() if own in of_experts)

@@ -9,11 +9,12 @@
    gathers at the schedule's bucket layout.
 3. ``finish``: parameters are whole where somebody reads them, threads and mappings are gone. The run is CLOSED.
 A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
-An error while BUILDING is kept until ``on_train_setup``: a single rank that gave up earlier would leave the others
-waiting for it in a collective.
+While BUILDING all ranks agree, too: before a model is built late, and behind each chunk. A single rank that gave up
+would leave the others waiting for it in a collective.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -23,7 +24,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree
-from megatron_ext.megatron.build_executor import build_executor, schedule_for
+from megatron_ext.megatron.build_executor import build_executor, ready_the_host, schedule_for
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
 from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
@@ -40,6 +41,8 @@ from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
+
+T = TypeVar("T")
 
 
 class Run(BuildingRun):
@@ -73,48 +76,56 @@ class Run(BuildingRun):
             if self.check is not None:
                 self.check.iterations = iterations_ahead(args)
                 after.append(self.check.note)
-            self._together(self._prepare, args, optimizer)
+            own = self._together(self._take_shards, args)
+            self._together(self._prepare, args, optimizer, own)
             self._begin()
             self._watch_reads(optimizer)
         traced = self.recorder if self.trace_path is not None else NOTHING
         self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
-    def _together(self, step: Callable, *arguments) -> None:
+    def _together(self, step: Callable[..., T], *arguments) -> T | None:
         """Take a step that may fail on this rank alone: all ranks go on, or all refuse; collective."""
+        result = None
         try:
-            step(*arguments)
+            result = step(*arguments)
         except InputError as error:
             self._agree(str(error))
         except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
             self._agree(f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0])
         else:
             self._agree(None)
+        return result
 
-    def _agree(self, error: str | None) -> None:
-        kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
-        agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
+    def _take_shards(self, args) -> OwnRank | None:
+        """Make this rank's groups: shards in host memory are page-locked, before anything collective is made of them;
+        None where Megatron gathers."""
+        if self.stock_gather:
+            return None
+        assert self._workload is not None
+        own = OwnRank(
+            schedules=self.schedules,
+            workload=self._workload,
+            ddps=self._ddps,
+            bucket_groups=self._bucket_groups,
+            optimizers=self._optimizers,
+            recorder=self.recorder,
+            nvme_path=self.nvme_path,
+            delay=None if self.delay is None else (getattr(args, "iteration", 0), self.delay),
+            late=self.late,
+        )
+        ready_the_host(own)
+        assert own.groups.keys() == self._bucket_groups.keys()
+        return own
 
-    def _prepare(self, args, optimizer) -> None:
+    def _prepare(self, args, optimizer, own: OwnRank | None) -> None:
         """Make what gathers and steps in this run."""
-        assert self.schedule is not None and self._workload is not None
-        begun = getattr(args, "iteration", 0)
-        if not self.stock_gather:
+        assert self.schedule is not None
+        if own is not None:
             self.watch = Watch(dist.get_rank(), _step_seconds(args))
-            self.executor = build_executor(
-                OwnRank(
-                    schedules=self.schedules,
-                    workload=self._workload,
-                    ddps=self._ddps,
-                    bucket_groups=self._bucket_groups,
-                    optimizers=self._optimizers,
-                    recorder=self.recorder,
-                    nvme_path=self.nvme_path,
-                    delay=None if self.delay is None else (begun, self.delay),
-                    late=self.late,
-                )
-            )
+            self.executor = build_executor(own)
             return
         if self.delay is not None:
+            begun = getattr(args, "iteration", 0)
             self._reference_delay = ReferenceDelay(optimizer, self._optimizers, self._ddps, begun, self.delay)
         if any(group.gradients for group in self.schedule.groups):
             self._reference = ReferenceGradients(self.schedule, self._bucket_groups, self._optimizers)

@@ -5,13 +5,14 @@
 
 import contextlib
 import ctypes
+import random
 import re
 import time
 
 import orderings
 import pytest
-from cases import STRICT
-from draw_schedule import states_on_drive, with_step_slots
+from cases import MODELS, STRICT
+from draw_schedule import draw_schedule, states_on_drive, with_own_peak, with_step_slots
 from msgspec.structs import replace
 from parity_service import Died, differences
 from strict_cases import findings, strict_case, waits
@@ -22,6 +23,7 @@ from variations import some
 from megatron_ext.planner.reroute import by_cpu_shard, rerouted, with_host_shards
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
+from megatron_ext.schedule.memory_bill import copies_of_whole
 from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
@@ -236,6 +238,31 @@ def test_memory_that_one_rank_cannot_lock_is_one_line_on_all(service, workloads,
     """The driver of the second rank locks so many pieces; no rank is left in a collective."""
     case = strict_case(seed, workloads, tmp_path, 3)
     case["strict"]["locks"] = locks
+    assert_one_line_of_locking(service, case)
+
+
+@pytest.mark.parametrize("piece", ["shard, broadcast", "gradient", "shard"])
+def test_memory_that_one_rank_cannot_lock_while_its_groups_are_made(service, workloads, tmp_path, piece):
+    """Of the second rank's second piece, which lies in host memory: a shard of parameters that never fit whole, a
+    gradient, a shard. The first two are refused before the checkpoint is looked for."""
+    workload = replace(workloads[STRICT, "bf16-offload"], zero_stage=3, optimizer=OptimizerSettings(on_host=True))
+    schedule = draw_schedule(random.Random(0), workload, ("gpu",))
+    if piece == "gradient":
+        schedule = replace(schedule, groups=tuple(replace(group, gradients="host") for group in schedule.groups))
+    else:
+        schedule = with_host_shards(by_cpu_shard(schedule), workload)
+    if piece == "shard, broadcast":
+        schedule = with_own_peak(schedule, workload)
+        assert any(copies_of_whole(schedule)) and all(group.shard_rests for group in schedule.groups)
+    assert len(schedule.groups) > 2
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    options = [*MODELS["bf16-offload"], *([] if piece == "shard" else ["--load", str(tmp_path / "none")])]
+    strict = {"seed": 1, "order": "late", "locks": 1}
+    assert_one_line_of_locking(service, dict(options=options, schedule=tmp_path / "schedule.json", strict=strict))
+
+
+def assert_one_line_of_locking(service, case: dict) -> None:
+    """All ranks end soon, and by the same line."""
     begun = time.monotonic()
     with pytest.raises(Died) as died:
         service.run(**case, reference=False)

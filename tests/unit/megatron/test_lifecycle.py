@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from planning_cases import make_workload
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import building_run, hooks, lifecycle, refusals
+from megatron_ext.megatron import agreement, building_run, hooks, lifecycle
 from megatron_ext.megatron.lifecycle import Run, State
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError
@@ -98,7 +98,7 @@ def test_no_iteration_is_trained_before_the_setup(schedule_path):
 
 
 def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
-    """Nothing is laid out; what is wrong is told when all ranks agree, before the first step."""
+    """Nothing is laid out; what is wrong is told when all ranks agree, behind the chunk."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     ddp = torch.nn.Module()
     ddp.module, ddp.config = model, SimpleNamespace(num_layers=4)
@@ -108,14 +108,14 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
     monkeypatch.setattr(building_run, "replace_pre_hooks", lambda ddp, unshard_all: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
+    monkeypatch.setattr(agreement, "gather_objects", lambda value: [value])
     run = Run(schedule_path, None)
     run.on_ddp_built(ddp)
     assert laid_out == [ddp]
     model[1].bias.requires_grad = False
-    run.on_ddp_built(ddp)
-    assert laid_out == [ddp]
     with pytest.raises(InputError, match="^1.bias: takes no gradient: frozen parameters cannot be scheduled$"):
-        refusals.refuse_frozen(model)
+        run.on_ddp_built(ddp)
+    assert laid_out == [ddp]
 
 
 class Left(SimpleNamespace):
