@@ -1,11 +1,11 @@
 """The state of a chunk whose groups come and go: refused while there is none, or given one group after the other.
 
 [Note: Reading in turn]
-Where all groups fit whole at a time, Megatron's ``force_sync`` brings them, and whoever reads parameters finds them.
-Elsewhere (in_turn.py) what reads a parameter between two iterations brings its group, and no other stays whole: see
-[Note: Reads between iterations]. What is read later than it is taken needs a copy, which lies in host memory:
-``state_dict`` gives copies, and ``dist_checkpointing.save`` writes such copies. All are collectives of the
-data-parallel ranks.
+Where all groups fit whole at a time, Megatron's ``force_sync`` brings them, and whoever reads parameters finds them,
+also in ``state_dict`` and a deep copy. Elsewhere (in_turn.py) what reads a parameter between two iterations brings its
+group, and no other stays whole: see [Note: Reads between iterations]. What is read later than it is taken needs a copy,
+which lies in host memory: ``state_dict`` gives copies, and ``dist_checkpointing.save`` writes such copies. All are
+collectives of the data-parallel ranks.
 """
 
 import copy
@@ -15,9 +15,11 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Group, ScheduleError, State
+from megatron_ext.runtime.group import Group, State
+from megatron_ext.runtime.param_reads import place_of_use
 
 
 class _Whole:
@@ -34,14 +36,17 @@ class _Whole:
         return _Whole([], copy.deepcopy(self.inner, memo))
 
     def check(self, *state_dict_arguments) -> None:
-        freed = [group for group in self.groups if group.state is not State.WHOLE]
-        if freed and self.reader is not None:
+        if self.reader is not None and any(group.state is not State.WHOLE for group in self.groups):
             self.reader.read(())  # which is refused within an iteration
-        elif freed:
-            raise ScheduleError(
-                f"{freed[0]} is {freed[0].state.value}: call megatron_ext.megatron.hooks.unshard_all() on all ranks "
-                "before parameters are saved or copied"
-            )
+            return
+        for group in self.groups:
+            group.whole.detach()  # between two iterations such a use has all groups gathered
+            if group.state is not State.WHOLE:
+                raise InputError(
+                    f"{place_of_use()} saves or copies parameters where {group} is {group.state.value}: do so on all "
+                    "ranks between two iterations, or call megatron_ext.megatron.hooks.finish() before the end of "
+                    "Megatron's train where it does so after training"
+                )
 
     def fill(self, state_dict: dict) -> None:
         """Put copies in host memory in the place of parameters."""
@@ -55,9 +60,9 @@ class _Whole:
 
 
 def guard_state(module: torch.nn.Module, groups: list[Group], reader: Executor | None = None) -> None:
-    """Make ``state_dict`` and deep copies of a chunk fail while one of its groups is freed: the file could be
-    written but never be loaded, and a copy would read memory that is not there. With ``reader``, which brings groups in
-    turn, ``state_dict`` gives copies."""
+    """Let ``state_dict`` and deep copies of a chunk find its groups whole between two iterations, and fail elsewhere
+    while one is freed: the file could be written but never be loaded, and a copy would read memory that is not there.
+    With ``reader``, which brings groups in turn, ``state_dict`` gives copies."""
     whole = _Whole(groups, getattr(module, "sharded_state_dict", None), reader)
     module.register_state_dict_pre_hook(whole.check)
     module.register_state_dict_post_hook(lambda module, state_dict, *_: whole.fill(state_dict))

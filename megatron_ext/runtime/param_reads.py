@@ -135,7 +135,7 @@ class ParamReads(TorchFunctionMode):
         self._watching, self._gathering = False, True
         try:
             with torch.no_grad():
-                self.gather(_place(), used)
+                self.gather(place_of_use(), used)
         finally:
             self._watching, self._gathering = self._missing is not None, False
 
@@ -151,7 +151,7 @@ class ParamReads(TorchFunctionMode):
                 yield from self._used(value, depth - 1)
 
 
-def _place() -> str:
+def place_of_use() -> str:
     """File, line and function of the innermost caller that is not torch, this package, or Python's library."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), f"{sysconfig.get_path('stdlib')}/copy")
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]

@@ -51,18 +51,25 @@ def meddling(example, told: int):
 
 @contextlib.contextmanager
 def reading(example):
-    """Read all parameters before every iteration, as a norm that is logged does and through views taken at the start;
-    yields what was read and what they are when all are gathered."""
+    """Read all parameters before every iteration, as a norm that is logged does, through views taken at the start, and
+    in the states of chunks; yields what was read and what they are when all are gathered."""
     run_schedule, reads, views = example.run_schedule, [], []
 
     def values(tensors) -> list[str]:
         return [tensor.sum().item().hex() for tensor in tensors]
 
+    def in_states(model):
+        from megatron_ext.megatron.boundaries import bare  # not in an older package, see old_code.py
+
+        for module in map(bare, model):
+            state = module.state_dict()
+            yield from (state[name] for name, _ in module.named_parameters())
+
     def run(args, model, iterators, forward_only: bool = False):
         parameters = [parameter for chunk in model for parameter in chunk.parameters()]
         views.extend([] if views else [parameter.data.view(-1) for parameter in parameters])
         if not forward_only:
-            noticed = values(views if len(reads) % 2 else parameters)
+            noticed = values((parameters, views, in_states(model))[len(reads) % 3])
             example.force_param_sync(model, args)
             reads.append((noticed, values(parameters)))
         return run_schedule(args, model, iterators, forward_only)
