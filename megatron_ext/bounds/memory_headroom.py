@@ -4,6 +4,7 @@ from typing import Literal
 
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import kinds_text, size_text
 from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.memory_bill import resting_bytes
@@ -34,9 +35,8 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
             held["whole_parameters"] = layers[pp_rank]
         short = sum(held.values()) - limits.device_bytes
         if short > 0:
-            kinds = ", ".join(f"{kind} {size}" for kind, size in held.items() if size)
             raise InputError(
-                f"cannot fit: pipeline rank {pp_rank} holds at least {sum(held.values())} bytes ({kinds}), "
+                f"cannot fit: pipeline rank {pp_rank} holds at least {sum(held.values())} bytes ({kinds_text(held)}), "
                 f"{short} bytes short"
                 f"{_what_helps(workload, held, layers[pp_rank])}",
                 field="limits.device_bytes",
@@ -106,20 +106,19 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
         )
     states = held.get("main_parameters", 0) + held.get("optimizer_states", 0)
     if states:
-        settings.append(f"--optimizer-cpu-offload frees {states}")
+        settings.append(f"--optimizer-cpu-offload frees {size_text(states)}")
     if workload.zero_stage == 1 and held["gradients"]:
-        settings.append(f"--zero-stage 2 frees a part of the gradients' {held['gradients']}")
+        settings.append(f"--zero-stage 2 frees a part of the gradients' {size_text(held['gradients'])}")
     if workload.zero_stage < 3:
         parallel = workload.parallel
         shards = sum(p.bytes // parallel.ranks_of(p.expert) for c in workload.chunks for p in c.parameters)
         shards //= parallel.pp
         freed = held["whole_parameters"] - largest_layer - shards
         if freed > 0:
-            settings.append(f"--zero-stage 3 frees up to {freed}")
+            settings.append(f"--zero-stage 3 frees up to {size_text(freed)}")
     if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
-        settings.append(
-            f"--recompute-granularity full of every layer frees a part of the activations' {held['activations']}"
-        )
+        part = f"a part of the activations' {size_text(held['activations'])}"
+        settings.append(f"--recompute-granularity full of every layer frees {part}")
     settings.append("more pipeline or tensor parallel ranks divide what a rank holds")
     return "; " + ", ".join(settings) + "; `megatron-ext fit` finds the fastest settings that fit"
 

@@ -141,25 +141,38 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the cost table is written.")
-@click.option("--seq-length", type=click.IntRange(1), required=True)
+@click.option("--seq-length", type=click.IntRange(1), help="Needed, here or behind --.")
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence-parallel", is_flag=True)
 @click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
 @click.option("--context-parallel-size", "context_parallel", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
+@click.option("--recompute-modules", default="core_attn", show_default=True, help="Of selective; with commas.")
 @click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)
 @click.option("--recompute-num-layers", type=click.IntRange(1), default=1, show_default=True)
+@click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def cost_estimate(hardware: str, workload_path: str, out: str, recompute_granularity, as_json: bool, **batch) -> None:
+def cost_estimate(
+    hardware: str, workload_path: str, out: str, megatron_options, recompute_granularity, as_json: bool, **sizes
+) -> None:
     """Make a cost table for a machine that nobody has measured, from its data sheet.
 
-    Every layer's operations and bytes are counted; attention is taken to be fused. Measured parts replace
-    estimated ones by: cost combine measured.json estimated.json
+    Every layer's operations and bytes are counted. MEGATRON_OPTIONS (after --), those of the launch script, say what
+    the options here say, and of attention whether it is fused, as it is taken to be without them. Measured parts
+    replace estimated ones by: cost combine measured.json estimated.json
     """
+    from megatron_ext.megatron.ignored_options import batch_of_words
+
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
-    micro_batch = MicroBatch(**batch, recompute=recompute_granularity)
-    estimated_table.refuse_batch(work, micro_batch, file=workload_path)
-    table = estimated_table.estimate(sheet, work, micro_batch, name=hardware)
+    if megatron_options:
+        batch = batch_of_words(megatron_options)
+    elif sizes["seq_length"] is None:
+        raise InputError("is needed, here or behind --", field="--seq-length")
+    else:
+        sizes["recompute_modules"] = tuple(sizes["recompute_modules"].split(","))
+        batch = MicroBatch(**sizes, recompute=recompute_granularity)
+    estimated_table.refuse_batch(work, batch, file=workload_path)
+    table = estimated_table.estimate(sheet, work, batch, name=hardware)
     cost_table.save(out, table)
     notes = list(table.metadata.notes)
     emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([cost_table_text.text(table), f"wrote {out}", *notes]))

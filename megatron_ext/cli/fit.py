@@ -54,6 +54,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     Needs neither torch nor Megatron nor a GPU; nothing is measured.
     """
     from megatron_ext.planner.fit import fit_text
+    from megatron_ext.planner.fit.answer import answer_of
     from megatron_ext.planner.fit.request import Request, ready
 
     gc.disable()  # many small objects, most of which stay
@@ -76,7 +77,8 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
         fit_picture.save(found, picture)
     if out:
         _write(out, found)
-    emit(as_json, fit_text.as_json(found), fit_text.as_text(found))
+    said = answer_of(found)
+    emit(as_json, fit_text.as_json(found, said), fit_text.as_text(found, said))
 
 
 FIXED = {"fixed": "all", "search_layout": False, "allow_delayed_update": False, "cost_tables": (), "out": None}
@@ -102,11 +104,12 @@ def fixed_names(text: str) -> tuple[str, ...]:
 
 def answer(request, problem):
     """Search, and draw costs for what is shown. Raises InputError with what would fit where nothing does."""
-    from megatron_ext.planner.fit import fit_text, what_fits
+    from megatron_ext.planner.fit import what_fits
+    from megatron_ext.planner.fit.found import judge
     from megatron_ext.planner.fit.search_settings import NothingFits
 
     try:
-        return fit_text.judge(request, problem, problem.search())
+        return judge(request, problem, problem.search())
     except NothingFits as error:
         raise what_fits.explained(problem, error) from None
 

@@ -34,13 +34,6 @@ def _workload(path: str | None, checkout: str | None, entry: str | None, words, 
     return describe_command_line(checkout, words, entry).workload
 
 
-def _ending(judged, out: str) -> tuple[list[str | None], list[str]]:
-    """What the verdict says before its last line; and that line, behind what to add to the options."""
-    said, add = judged.text.splitlines(), f"--user-defined-schedule {out}"
-    last = said.pop() if judged.figures["answer"] else "verdict: none, there is nothing to compare with"
-    return said, [f"add: {'nothing' if judged.figures['helps'] is False else add}", last]
-
-
 def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     from megatron_ext import planner
     from megatron_ext.cost.device_reserve import beside_the_bill
@@ -124,9 +117,9 @@ def plan(
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
     notes = _notes(planned, work, table, use.extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
-    said, last = _ending(judged, out)
     more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]
     figures = {"schedule": out, "policy": policy, "verdict": judged.text} | judged.figures | notes
+    last = judged.ending(f"--user-defined-schedule {out}")
     figures |= {"delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)}
-    text = "\n".join(line for line in (*reasons.values(), *said, *more, *last) if line is not None)
+    text = "\n".join(line for line in (*reasons.values(), *judged.said, *more, *last) if line is not None)
     emit(as_json, figures | {"explained": reasons}, text)

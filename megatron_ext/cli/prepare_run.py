@@ -235,16 +235,19 @@ def prepare(
     if not steps.measure():  # under a launcher, and not rank 0
         return
     from megatron_ext.planner.fit import fit_text
+    from megatron_ext.planner.fit.answer import answer_of
 
     judged = steps.plan()
     schedule = os.path.abspath(steps.schedule_path)
-    lines = [judged.text, "", "add to the launch script:", f"    --user-defined-schedule {schedule}"]
-    if found is not None:
-        lines = [judged.text, "", fit_text.as_text(found, schedule)]
+    more, last = [], judged.ending(f"--user-defined-schedule {schedule}")
+    answer = answer_of(found) if found is not None else None
+    if found is not None and answer is not None:
+        more, last = fit_text.as_prepared(found, answer, judged, schedule)
+    lines = [*judged.said, *more]
     if not steps.patched:
-        lines += ["and patch the checkout:", f"    megatron-ext patch apply {checkout}"]
+        lines += ["patch the checkout:", f"    megatron-ext patch apply {checkout}"]
     paths = {"workload": steps.workload_path, "cost_table": steps.table_path, "schedule": steps.schedule_path}
     figures: dict[str, object] = {name: str(path) for name, path in paths.items()}
     figures |= {"kept": steps.kept, "patched": steps.patched, "verdict": judged.text}
-    figures["fit"] = found and fit_text.as_json(found)
-    emit(as_json, figures | judged.figures, "\n".join(lines))
+    figures["fit"] = found and answer and fit_text.as_json(found, answer)
+    emit(as_json, figures | judged.figures, "\n".join([*lines, *last]))

@@ -29,7 +29,7 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     figures, text = reports.report_text.as_json(built), reports.report_text.as_text(built)
     if said is not None:
         figures, text = figures | {"fit": said[0]}, f"{text}\n{said[1]}"
-    emit(as_json, figures, text)
+    emit(as_json, figures, "\n".join([text, *reports.report_text.ending(built)]))
 
 
 def _fit_again(run, extrapolate: bool) -> tuple[dict, str] | None:

@@ -13,7 +13,7 @@ from megatron_ext.cost.environment import estimated_of, world_sizes
 from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, Links
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
-from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of
+from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of, recomputed_work
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
@@ -190,7 +190,8 @@ class _Estimates:
         """Forward and backward, on the device and of the thread that launches them."""
         work = forward_work(kind, used, self.batch, tp, self._share)
         again, launch_us = 2 if recompute == "full" else 1, self._layer_launch_us
-        backward_us = self.us(work.backward(recompute), 1 + again)
+        anew = recomputed_work(work, kind, used, self.batch._replace(recompute=recompute), tp, self._share)
+        backward_us = self.us(work.backward(anew), 1 + again)
         return self.us(work, 1), backward_us, launch_us, again * launch_us
 
     def compute(self) -> list[cost_table.Compute]:

@@ -58,19 +58,44 @@ class Work(NamedTuple):
         sums = {name: getattr(self, name) + getattr(other, name) for name in self._fields}
         return self._replace(**sums | {"score_backward": max(self.score_backward, other.score_backward)})
 
-    def backward(self, recompute: str | None) -> "Work":
-        """The work of backward behind this forward."""
-        twice = self._replace(
+    def backward(self, again: "Work") -> "Work":
+        """The work of backward behind this forward; ``again``: what of the forward it recomputes."""
+        return self._replace(
             products=tuple((2 * flop, 2 * size) for flop, size in self.products),
             score_flop=self.score_backward * self.score_flop,
             score_bytes=2 * self.score_bytes,
             moved_bytes=2 * self.moved_bytes,
             exchanged_bytes=2 * self.exchanged_bytes,
-        )
-        if recompute == "selective":
-            scores = ("score_flop", "score_bytes", "exchanged_bytes")
-            return twice._replace(**{name: getattr(twice, name) + getattr(self, name) for name in scores})
-        return twice.plus(self) if recompute == "full" else twice
+        ).plus(again)
+
+
+MODULES = {
+    "layernorm": ("layernorm.",),
+    "mlp": ("mlp.linear_fc",),
+    "moe": (".mlp.",),
+    "shared_experts": ("shared_experts.",),
+    "mla_up_proj": ("_up_proj.",),
+}
+"""By a name of ``--recompute-modules``, parts of the names of the parameters that it computes with. ``core_attn`` has
+none, and what ``moe_act`` takes is not counted."""
+
+
+def recomputed_work(
+    forward: Work, kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int, share: "ExpertsShare | None"
+) -> Work:
+    """What backward computes again of a layer whose forward is ``forward``."""
+    if batch.recompute != "selective":
+        return forward if batch.recompute == "full" else Work()
+    again = Work()
+    for module in batch.recompute_modules:
+        if module == "core_attn":
+            names = ("score_flop", "score_bytes", "exchanged_bytes")
+            again = again.plus(Work(**{name: getattr(forward, name) for name in names}))
+            continue
+        own = [p for p in used if any(part in p.name for part in MODULES.get(module, ()))]
+        part = forward_work(kind, own, batch, tp, share)
+        again = again.plus(part._replace(reduced_bytes=part.reduced_bytes[: module in ("mlp", "moe")]))
+    return again
 
 
 def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:

@@ -1,5 +1,7 @@
 """What one rank holds, by kind: as planned (the memory bill) or as counted while training (the census)."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 DEVICE_KINDS = (
@@ -60,6 +62,16 @@ def make(device: dict[str, int], host: dict[str, int], nvme_bytes: int = 0, at_s
         nvme_bytes=nvme_bytes,
         at_step=at_step,
     )
+
+
+def size_text(size: int) -> str:
+    """Bytes for people: in GiB from a hundredth of one on, otherwise the number."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 100 else f"{size}"
+
+
+def kinds_text(held: Mapping[str, int]) -> str:
+    """What is held, by kind, in a line; kinds without bytes are left out."""
+    return ", ".join(f"{kind.replace('_', ' ')} {size_text(size)}" for kind, size in held.items() if size)
 
 
 def text(memory: RankMemory) -> str:

@@ -338,4 +338,5 @@ def batch_of(args):
         hidden_dropout=args.hidden_dropout > 0,
         loss_fusion=fused_loss if said("cross_entropy_loss_fusion") else None,
         context_parallel=context_ranks(args),
+        recompute_modules=tuple(said("recompute_modules") or ("core_attn",)),
     )

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron import gpt_arguments, releases
 from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL, REASONS
+from megatron_ext.workload.gpt_shapes import MicroBatch
 
 FLAGS = """
     accumulate-allreduce-grads-in-fp32 apply-layernorm-1p apply-query-key-layer-scaling
@@ -88,7 +89,7 @@ REFUSED = """
 """.replace("-", "_").split()
 """Options that change parameters, who holds them, or the order of steps."""
 
-DESCRIBES = "describe", "fit"
+DESCRIBES = "describe", "fit", "cost estimate"
 """Verbs that know what ranks do which share sequences: they time no layer and train none."""
 
 BATCH = "rampup_batch_size step_batch_size_schedule".split()
@@ -148,6 +149,19 @@ def parse(
     args.accumulate_allreduce_grads_in_fp32 = _grads_in_fp32(args)
     gpt_arguments.check(args, world_size=world_size)
     return args
+
+
+def batch_of_words(options) -> MicroBatch:
+    """What one step computes on by a launch script's options, whatever else these say. Raises InputError where a size
+    is not given."""
+    parser = _parser("cost estimate")
+    parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"])
+    args, _ = parser.parse_known_args(list(options))
+    batch = gpt_arguments.batch_of(args)
+    for option in ("--seq-length", *["--num-attention-heads"] * (batch.score_heads > 0)):
+        if option in sizes_taken(options):
+            raise InputError("is needed, behind --", field=option)
+    return batch
 
 
 def _grads_in_fp32(args: argparse.Namespace) -> bool:

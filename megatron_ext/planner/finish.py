@@ -2,11 +2,14 @@
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.effort import is_small
+from megatron_ext.planner.effort import LastFound, is_small
 from megatron_ext.planner.passes import rest_states
 from megatron_ext.planner.passes.rest_states import rest_on_device, rest_on_drive
 from megatron_ext.planner.passes.size_step_slots import size_step_slots, without_useless_slots
 from megatron_ext.planner.passes.time_host_step import time_host_step
+from megatron_ext.planner.problem import Problem
+from megatron_ext.planner.within_memory import gathers_within_memory
+from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def finished(given: Candidate) -> Candidate:
@@ -37,3 +40,18 @@ def fastest_on_drive(given: Candidate) -> Candidate:
     """Of the choices of states on the drive the fastest. Raises InputError where host memory is short."""
     few = not is_small(given.workload)
     return min(map(time_host_step, rest_on_drive(given, few=few)), key=Candidate.simulated_us)
+
+
+_LAST_GATHERS = LastFound()
+
+
+def finished_gathers(problem: Problem) -> Schedule:
+    """The best plan by all-gathers alone within ``limits.device_bytes``; with the optimizer on the host its states rest
+    and step as :func:`finished` chooses. The last is kept. Raises InputError where there is none."""
+    workload, timing = problem[:2]
+
+    def find() -> Schedule:
+        schedule = gathers_within_memory(problem)
+        return finished(Candidate(workload, timing, schedule)).schedule if workload.optimizer.on_host else schedule
+
+    return _LAST_GATHERS.of(workload, timing, find)

@@ -20,7 +20,7 @@ from ortools.sat.python import cp_model
 from megatron_ext.bounds.host_room import pinned_limit
 from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.formats.rank_memory import RankMemory, kinds_text
 from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.passes.cut_groups import by_parameter
 from megatron_ext.planner.passes.offload_groups import OffloadCosts, Offloader, Relief, Residency, Rule
@@ -77,7 +77,8 @@ def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
     """The fastest plan of those that hold least, within ``limits.device_bytes`` and the limits of host memory.
 
     Raises:
-        InputError: nothing fits; with what the rank, or the node, holds at least, and what is missing.
+        InputError: nothing that is cut this way fits; with what the rank, or the node, then holds at least, and what is
+            missing.
     """
     models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
     for model in models:
@@ -106,10 +107,9 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
         )
         need = memory.device_total_bytes
         if need > limit:
-            kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in memory.device_bytes.items() if size)
             return InputError(
-                f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds}){why}, {need - limit} bytes "
-                f"short{advice}",
+                f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds_text(memory.device_bytes)}){why}"
+                f" by groups of layers or large parameters, {need - limit} bytes short{advice}",
                 field="limits.device_bytes",
                 value=limit,
             )

@@ -11,7 +11,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import is_small, is_tiny, judged_us
-from megatron_ext.planner.finish import finished, rest_states
+from megatron_ext.planner.finish import finished, finished_gathers, rest_states
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, may_rest_on_device, rest_as_must
 from megatron_ext.planner.problem import Problem, problem_of
@@ -77,6 +77,8 @@ def planned(
     schedule = _within_device_bytes(found.schedule, problem)
     candidate = Candidate(problem.workload, problem.timing, schedule).decided("cut", _compared(found, chosen.fixes))
     candidate = chosen.finish(problem, candidate)
+    if chosen.fixes == "nothing" and problem.offloads and problem.compares:
+        candidate = _or_gathers(problem, candidate)
     schedule, workload = candidate.schedule, problem.workload
     _check_own_work(schedule, workload)
     result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
@@ -243,6 +245,19 @@ def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
             said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
             best = min(best, tried.decided(rest_states.NAME, said), key=Candidate.simulated_us)
     return best
+
+
+def _or_gathers(problem: Problem, given: Candidate) -> Candidate:
+    """The candidate, or the best plan by all-gathers alone where that is faster once it is finished, too."""
+    if not problem.workload.optimizer.on_host or ALL_GATHER not in problem.routes:
+        return given
+    with contextlib.suppress(InputError):  # by these alone nothing keeps the limits
+        schedule = finished_gathers(problem)
+        metadata = replace(schedule.metadata, options=PlanOptions(rule="gathers-only"))
+        other = Candidate(*problem[:2], replace(schedule, metadata=metadata))
+        said = "all by all-gathers, faster than any other plan once it is decided where states rest and the host steps"
+        return min(given, other.decided("cut", said), key=Candidate.simulated_us)
+    return given
 
 
 def _finish_alike(problem: Problem, given: Candidate) -> Candidate:

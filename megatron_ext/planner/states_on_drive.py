@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.rank_memory import kinds_text, size_text
 from megatron_ext.schedule.group_facts import largest_region
 from megatron_ext.schedule.host_slots import LEAST_SLOTS
 from megatron_ext.schedule.memory_bill import host_bytes, host_bytes_of_nodes, on_nodes
@@ -88,20 +89,19 @@ def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> Inpu
         kind: on_nodes(workload, [kinds.get(kind, 0) for kinds in of_ranks])[node]
         for kind in dict.fromkeys(kind for kinds in of_ranks for kind in kinds)
     }
-    kinds = ", ".join(f"{kind.replace('_', ' ')} {size}" for kind, size in held.items() if size)
     settings = []
     resting = any(group.gradients == "host" or group.shard_rests == "host" for group in schedule.groups)
     if resting and workload.limits.device_bytes is not None:
         settings.append("a larger limits.device_bytes keeps gradients and shards on the device")
     if held.get("host_copies"):
-        settings.append(f"limits.pinned_host_bytes 0 frees host copies of {held['host_copies']}")
+        settings.append(f"limits.pinned_host_bytes 0 frees host copies of {size_text(held['host_copies'])}")
     if held.get("main_parameters"):
         freed = held["main_parameters"] + held.get("optimizer_states", 0)
-        settings.append(f"the optimizer on the device frees {freed}")
+        settings.append(f"the optimizer on the device frees {size_text(freed)}")
     settings.append("fewer ranks a node divide the rest")
     return InputError(
-        f"cannot fit: node {node} holds at least {nodes[node]} bytes in host memory ({kinds}){why}, "
-        f"{nodes[node] - limit} bytes short; {', '.join(settings)}",
+        f"cannot fit: node {node} holds at least {nodes[node]} bytes in host memory ({kinds_text(held)}){why} "
+        f"with groups as they are cut, {nodes[node] - limit} bytes short; {', '.join(settings)}",
         field="limits.host_bytes",
         value=limit,
     )

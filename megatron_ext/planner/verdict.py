@@ -11,12 +11,13 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.finish import finished
+from megatron_ext.planner.finish import finished, finished_gathers
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
+from megatron_ext.planner.last_lines import Run, last_lines
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.planner.what_limits import limit_of, limit_text
-from megatron_ext.planner.within_memory import gathers_within_memory
+from megatron_ext.planner.without_plan import without_plan
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
@@ -41,7 +42,7 @@ def rule_of(workload: Workload) -> str:
 
 
 class Verdict(NamedTuple):
-    """``text`` for people, ``figures`` for programs.
+    """``said`` for people, ``figures`` for programs; ``runs``: by the schedule, and without any plan.
 
     ``figures`` (times in microseconds, gains as parts of the other plan's iteration time, None where there is none):
 
@@ -58,10 +59,34 @@ class Verdict(NamedTuple):
     * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
     * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (a name of ``busy_us``), ``left_out``,
       ``memory`` (the memory bill by pipeline rank), ``host_bytes_per_node`` of the node that holds most.
+    * ``without_plan``: ``by``, ``iteration_time_us`` and ``host_bytes`` of stock Megatron at zero stage 1, and why it
+      is ``refused`` where it does not fit.
     """
 
-    text: str
+    said: tuple[str, ...]
     figures: dict
+    runs: tuple[Run, ...]
+
+    @property
+    def text(self) -> str:
+        return "\n".join([*self.said, f"verdict: {self.conclusion}"])
+
+    @property
+    def conclusion(self) -> str:
+        """The answer and why, in a sentence or two."""
+        return conclusion_of(self.figures)
+
+    def ending(self, add: str) -> list[str]:
+        """The last lines; ``add``: options that train by the schedule, where it is worth that."""
+        return last_lines(self.conclusion, self.runs, add=add if self.is_needed else "")
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether to train by the schedule: it may help, or without it nothing trains as fast."""
+        ours, *others = self.runs
+        as_fast = ours.iteration_time_us * (1 + LEAST_GAIN)
+        without = any(not each.refused and each.iteration_time_us <= as_fast for each in others)
+        return self.figures["helps"] is not False or not without
 
 
 class Comparison(NamedTuple):
@@ -102,9 +127,8 @@ def compare_with(
     naive, naive_us = stock[option], by_option_us[option]
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
-            best = _stepped_alike(
-                "gathers-only", gathers_within_memory(Problem(workload, timing, ())), workload, timing
-            )
+            schedule = finished_gathers(Problem(with_activations(workload, timing.table), timing, ()))
+            best = "gathers-only", schedule, run(workload, timing, schedule).iteration_time_us
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
         return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
@@ -150,11 +174,11 @@ def verdict(
         lines += _gain_lines(figures)
     lines += _plan_lines(figures, schedule, predicted)
     on_nodes = max(host_bytes_of_nodes(schedule, with_activations(workload, table)))
-    lines += [f"host memory: {on_nodes / 2**30:.2f} GiB a node"] if on_nodes else []
-    figures["host_bytes_per_node"] = on_nodes
-    if against is not None:
-        lines.append(conclusion(figures))
-    return Verdict("\n".join(lines), figures)
+    known_us = against.by_option_us if against is not None else None
+    without = without_plan(workload, table, known_us=known_us, extrapolate=extrapolate)
+    figures |= {"host_bytes_per_node": on_nodes, "without_plan": without and without._asdict()}
+    ours = Run("this schedule", predicted.iteration_time_us, on_nodes)
+    return Verdict(tuple(lines), figures, (ours,) if without is None else (ours, without))
 
 
 def answer_of(low: float, high: float, surely: float | None = None) -> str:
@@ -164,14 +188,23 @@ def answer_of(low: float, high: float, surely: float | None = None) -> str:
     return HELPS_NOT if high < LEAST_GAIN else CANNOT_TELL
 
 
-def conclusion(figures: dict) -> str:
-    """The answer as a sentence."""
-    if figures["answer"] == HELPS:
-        return f"verdict: helps. The whole interval lies above {LEAST_GAIN:.0%}"
-    if figures["answer"] == HELPS_NOT:
-        return f"verdict: does not help. The whole interval lies below {LEAST_GAIN:.0%}"
+def conclusion_of(figures: dict) -> str:
+    """The answer and why, in a sentence or two."""
+    if figures["answer"] is None:
+        return "none, there is nothing to compare with"
+    over = f"its gain over {figures['compared_with']}"
+    said = {
+        HELPS: f"helps. The whole interval of {over} lies above {LEAST_GAIN:.0%}",
+        HELPS_NOT: f"does not help. The whole interval of {over} lies below {LEAST_GAIN:.0%}",
+        CANNOT_TELL: "cannot tell from these costs",
+    }[figures["answer"]]
+    without = figures["without_plan"]
+    if without and without["refused"]:
+        said += ", but without a plan these settings do not fit"
+    elif without and without["iteration_time_us"] < figures["iteration_time_us"] and figures["answer"] != HELPS_NOT:
+        said += f", but {without['by']} is faster"
     better = figures["measure_better"]
-    return "verdict: cannot tell from these costs" + (f". Measure better: {better}" if better else "")
+    return f"{said}. Measure better: {better}" if better else said
 
 
 def _of_plan(predicted: Predicted) -> dict:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats import json_files
-from megatron_ext.planner.fit.fit_text import Found, judge
+from megatron_ext.planner.fit.found import Found, judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.report.calibrate import calibrate
 from megatron_ext.report.run_dir import RunDir, TracedRun

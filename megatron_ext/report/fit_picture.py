@@ -1,7 +1,8 @@
 """The frontier of ``fit`` as a picture: iteration time over device bytes, with stock Megatron's settings as points."""
 
 from megatron_ext.formats import picture
-from megatron_ext.planner.fit.fit_text import GIB, Found, parameters_text
+from megatron_ext.planner.fit.fit_text import GIB, parameters_text
+from megatron_ext.planner.fit.found import Found
 
 
 def save(found: Found, path) -> None:

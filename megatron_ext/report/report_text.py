@@ -9,6 +9,7 @@ from rich.table import Table
 
 from megatron_ext.formats.facts import CAUTION, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
+from megatron_ext.planner.last_lines import Run, last_lines
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
@@ -195,7 +196,7 @@ def _routes(report: Report) -> str:
 
 def verdict_line(report: Report) -> str:
     """The plan's answer next to the measured ratio."""
-    answer, ratio = _plan_lines(report)[1] or "no answer", report.measured_ratio
+    answer, ratio = report.verdict.conclusion, report.measured_ratio
     stock, ours = report.iteration_time_us
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
     if ratio is None:
@@ -214,11 +215,15 @@ def verdict_line(report: Report) -> str:
     return line
 
 
-def _plan_lines(report: Report) -> tuple[list[str], str]:
-    """What the plan said, and its answer, which stands next to the measured ratio alone."""
-    lines = report.verdict.text.splitlines()
-    answers = [line for line in lines if line.startswith("verdict: ")]
-    return [line for line in lines if line not in answers], "".join(answers).removeprefix("verdict: ")
+def ending(report: Report) -> list[str]:
+    """The last lines: as measured, and what the plan said."""
+    stock, ours = (each.median_us for each in report.iteration_time_us)
+    planned, *without = report.verdict.runs
+    host_bytes = 0 if report.run.gathers_only is not None or not without else without[0].host_bytes
+    runs = [planned._replace(iteration_time_us=ours, by="measured by this schedule")]
+    runs.append(Run(f"measured by {compared_with(report)}", stock, host_bytes))
+    add = f"--user-defined-schedule {report.run.file('schedule')}" if report.verdict.is_needed and ours < stock else ""
+    return last_lines(verdict_line(report), runs, add=add)
 
 
 def links_lines(report: Report) -> list[str]:
@@ -282,7 +287,7 @@ def details(report: Report) -> list[tuple[str, str]]:
         *(("hidden", line) for line in hidden_lines(report)),
         *(("bytes", line) for line in moved.lines(report.moved)),
         *(("part", line) for line in parts.lines(report.parts, report.missed_us)),
-        *(("plan", line) for line in _plan_lines(report)[0]),
+        *(("plan", line) for line in report.verdict.said),
         ("verdict", verdict_line(report)),
     ]
 
@@ -306,7 +311,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(overflow="fold")
     detail.add_row("equality", report.equality.text)
     detail.add_row("compared with", compared_with(report))
-    for word, line in (*(("note", note) for note in cautions(report)), *details(report)):
+    for word, line in (*(("note", note) for note in cautions(report)), *details(report)[:-1]):
         detail.add_row(word, line)
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()

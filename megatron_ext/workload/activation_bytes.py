@@ -30,12 +30,17 @@ def kept_by_chunk(kinds: Sequence[str], shape, batch, tp: int) -> tuple[tuple[in
     ]
     activation_bytes = [each.activation_bytes for each in kept]
     anew = max((each.recompute_bytes for each in kept), default=0)
-    if batch.recompute == "full" and batch.recompute_method == "uniform":  # of layers together only the first's input
-        together = min(batch.recompute_num_layers, kinds.count("transformer"))
-        for number, kind in enumerate(kinds):
-            if kind == "transformer" and (number - first) % together:
-                activation_bytes[number] = 0
-        anew *= together
+    if batch.recompute == "full" and "transformer" in kinds:
+        between = activation_bytes[first]  # the input, which is no part of what is made anew
+        if batch.recompute_method == "uniform":  # of layers together only the first's input is kept
+            together = min(batch.recompute_num_layers, kinds.count("transformer"))
+            for number, kind in enumerate(kinds):
+                if kind == "transformer" and (number - first) % together:
+                    activation_bytes[number] = 0
+            anew *= together
+        anew -= between
+        if not shape.positions:  # rotary angles of 32 bits, which the first of these layers keeps for all
+            activation_bytes[first] += 4 * batch.seq_length // batch.context_parallel * shape.head_dim
     return tuple(activation_bytes), anew
 
 
@@ -43,18 +48,29 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     item = ITEM_BYTES[shape.dtype]
     elements = batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
     between, masks = item * elements, elements if batch.hidden_dropout else 0
-    if kind == "embedding":
-        return Kept(8 * batch.tokens + masks)
-    if kind == "output":  # the norm's and the matrix's input, and the softmax in 32 bits
-        return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp)
+    moments = 0 if shape.rms_norm else 2 * between // shape.hidden  # of each token, by a norm
+    if kind == "embedding":  # tokens; their own copy and which of them other tensor-parallel ranks look up
+        own = (9 if shape.positions else 1) * batch.tokens if tp > 1 else 0
+        return Kept(8 * batch.tokens + masks + own)
+    if kind == "output":  # the norm's and the matrix's input, the softmax in 32 bits, labels and which are others'
+        return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
     others = width + groups if shape.qk_norm else 0  # copies of query and key, which the norms keep
     if batch.recompute == "selective":  # the value is a part of the matrix's output; what is no longer lies beside it
         made = shape.qk_norm or not shape.positions
         others += width * (made or groups < width) + groups * made
-    columns = 2 * width + 2 * groups + (3 if shape.gated else 2) * shape.ffn + others
+    behind = width + (3 if shape.gated else 2) * shape.ffn  # attention: inputs of the matrices, of the activation
+    columns = width + 2 * groups + behind + others
+    # Scores that are not fused, with keys and values repeated for the queries; a fused kernel keeps a sum for each row.
     scores = item * batch.tokens * batch.seq_length * batch.score_heads
-    whole = 4 * between + 2 * masks + item * batch.tokens * columns // tp + scores  # behind attention, behind the MLP
+    copies = item * batch.tokens * 2 * width // tp if scores and groups < width else 0
+    sums = 0 if scores else 4 * batch.tokens * shape.heads // tp
+    whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums
     if batch.recompute == "full":
         return Kept(between, whole)
-    return Kept(whole - scores, scores) if batch.recompute == "selective" else Kept(whole)
+    if batch.recompute != "selective":
+        return Kept(whole)
+    # By then backward has been through what is behind attention, and has freed it.
+    freed = 2 * between + 2 * masks + moments + item * batch.tokens * behind // tp
+    anew = scores + copies + sums
+    return Kept(whole - anew, max(anew - freed, 0))

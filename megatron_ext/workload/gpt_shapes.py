@@ -21,12 +21,13 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         sequence_parallel: each tensor-parallel rank holds its part of the sequence between the matrices.
-        recompute: ``full`` runs a layer's forward again in backward, ``selective`` that of core attention.
+        recompute: ``full`` runs a layer's forward again in backward, ``selective`` that of ``recompute_modules``.
         recompute_method: of ``full``: ``block`` does so in the first ``recompute_num_layers`` layers of a chunk,
             ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
         hidden_dropout: activations are dropped at random, and the mask is kept, one byte an element.
         loss_fusion: ``native`` or ``te``, with ``--cross-entropy-loss-fusion``.
+        recompute_modules: of ``selective``.
         context_parallel: ranks that a sequence is divided among; each attends to all of it.
     """
 
@@ -40,6 +41,7 @@ class MicroBatch(NamedTuple):
     hidden_dropout: bool = False
     context_parallel: int = 1
     loss_fusion: str | None = None
+    recompute_modules: tuple[str, ...] = ("core_attn",)
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""

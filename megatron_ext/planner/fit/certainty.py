@@ -11,8 +11,10 @@ from math import hypot
 from typing import NamedTuple
 
 from megatron_ext.planner.fit.costs import Costs
-from megatron_ext.planner.fit.estimate_setting import Choice
+from megatron_ext.planner.fit.estimate_setting import Choice, Stock
+from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
+from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.verdict import answer_of
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -43,7 +45,7 @@ class Certainty:
     def us(self, choice: Choice) -> list[float]:
         """Iteration times, one a draw."""
         if id(choice) not in self._us:
-            self._us[id(choice)] = self._times(choice, choice.schedules)
+            self._us[id(choice)] = self._times(choice.setting, choice.rounds, choice.schedules)
         return self._us[id(choice)]
 
     def interval(self, choice: Choice) -> Interval:
@@ -63,15 +65,19 @@ class Certainty:
         None where stock has no such setting."""
         if choice.stock is None:
             return None
-        name = min(choice.stock.by_option_us, key=choice.stock.by_option_us.__getitem__)
-        stock = self._times(choice, tuple(STOCK_RULES[name](part) for part, _ in choice.rounds.parts))
-        ratio = _ratio(choice.us / choice.stock.us, self.us(choice), stock)
-        gains = Interval(1 - ratio.high, 1 - ratio.low)
-        return 1 - choice.us / choice.stock.us, gains, answer_of(*gains)
+        return self.gain_over(choice, choice.setting, choice.stock, choice.rounds)
 
-    def _times(self, choice: Choice, schedules: tuple[Schedule, ...]) -> list[float]:
-        rounds = choice.rounds
-        tables = self.costs.drawn(choice.setting, rounds.parts[0][0], self.draws)
+    def gain_over(
+        self, choice: Choice, setting: Setting, stock: Stock, rounds: FewRounds
+    ) -> tuple[float, Interval, str]:
+        """The same over stock Megatron with options of its own."""
+        schedules = tuple(STOCK_RULES[stock.option](part) for part, _ in rounds.parts)
+        ratio = _ratio(choice.us / stock.us, self.us(choice), self._times(setting, rounds, schedules))
+        gains = Interval(1 - ratio.high, 1 - ratio.low)
+        return 1 - choice.us / stock.us, gains, answer_of(*gains)
+
+    def _times(self, setting: Setting, rounds: FewRounds, schedules: tuple[Schedule, ...]) -> list[float]:
+        tables = self.costs.drawn(setting, rounds.parts[0][0], self.draws)
         return [rounds.times(rounds.timings(table), schedules).iteration_time_us for table in tables]
 
 

@@ -17,7 +17,8 @@ from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans
-from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
+from megatron_ext.planner.stock import STOCK_RULES
+from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import activations
 from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes, step_gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -34,14 +35,20 @@ PLACED = 2
 
 
 class Stock(NamedTuple):
-    """Stock Megatron: what it holds on the device, and its iteration times by its option."""
+    """Stock Megatron: bytes on the device and in a node's host memory, iteration times by its option."""
 
     device_bytes: int
+    host_bytes: int
     by_option_us: dict[str, float]
 
     @property
     def us(self) -> float:
         return min(self.by_option_us.values())
+
+    @property
+    def option(self) -> str:
+        """The faster one."""
+        return min(self.by_option_us, key=self.by_option_us.__getitem__)
 
 
 class Choice(NamedTuple):
@@ -179,9 +186,8 @@ def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock 
 def stock_of(rounds: FewRounds, timings: list[Timing]) -> Stock:
     """Stock Megatron at zero stage 1, whatever the limits."""
     schedules = {name: [rule(part) for part, _ in rounds.parts] for name, rule in STOCK_RULES.items()}
-    bills = memory_bill(schedules[OVERLAPPED][-1], rounds.parts[-1][0])
     times = {name: rounds.times(timings, made).iteration_time_us for name, made in schedules.items()}
-    return Stock(max(bill.memory.device_total_bytes for bill in bills), times)
+    return Stock(*stock_bytes(rounds.parts[-1][0]), times)
 
 
 def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:

@@ -239,7 +239,7 @@ class Search:
             if hoped >= best:
                 continue
             effort -= cost
-            made = _whole_plan(one, choice, compare=small)
+            made = _whole_plan(one, choice, compare=small or len(candidates) == 1)
             if made is not None and (choice is None or made.us <= choice.us * (1 + ALIKE)):
                 choice = made
             if choice is not None:

@@ -14,11 +14,11 @@ from plans import command_line
 from training import launch_training, run
 from variations import ALL, some
 
-from megatron_ext.megatron import engine_modules
+from megatron_ext.megatron import engine_modules, gpt_arguments
 from megatron_ext.megatron.engine_modules import GroupedLinear
+from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.workload import workload as workload_file
-from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.gpt_shapes import gpt_workload
 
 BASE = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --vocab-size 100
     --data-parallel-size 2 --transformer-impl transformer_engine""".split()
@@ -53,12 +53,22 @@ SAVE_MORE = {
     "hidden dropout": "--hidden-dropout 0.1",
     "norms": "--qk-layernorm",
 }
+UNFUSED = "--attention-backend unfused --recompute-granularity selective"
+FULL = "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method"
+RECOMPUTE = {
+    "scores": UNFUSED,
+    "scores of groups": f"--group-query-attention --num-query-groups 2 --seq-length 256 {UNFUSED}",
+    "every layer": f"{FULL} uniform --recompute-num-layers 1",
+    "two layers together": f"{FULL} uniform --recompute-num-layers 2",
+    "one layer": f"{FULL} block --recompute-num-layers 1",
+}
 MODELS = (
     {tp: f"--tensor-model-parallel-size {tp}" for tp in TENSOR_PARALLEL}
     | {
         "variants": "--swiglu --normalization RMSNorm --disable-bias-linear --use-rotary-position-embeddings "
         "--group-query-attention --num-query-groups 2 --ffn-hidden-size 96"
     }
+    | {name: f"--bf16 --swiglu --use-rotary-position-embeddings {more}" for name, more in RECOMPUTE.items()}
     | {
         name: f"--bf16 --swiglu --normalization RMSNorm --tensor-model-parallel-size 2 {more}"
         for name, more in SAVE_MORE.items()
@@ -127,10 +137,6 @@ def test_names_and_shapes_are_the_published_ones(chunks, tp):
 
 def test_variants_have_what_their_options_say(chunks):
     """A gate doubles fc1, RMSNorm has no bias, grouped queries have fewer keys and values (arXiv:2305.13245)."""
-    # As `advise` counts by sizes: norms and SwiGLU save their inputs alone (arXiv 2205.05198), and statistics of rows.
-    config = GptShape(2, 64, 96, 4, 2, 128, 16, gated=True, rms_norm=True, linear_bias=False, dtype="float32")
-    (chunk,) = gpt_workload(config, Parallel.of(pp=1, vp=1, dp=1, microbatches=1), MicroBatch(32)).chunks
-    assert chunks["variants"].activation_bytes[2] == pytest.approx(chunk.activation_bytes[2], rel=0.02)
     assert second_layer(chunks["variants"]) == {
         "self_attention.linear_proj.weight": (64, 64),
         "self_attention.linear_qkv.layer_norm_weight": (64,),
@@ -139,6 +145,21 @@ def test_variants_have_what_their_options_say(chunks):
         "mlp.linear_fc1.weight": (2 * 96, 64),
         "mlp.linear_fc2.weight": (64, 96),
     }
+
+
+def test_layers_save_what_is_counted_by_sizes(chunks):
+    """As `advise` and `fit` count (arXiv 2205.05198), to a few bytes: one count for all verbs."""
+    for name, options in MODELS.items():
+        args = parse([*BASE, *options.split()])
+        shape, parallel, batch = (getattr(gpt_arguments, f"{what}_of")(args) for what in ("shape", "parallel", "batch"))
+        (counted,) = gpt_workload(shape, parallel, batch).chunks
+        for ours, theirs in zip(counted.activation_bytes, chunks[name].activation_bytes, strict=True):
+            assert ours == pytest.approx(theirs, abs=16), (
+                name,
+                counted.activation_bytes,
+                chunks[name].activation_bytes,
+            )
+        assert counted.recompute_bytes == pytest.approx(chunks[name].recompute_bytes, abs=16), name
 
 
 def test_layers_save_what_kernels_of_a_gpu_save(chunks):

@@ -26,14 +26,18 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     out, error = capsys.readouterr()
     explained = json.loads(out)["explained"]["0"]
     assert explained in error and "\n  place: gathers an iteration: " in explained
-    figures, (*said, add, last) = json.loads(out), error.splitlines()
+    figures, (*said, fastest, host, add, last) = json.loads(out), error.splitlines()
     assert (
         last.startswith(f"verdict: {figures['answer']}") and sum("verdict" in line for line in error.splitlines()) == 1
     )
-    helps_not = figures["helps"] is False
+    ours, without = figures["iteration_time_us"], figures["without_plan"]
+    helps_not = figures["helps"] is False and without["iteration_time_us"] <= ours * 1.01
     assert add == ("add: nothing" if helps_not else f"add: --user-defined-schedule {paths['s']}")
-    held = figures["host_bytes_per_node"]
-    assert (f"host memory: {held / 2**30:.2f} GiB a node" in said) == bool(held)
+    first, second = sorted([(ours, "this schedule"), (without["iteration_time_us"], without["by"])])
+    said_of = "; ".join(f"{us / 1e3:.3f} ms, {by}" for us, by in (first, second))
+    assert fastest == f"fastest: {said_of}" and without["by"].startswith("stock Megatron with")
+    held = figures["host_bytes_per_node"] if first[1] == "this schedule" else without["host_bytes"]
+    assert host == f"host memory: {held / 2**30:.2f} GiB a node"
     assert (LIMIT_UNKNOWN in said) == (limits.host_bytes is not None)
     beside = "besides the memory bill a device needs 0.9 GB for CUDA, 0.0 within a layer, and for NCCL"
     assert (beside in said) == (limits.device_bytes is not None)

@@ -31,7 +31,9 @@ def test_the_order_is_named_with_what_it_keeps(run):
     assert figures["order"] == "1f1b" and figures["microbatches_in_flight"] == [2, 1]
     assert figures["iteration_time_us"] >= figures["lower_bound_us"] > 0
     assert "order        1f1b; in flight, by rank: 2, 1 micro-batches\n" in error
-    *_, limit, last = error.splitlines()
+    *_, limit, fastest, host, add, last = error.splitlines()
+    assert fastest.startswith("fastest: ") and "ms, stock Megatron with" in fastest
+    assert (host, add) == ("host memory: 0.00 GiB a node", "add: nothing")
     assert limit.startswith("limit: ") and last.startswith("verdict: an iteration takes ")
     low, high = (figures["interval"] or {}).get("low_us"), (figures["interval"] or {}).get("high_us")
     us = figures["iteration_time_us"]

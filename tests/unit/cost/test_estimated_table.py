@@ -9,7 +9,7 @@ from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, Compute, Curve,
 from megatron_ext.cost.estimated_links import Links
 from megatron_ext.cost.estimated_table import estimate, refuse_batch
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.layer_work import SCORE_PASSES, experts_share, forward_work, layers_of
+from megatron_ext.cost.layer_work import SCORE_PASSES, Work, experts_share, forward_work, layers_of, recomputed_work
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.simulator.timing import Timing
@@ -46,16 +46,27 @@ def test_six_operations_a_parameter_and_token(shape):
     matrices = shape.layers * sum(rows * sizes[0] for rows, *sizes in shape.layer(1).values() if sizes)
     matrices += shape.vocab * shape.hidden
     forward = work_of(work, batch)
-    total = sum(each.flop + each.backward(None).flop for each in forward)
+    total = sum(each.flop + each.backward(Work()).flop for each in forward)
     assert total == pytest.approx(6 * matrices * 128 + 14 * 4 * 64 * 256 * 128 / 2)
     biases_and_ends = shape.numel - matrices
     assert biases_and_ends < 0.13 * shape.numel  # the look-up's matrix; the rule holds within it and the scores
     assert total == pytest.approx(6 * shape.numel * 128, rel=0.15)
     # By hand: three times the forward, four with every layer's forward run again.
-    layer = forward[1]
-    assert layer.backward(None).flop == 2 * layer.flop + 0.5 * layer.score_flop
-    assert layer.backward("full").flop == layer.backward(None).flop + layer.flop
-    assert layer.backward("selective").flop == layer.backward(None).flop + layer.score_flop
+    layer, used = forward[1], layers_of(work.chunks[0])[1][1]
+
+    def again(recompute, *modules):
+        how = batch._replace(recompute=recompute, recompute_modules=modules or ("core_attn",))
+        return recomputed_work(layer, "transformer", used, how, 1, None)
+
+    assert again("full") == layer and again(None) == Work()
+    assert layer.backward(Work()).flop == 2 * layer.flop + 0.5 * layer.score_flop
+    assert layer.backward(layer).flop == layer.backward(Work()).flop + layer.flop
+    assert again("selective").flop == layer.score_flop
+    # Modules: of the MLP its two matrices, of norms no products.
+    mlp = again("selective", "mlp").flop
+    assert mlp == 2 * 128 * (3 if shape.gated else 2) * 256 * shape.ffn
+    assert again("selective", "layernorm").flop == 0 < again("selective", "layernorm").moved_bytes
+    assert again("selective", "core_attn", "mlp").flop == layer.score_flop + mlp
 
 
 def test_bytes_between_the_matrices_by_hand():
@@ -78,7 +89,7 @@ def test_a_fused_loss_passes_over_the_logits_less_often():
     for fusion, logit_bytes in ((None, 18), ("native", 10), ("te", 4)):
         output = work_of(work, batch._replace(loss_fusion=fusion))[-1]
         assert output.moved_bytes == 128 * (logit_bytes * 1024 + 2 * 2 * 256)
-        assert output.backward(None).moved_bytes == 2 * output.moved_bytes
+        assert output.backward(Work()).moved_bytes == 2 * output.moved_bytes
 
 
 def test_tensor_parallel_ranks_share_the_work():
@@ -98,7 +109,9 @@ def test_context_parallel_ranks_share_the_tokens_and_attend_to_whole_sequences()
     one, two = work_of(whole, batch)[1], work_of(whole, part)[1]
     assert part.tokens == batch.tokens / 2 and two.flop == one.flop / 2 and two.score_flop == one.score_flop / 2
     assert two.moved_bytes == one.moved_bytes / 2 and one.exchanged_bytes == 0
-    exchanged = [two.backward(recompute).exchanged_bytes for recompute in (None, "selective", "full")]
+    ways = (part._replace(recompute=recompute) for recompute in (None, "selective", "full"))
+    anew = (recomputed_work(two, None, [], batch, 1, None) for batch in ways)
+    exchanged = [two.backward(again).exchanged_bytes for again in anew]
     assert two.exchanged_bytes == 2 * 128 * 2 * 256 and exchanged == [each * two.exchanged_bytes for each in (2, 3, 3)]
     assert work_of(gpt_workload(LLAMA, whole.parallel, part), part)[1].exchanged_bytes == 2 * 128 * 2 * 64
     # The longer of scores and exchange counts: over Ethernet the exchange, of 4 MiB through a rank's part of its card.
@@ -179,7 +192,7 @@ def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
     one, moe = (forward_work(*layers[index], batch, 1, share) for index in (1, 2))
     mlp = 2 * 256 * 1024
     assert moe.flop == one.flop + 2 * 128 * mlp  # two experts a token, each as large as the MLP
-    assert moe.routed == (2 * 2 * 128 * 256,) * 2 and moe.backward("full").routed == moe.routed * 2
+    assert moe.routed == (2 * 2 * 128 * 256,) * 2 and moe.backward(moe).routed == moe.routed * 2
     with pytest.raises(InputError, match="experts: says of no experts"):
         forward_work(*layers[2], batch, 1)
     # An expert-tensor-parallel size of 1 beside tensor parallelism: each rank computes on its own half of the tokens.

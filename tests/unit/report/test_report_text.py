@@ -51,7 +51,7 @@ def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iteratio
     limits = SimpleNamespace(host_bytes=host_bytes)
     return verdict_line(
         SimpleNamespace(
-            verdict=SimpleNamespace(text="predicted ...\nverdict: helps. The whole interval lies above 1%"),
+            verdict=SimpleNamespace(conclusion="helps. The whole interval lies above 1%"),
             measured_ratio=ratio,
             verdict_was="wrong",
             iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=ours_us)),

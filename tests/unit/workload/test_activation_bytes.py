@@ -15,14 +15,23 @@ def chunk(batch: MicroBatch):
     return gpt_workload(SHAPE, PARALLEL, batch).chunk(1, 0)  # four layers and the output layer
 
 
+def without_angles(found) -> tuple[int, ...]:
+    first, *others = found.activation_bytes[:4]
+    return first - 4 * 512 * 64, *others
+
+
 def test_bytes():
     whole = chunk(PLAIN).activation_bytes[0]
+    # What is made anew of a layer is all that it saves but its input, which is kept; angles of 64 channels in 32 bits
+    # are kept once.
     every = chunk(PLAIN._replace(recompute="full"))
-    assert every.activation_bytes[:4] == (BETWEEN,) * 4 and every.recompute_bytes == whole
+    kept, angles = (BETWEEN,) * 4, 4 * 512 * 64
+    assert without_angles(every) == kept and every.activation_bytes[0] == BETWEEN + angles
+    assert every.recompute_bytes == whole - BETWEEN
     block = chunk(PLAIN._replace(recompute="full", recompute_method="block", recompute_num_layers=1))
-    assert block.activation_bytes[:4] == (BETWEEN, whole, whole, whole) and block.recompute_bytes == whole
+    assert without_angles(block) == (BETWEEN, whole, whole, whole) and block.recompute_bytes == whole - BETWEEN
     together = chunk(PLAIN._replace(recompute="full", recompute_num_layers=2))
-    assert together.activation_bytes[:4] == (BETWEEN, 0, BETWEEN, 0) and together.recompute_bytes == 2 * whole
+    assert without_angles(together) == (BETWEEN, 0, BETWEEN, 0) and together.recompute_bytes == 2 * whole - BETWEEN
     assert {each.activation_bytes[4] for each in (every, block, together)} == {chunk(PLAIN).activation_bytes[4]}
 
 
@@ -52,8 +61,8 @@ def test_dropout_keeps_masks_of_one_byte_an_element():
     assert more == [elements, *[2 * elements] * 4]
     whole = chunk(PLAIN._replace(recompute="full", hidden_dropout=True))
     assert (
-        whole.activation_bytes[0] == BETWEEN
-        and whole.recompute_bytes == chunk(PLAIN).activation_bytes[0] + 2 * elements
+        without_angles(whole)[0] == BETWEEN
+        and whole.recompute_bytes == chunk(PLAIN).activation_bytes[0] + 2 * elements - BETWEEN
     )
     part, none = (
         gpt_workload(
@@ -79,7 +88,17 @@ def test_what_attention_keeps_of_queries_keys_and_values():
 
     assert more_columns(None, qk_norm=True) == 1024 + 1024
     assert more_columns(None, qk_norm=True, query_groups=8) == 1024 + 512
-    assert more_columns("selective") == 1024 + 1024
-    assert more_columns("selective", positions=512) == 0
-    assert more_columns("selective", positions=512, query_groups=8) == 1024
-    assert more_columns("selective", qk_norm=True) == 2 * (1024 + 1024)
+    # Recompute leaves the sums of a fused kernel's rows to backward: 32 bits for each of 16 heads.
+    sums = -2 * 16
+    assert more_columns("selective") == 1024 + 1024 + sums
+    assert more_columns("selective", positions=512) == sums
+    assert more_columns("selective", positions=512, query_groups=8) == 1024 + sums
+    assert more_columns("selective", qk_norm=True) == 2 * (1024 + 1024) + sums
+
+
+def test_scores_that_are_made_anew_lie_beside_what_is_not_freed_by_then():
+    """Backward is through the MLP, four times as wide, and the projection, and has freed what both saved: of
+    1024 tokens of two bytes 1024 scores in each of 16 heads, less the inputs of three matrices, of a norm and of the
+    activation, and the norm's moments."""
+    made = chunk(MicroBatch(1024, recompute="selective", score_heads=16)).recompute_bytes
+    assert made == 2 * 1024 * (1024 * 16) - (2 * 1024 * (3 * 1024 + 2 * 4096) + 4 * 1024)

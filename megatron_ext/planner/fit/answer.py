@@ -1,0 +1,89 @@
+"""Whether the fastest settings need a plan: against stock Megatron with the fastest settings by which it fits."""
+
+from typing import NamedTuple
+
+from megatron_ext.planner.fit.estimate_setting import Choice, Stock
+from megatron_ext.planner.fit.found import Found
+from megatron_ext.planner.fit.setting import Setting, as_words
+from megatron_ext.planner.last_lines import Run, last_lines, short_of
+from megatron_ext.planner.quick_plan import FewRounds
+from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, Verdict, verdict
+
+
+class Without(NamedTuple):
+    """Stock Megatron, and the workload that it trains."""
+
+    setting: Setting
+    stock: Stock
+    rounds: FewRounds
+
+
+class Answer(NamedTuple):
+    """Attributes:
+    conclusion: the answer and why.
+    runs: by a plan, as given by a plan, and without one.
+    best: what to train: settings, and whether by a schedule.
+    given: what ``plan`` says of the settings as given; None where they were planned by quick rules, or cannot be.
+    """
+
+    answer: str
+    conclusion: str
+    runs: tuple[Run, ...]
+    best: tuple[Setting, bool]
+    given: Verdict | None
+
+    def lines(self, found: Found, schedule: str = "schedule.json") -> list[str]:
+        """The last lines. ``schedule``: options that train by it."""
+        setting, by_schedule = self.best
+        add, take_out = found.launch_of(setting)
+        words = [as_words(add), f"--user-defined-schedule {schedule}" if by_schedule else ""]
+        return last_lines(self.conclusion, self.runs, add=" ".join(filter(None, words)), take_out=" ".join(take_out))
+
+
+def fastest_without(found: Found) -> Without | None:
+    """Of stock Megatron's settings that were tried the fastest that fits."""
+    problem = found.problem
+    tried = [Without(one.setting, one.stock, one.rounds) for one in found.fit.tried if one.stock is not None]
+    tried += [Without(setting, stock, FewRounds(setting.workload(problem.limits))) for setting, stock in found.stock]
+
+    def fits(one: Without) -> bool:
+        room = problem.room(one.setting, one.rounds.parts[0][0])
+        return not short_of(one.stock.device_bytes, room) + short_of(one.stock.host_bytes, problem.limits.host_bytes)
+
+    return min(filter(fits, tried), key=lambda one: one.stock.us, default=None)
+
+
+def judged(found: Found, choice: Choice | None) -> Verdict | None:
+    """What ``plan`` says of a choice; None where it was planned by quick rules."""
+    if choice is None or not choice.planned:
+        return None
+    work = choice.rounds.parts[0][0]
+    return verdict(work, found.problem.costs.of(choice.setting, work), choice.schedules[0])
+
+
+def answer_of(found: Found) -> Answer:
+    """The winner against stock Megatron; where nothing was searched, as ``plan`` answers."""
+    winner, without = found.fit.winner, fastest_without(found)
+    given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
+    of_given = judged(found, given)
+    said = None if not own else of_given if winner is given else judged(found, winner)
+    if said is not None:
+        answer, conclusion = said.figures["answer"], said.conclusion
+    elif without is None:
+        answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"
+    else:
+        gain, (low, high), answer = found.certainty.gain_over(winner, *without)
+        conclusion = f"{answer}. A plan gains {gain:.1%} ({low:.1%} to {high:.1%}) over the fastest without one"
+    runs = [Run(f"by a plan: {found.text(winner)}", winner.us, winner.host_bytes)]
+    if given is not None and given.setting != winner.setting:
+        runs.append(Run("as given, by a plan", given.us, given.host_bytes))
+    best = winner.setting, True
+    if without is not None:
+        stock = without.stock
+        other = "" if without.setting == winner.setting else f": {found.text(without)}"
+        runs.append(Run(stock.option + other, stock.us, stock.host_bytes))
+        if stock.us < winner.us and other:
+            conclusion += f", and without a plan other settings are faster: {stock.us / 1e3:.1f} ms"
+        if stock.us < winner.us or (answer == HELPS_NOT and stock.us <= winner.us * (1 + LEAST_GAIN)):
+            best = without.setting, False
+    return Answer(answer, conclusion, tuple(runs), best, of_given)

@@ -1,0 +1,106 @@
+"""An answer of ``fit`` with what was asked: settings, options that bring them about, commands that plan them."""
+
+import shlex
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_ext.planner.fit.certainty import Certainty
+from megatron_ext.planner.fit.estimate_setting import Choice, Stock, stock_of
+from megatron_ext.planner.fit.request import Problem, Request, with_changes
+from megatron_ext.planner.fit.search_settings import Fit
+from megatron_ext.planner.fit.setting import OTHER_NAMES, Setting, as_words, changes
+from megatron_ext.planner.quick_plan import FewRounds
+from megatron_ext.workload.workload import Limits
+
+MOST_EQUAL = 4
+OURS = ("--zero-stage", "--data-parallel-size")
+"""Of a setting's options, those that a launch script does not have."""
+NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+
+
+class Found(NamedTuple):
+    """An answer with what was asked and how certain it is; ``stock``: stock Megatron, whether it fits or not."""
+
+    request: Request
+    problem: Problem
+    fit: Fit
+    certainty: Certainty
+    stock: list[tuple[Setting, Stock]]
+
+    @property
+    def limits(self) -> Limits:
+        """Of a plan of the winner."""
+        winner = self.fit.winner
+        room = self.problem.room(winner.setting, winner.rounds.parts[0][0])
+        return msgspec.structs.replace(self.problem.limits, device_bytes=room)
+
+    @property
+    def given(self) -> tuple[Choice | None, str]:
+        """The settings as given, or None and why they cannot be."""
+        refused = self.problem.refused
+        return (None, refused) if refused else (self.fit.given, self.fit.refused)
+
+    def launch_of(self, setting: Setting) -> tuple[dict[str, str], list[str]]:
+        """Options to add to the launch script for a setting, and those to take out."""
+        given, chosen = self.problem.space.given.options(), setting.options()
+        for name in (*OURS, *self.problem.changed):
+            given.pop(name, None)
+        add, take_out = changes(given, {name: value for name, value in chosen.items() if name not in OURS})
+        there = {word.partition("=")[0] for word in self.request.words}
+        take_out += [other for name, other in OTHER_NAMES.items() if name in (*add, *take_out)]
+        return add | {name: "" for name in NEEDED if name not in there}, [name for name in take_out if name in there]
+
+    def words(self, *without: str) -> tuple[str, ...]:
+        """The script's arguments with the winner's options, and without ours."""
+        add, take_out = self.launch_of(self.fit.winner.setting)
+        return with_changes(self.request.words, add, [*take_out, *without])
+
+    def text(self, choice) -> str:
+        """The setting of a choice or of stock Megatron, with parallel sizes where these are searched."""
+        return choice.setting.text(self.request.search_layout)
+
+    def ours(self) -> dict[str, str]:
+        """Options of ``describe`` and ``prepare`` for the winner."""
+        setting, limits = self.fit.winner.setting, self.limits
+        known = {"--limit-device-bytes": limits.device_bytes, "--limit-host-bytes": limits.host_bytes}
+        known["--gpus-per-node"] = setting.parallel.gpus_per_node
+        ours = {name: setting.options()[name] for name in OURS}
+        return ours | {name: str(value) for name, value in known.items() if value is not None}
+
+    def commands(self) -> list[str]:
+        """Shell commands that plan the winner."""
+        batch, ours = self.fit.winner.setting.batch, self.ours()
+        words = self.words(*ours)
+        estimate = (
+            f"megatron-ext cost estimate --hardware {self.request.hardware} --workload workload.json --out "
+            f"cost_table.json -- {shlex.join(words)}"
+        )
+        tables = dict(zip(self.problem.costs.tables, self.request.cost_tables))
+        table = "cost_table.json" if self.request.hardware else tables[batch.micro_batch_size]
+        return [
+            f"megatron-ext describe --out workload.json {as_words(ours)} -- {shlex.join(words)}",
+            *([estimate] if self.request.hardware else []),
+            f"megatron-ext plan --cost-table {table} --workload workload.json --out schedule.json",
+        ]
+
+
+def judge(request: Request, problem: Problem, fit: Fit) -> Found:
+    """Draw costs for everything that is shown."""
+    shown = [*fit.frontier, *fit.tried[:MOST_EQUAL], *([fit.given] if fit.given is not None else [])]
+    return Found(request, problem, fit, Certainty(problem.costs, shown), list(_stock(problem)))
+
+
+def _stock(problem: Problem) -> Iterator[tuple[Setting, Stock]]:
+    """Of the given layout and batch at zero stage 1: with and without recompute, the optimizer here and there."""
+    given, batch = problem.space.given, problem.space.given.batch
+    places = [False, True] if given.shape.dtype != "float32" else [False]
+    for recompute, on_host in product((None, "full"), places):
+        optimizer = msgspec.structs.replace(given.optimizer, on_host=on_host, delayed=False)
+        recomputed = batch._replace(recompute=recompute, recompute_method="uniform", recompute_num_layers=1)
+        setting = given._replace(zero_stage=1, batch=recomputed, optimizer=optimizer)
+        if problem.costs.allows(setting):
+            rounds = FewRounds(setting.workload(problem.limits))
+            yield setting, stock_of(rounds, rounds.timings(problem.costs.of(setting, rounds.parts[0][0])))

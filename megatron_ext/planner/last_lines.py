@@ -1,0 +1,51 @@
+"""The last lines of every verb that says whether a plan helps: a reader looks at the end first."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+GIB = 1 << 30
+
+
+class Run(NamedTuple):
+    """What trains, and how long an iteration of it takes.
+
+    Attributes:
+        by: a schedule, or what there is without one, in a few words.
+        host_bytes: of the node that holds most.
+        refused: why it cannot train; empty where it can.
+    """
+
+    by: str
+    iteration_time_us: float
+    host_bytes: int = 0
+    refused: str = ""
+
+    def text(self) -> str:
+        us = self.iteration_time_us
+        said = f"{us / 1e3:.{3 if us < 1e6 else 1}f} ms, {self.by}"
+        return f"{said} ({self.refused})" if self.refused else said
+
+
+def by_time(runs: Sequence[Run]) -> list[Run]:
+    """The fastest first, and behind all others what cannot train."""
+    return sorted(runs, key=lambda run: (bool(run.refused), run.iteration_time_us))
+
+
+def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "") -> list[str]:
+    """The fastest of ``runs`` with the others behind it, the host memory that it takes, what to change of the launch
+    script's options, and the verdict."""
+    ordered = by_time(runs)
+    return [
+        f"fastest: {'; '.join(each.text() for each in ordered)}",
+        f"host memory: {ordered[0].host_bytes / GIB:.2f} GiB a node",
+        f"add: {add or 'nothing'}",
+        *([f"take out: {take_out}"] if take_out else []),
+        f"verdict: {verdict}",
+    ]
+
+
+def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:
+    """That ``held_bytes`` are more than a limit allows; empty where they are not."""
+    if limit_bytes is None or held_bytes <= limit_bytes:
+        return ""
+    return f"does not fit: {held_bytes / GIB:.2f} GiB on {where}, of {limit_bytes / GIB:.2f}"
