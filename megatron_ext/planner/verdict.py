@@ -190,15 +190,16 @@ def answer_of(low: float, high: float, surely: float | None = None) -> str:
 
 def conclusion_of(figures: dict) -> str:
     """The answer and why, in a sentence or two."""
+    without = figures["without_plan"]
     if figures["answer"] is None:
-        return "none, there is nothing to compare with"
+        does_not_fit = ", and without a plan these settings do not fit" if without and without["refused"] else ""
+        return f"none, there is nothing to compare with{does_not_fit}"
     over = f"its gain over {figures['compared_with']}"
     said = {
         HELPS: f"helps. The whole interval of {over} lies above {LEAST_GAIN:.0%}",
         HELPS_NOT: f"does not help. The whole interval of {over} lies below {LEAST_GAIN:.0%}",
         CANNOT_TELL: "cannot tell from these costs",
     }[figures["answer"]]
-    without = figures["without_plan"]
     if without and without["refused"]:
         said += ", but without a plan these settings do not fit"
     elif without and without["iteration_time_us"] < figures["iteration_time_us"] and figures["answer"] != HELPS_NOT:

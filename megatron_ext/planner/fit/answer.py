@@ -67,7 +67,7 @@ def answer_of(found: Found) -> Answer:
     given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
     of_given = judged(found, given)
     said = None if not own else of_given if winner is given else judged(found, winner)
-    if said is not None:
+    if said is not None and said.figures["answer"] is not None:
         answer, conclusion = said.figures["answer"], said.conclusion
     elif without is None:
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"

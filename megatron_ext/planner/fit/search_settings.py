@@ -40,7 +40,8 @@ PARTS = (1.0, 0.8, 0.64, 0.5, 0.4, 0.32, 0.25, 0.2, 0.16)
 """Of the device, for which settings are estimated."""
 
 NEAR = 0.04
-"""On the whole device, settings whose bound is this near to the best are estimated too: they may be equal."""
+"""On the whole device, settings whose bound is this near to the best are estimated too: they may be equal. And those
+whose quick plan is this near are planned, which makes them faster."""
 
 EFFORT, ON_WHOLE, OF_STEP, OF_PAIR = 30.0, 0.6, 3e-5, 3e-4
 """Of quick plans, about the seconds that they take; which part of it on the whole device; of a step times its layers,
@@ -235,7 +236,7 @@ class Search:
             cost = _plan_effort(one)
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
                 break
-            hoped = one.bound_us if small else inf if choice is None else choice.us
+            hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
             if hoped >= best:
                 continue
             effort -= cost

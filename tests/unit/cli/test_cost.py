@@ -123,3 +123,29 @@ def test_estimate_verb_divides_a_sequence(tmp_path):
     whole, half = forward_us("--seq-length", "32768"), forward_us("--seq-length", "16384")
     parts = forward_us("--seq-length", "32768", "--context-parallel-size", "2")
     assert parts == pytest.approx(whole / 2, rel=0.01) and parts > 1.1 * half
+
+
+def test_estimate_takes_the_options_of_a_launch_script(tmp_path, capsys):
+    shape = GptShape(2, 2048, 8192, 16, 16, 1024, 128, tied=False)
+    workload.save(
+        tmp_path / "w.json", gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(4096))
+    )
+
+    def estimated(*words: str):
+        files = ["--hardware", "h100-nvlink", "--workload", str(tmp_path / "w.json"), "--out", str(tmp_path / "t.json")]
+        assert cli.main(["cost", "estimate", *files, *words]) == 0, capsys.readouterr().err
+        return {row.layer_kind: row for row in cost_table.load(tmp_path / "t.json").compute}["transformer"]
+
+    selective = ["--seq-length", "4096", "--micro-batch-size", "2", "--recompute-granularity", "selective"]
+    script = ["--num-layers", "2", "--num-attention-heads", "16", "--bf16", *selective]
+    assert estimated("--", *script) == estimated(*selective)
+    unfused = estimated("--", *script, "--attention-backend", "unfused")
+    assert unfused.forward_us > estimated("--", *script).forward_us
+    mlp = estimated("--", *script, "--recompute-modules", "core_attn", "mlp")
+    assert mlp == estimated(*selective, "--recompute-modules", "core_attn,mlp")
+    assert mlp.backward_us > estimated(*selective).backward_us
+    capsys.readouterr()
+    for words, option in ((["--", *script[:4]], "--seq-length"), ([], "--seq-length")):
+        files = ["--hardware", "h100-nvlink", "--workload", str(tmp_path / "w.json"), "--out", str(tmp_path / "t.json")]
+        assert cli.main(["cost", "estimate", *files, *words]) == 2
+        assert f"{option}: is needed" in capsys.readouterr().err

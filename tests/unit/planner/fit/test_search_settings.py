@@ -8,8 +8,10 @@ from megatron_ext.cost import hardware_sheet
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.planner.effort import EFFORT
+from megatron_ext.planner.fit.answer import answer_of
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes
-from megatron_ext.planner.fit.fit_text import as_json, as_text, judge
+from megatron_ext.planner.fit.fit_text import as_json, as_text
+from megatron_ext.planner.fit.found import judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.planner.fit.space import NAMES, Space
 from megatron_ext.schedule.match import match
@@ -121,7 +123,8 @@ def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host
     asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "num-virtual-stages-per-pipeline-rank"))
     problem = ready(asked)
     found = judge(asked, problem, problem.search())
-    text, figures = as_text(found), as_json(found)
+    said = answer_of(found)
+    text, figures = as_text(found, said), as_json(found, said)
     winner = figures["frontier"][0]
     assert winner["way"] == "recompute, whole gradients on the device, shards in host memory, optimizer on the host"
     assert f"{winner['way']} beats everything on the host" in text
@@ -140,13 +143,14 @@ def test_a_launch_line_takes_out_what_is_there_and_not_chosen(given):
     asked = request([*words, "--use-distributed-optimizer"], fixed=("zero-stage", "optimizer-cpu-offload"))
     problem = ready(asked)
     found = judge(asked, problem, problem.search())
-    add, out = found.launch
+    add, out = found.launch_of(found.fit.winner.setting)
     assert set(out) == {word.partition("=")[0] for word in given.split() if word.startswith("--")}
     assert "--overlap-param-gather" in add and "--use-distributed-optimizer" not in add
     assert "--overlap-grad-reduce" in add  # without which Megatron refuses the other
     assert not any(word.startswith("--recompute") for word in found.words())
     again = ready(asked)
-    assert as_json(judge(asked, again, again.search())) == as_json(found)
+    repeated = judge(asked, again, again.search())
+    assert as_json(repeated, answer_of(repeated)) == as_json(found, answer_of(found))
     # What the arguments of the script then say is the winner.
     assert ready(request(found.words())).space.given == found.fit.winner.setting
 
@@ -238,7 +242,9 @@ def test_tables_of_two_micro_batch_sizes_say_what_a_layer_takes_for_any(tmp_path
     alone = ready(asked)
     found = judge(asked, alone, alone.search())
     assert {one.setting.batch.micro_batch_size for one in found.fit.tried} == {1, 4} and found.fit.settings == 4
-    assert "as given it is refused: no cost table was measured with its micro-batch size" in as_text(found)
+    assert "as given it is refused: no cost table was measured with its micro-batch size" in as_text(
+        found, answer_of(found)
+    )
     path = paths[[1, 4].index(found.fit.winner.setting.batch.micro_batch_size)]
     assert found.commands()[-1].startswith(f"megatron-ext plan --cost-table {path} ")
     with pytest.raises(InputError, match="--cost-table = 4: two tables have this micro-batch size"):

@@ -1,0 +1,23 @@
+"""The end of every answer: the fastest that fits, what it holds, what to change, the verdict."""
+
+from megatron_ext.planner.last_lines import Run, last_lines, short_of
+
+GIB = 1 << 30
+
+
+def test_the_fastest_that_fits_is_first_and_its_host_memory_is_said():
+    stock = Run("stock", 900.0, 3 * GIB, short_of(94 * GIB, 71 * GIB))
+    runs = [Run("this schedule", 33.3e6, 2 * GIB), Run("as given", 59.6e6), stock]
+    assert last_lines("helps", runs, add="--a 1", take_out="--b") == [
+        "fastest: 33300.0 ms, this schedule; 59600.0 ms, as given; "
+        "0.900 ms, stock (does not fit: 94.00 GiB on a device, of 71.00)",
+        "host memory: 2.00 GiB a node",
+        "add: --a 1",
+        "take out: --b",
+        "verdict: helps",
+    ]
+    assert last_lines("none", runs[:1], add="")[2:] == ["add: nothing", "verdict: none"]
+
+
+def test_what_fits_is_not_refused():
+    assert short_of(5, 5) == short_of(5, None) == "" and short_of(6, 5)
