@@ -128,7 +128,8 @@ def test_estimate_verb_divides_a_sequence(tmp_path):
 def test_estimate_takes_the_options_of_a_launch_script(tmp_path, capsys):
     shape = GptShape(2, 2048, 8192, 16, 16, 1024, 128, tied=False)
     workload.save(
-        tmp_path / "w.json", gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(4096))
+        tmp_path / "w.json",
+        gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(4096, 2)),
     )
 
     def estimated(*words: str):
