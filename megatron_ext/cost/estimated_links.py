@@ -2,9 +2,10 @@
 
 [Note: A ring over nodes]
 An all-gather of ``n`` ranks brings every rank ``(n - 1) / n`` of the group over its NVLink (or, without it, over its
-host link). Where the ranks are on ``m`` nodes, every node takes in ``(m - 1) / m`` of the group through the network
-cards of its ranks. The slower of the two is what it takes. All groups of a node gather at once, each through its own
-ranks' cards.
+host link). Where the ranks are on several nodes, ``(n - 1) / n`` of the group enters every node, too, through the
+network cards of its ranks: NCCL's ring passes every part on from rank to rank, so those of a node's own ranks go round
+as well. The slower of the two is what it takes. All groups of a node gather at once, each through its own ranks' cards.
+Published all-gathers of 16 ranks on two nodes: 351 GB/s by cards of 400 GB/s, 201 by 200, 54 by 50.
 """
 
 from math import inf
@@ -74,7 +75,7 @@ class Links:
             us, slowest = us + peer.us * (ranks - nodes), peer.us_per_byte * (ranks - 1) / ranks
         if nodes > 1:
             network, cards = self._network(), max(ranks // nodes, 1)
-            us, slowest = us + network.us * (nodes - 1), max(slowest, network.us_per_byte * (nodes - 1) / nodes / cards)
+            us, slowest = us + network.us * (nodes - 1), max(slowest, network.us_per_byte * (ranks - 1) / ranks / cards)
         return Line(us, slowest)
 
     def _nodes_of(self, ranks: int) -> int:

@@ -9,8 +9,8 @@ from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost import sheet_template
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-500w-rdma h100-ethernet h100-nvlink h100-rdma h200-nvlink
-    h200-one-gpu h200-rdma l40s rtx4090""".split()
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink h100-rdma
+    h200-nvlink h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
 def test_the_sheets_of_the_package():
@@ -33,7 +33,7 @@ def test_every_figure_has_its_origin_and_a_range_where_it_is_not_published(name)
     assert sheet.device.memory_bytes.origin in ("published", "measured")  # as PyTorch reports it, where that is known
     assert (sheet.host_link.pcie is None) == (name == "gh200") and sheet.drive is not None
     assert (sheet.nvlink is None) == (name in ("l40s", "rtx4090", "gh200"))
-    assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "gh200")))
+    assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "400g", "gh200")))
 
 
 def test_every_figure_at_its_slow_end():
