@@ -101,7 +101,7 @@ def said(schedule: Schedule, workload: Workload, counted) -> list:
     ]
 
 
-@pytest.mark.parametrize("case", some(list(CASES), 7))
+@pytest.mark.parametrize("case", some(list(CASES), 5))
 def test_what_is_moved_is_what_is_billed(train, case):
     schedule, workload, counted = train(**CASES[case])
     assert [len(moved) for moved in counted] == [ITERATIONS] * 2

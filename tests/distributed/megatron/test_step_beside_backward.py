@@ -26,7 +26,9 @@ def write(workload, zero_stage: int, path, seed: int = 1, kinds=(None,), rollbac
     return schedule, workload
 
 
-@pytest.mark.parametrize("zero_stage, kinds, clip", [(1, (None,), "1e9"), (3, (None, "sharded", "host"), "1e-4")])
+@pytest.mark.parametrize(
+    "zero_stage, kinds, clip", some([(3, (None, "sharded", "host"), "1e-4"), (1, (None,), "1e9")], 1)
+)
 def test_training_is_that_of_the_step_that_waits(workloads, services, tmp_path, zero_stage, kinds, clip):
     """With every iteration clipped, and with none."""
     schedule, workload = write(workloads["interleaved", "bf16-offload"], zero_stage, tmp_path / "s.json", 1, kinds)

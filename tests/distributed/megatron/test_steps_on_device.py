@@ -56,7 +56,7 @@ def options(folder, *more, model=MODEL) -> list[str]:
             (1, (None,), False, {}),
             (2, (None, "sharded", "host"), True, {"cast": "host"}),
         ],
-        2,
+        1,
     ),
 )
 def test_training_is_that_of_the_reference_and_of_states_in_host_memory(
