@@ -296,7 +296,9 @@ class Runtime:
 
 def _file(file) -> tuple[str, int]:
     """The same on all ranks that share it; a process may have made several."""
-    return "drive", os.fstat(file.descriptor).st_ino
+    named = vars(file)
+    descriptor = named.get("descriptor", named.get("_buffered"))  # the second in an older runtime
+    return "drive", os.fstat(descriptor).st_ino
 
 
 class _Lock:
