@@ -53,7 +53,8 @@ def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[st
         stored, present = getattr(metadata, part) or {}, environment.get(part, {})
         for name in (*present, *({CAUTION} & stored.keys() - present.keys() if present else ())):
             here, there = present.get(name), stored.get(name, USUAL.get(name) if stored else None)
-            if there is None and here is not None:
+            silent = there is None or (name == NUMA_NODES and name not in stored)
+            if silent and here not in (None, there):
                 lines.append(f"{part}.{name}: the table does not say, here {here}")
             elif there != here:
                 lines.append(f"{part}.{name}: table {there}, here {here}")
