@@ -60,7 +60,6 @@ def lay_out(
     *,
     file,
     bucket_group_class=upstream._ParamAndGradBucketGroup,
-    ranks_of_node=1,
     late: LateModel | None = None,
 ) -> dict[int, object]:
     """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
@@ -70,12 +69,11 @@ def lay_out(
         groups: the schedule's groups of this chunk, by index, in execution order.
         file: the schedule's path, for errors.
         bucket_group_class: what to make of each bucket.
-        ranks_of_node: how many ranks take memory of the same node.
         late: takes each group as soon as it has its values; None: all are whole.
 
     Raises:
-        InputError: the schedule is for other parameters, or host memory is short of gradients: nothing changed. Or host
-            memory cannot be page-locked: what is collective was done, and the chunk cannot be used.
+        InputError: the schedule is for other parameters: nothing changed. Or host memory cannot be page-locked: what is
+            collective was done, and the chunk cannot be used.
     """
     members = _members_of_groups(ddp, groups, file)
     if not groups:
@@ -85,7 +83,6 @@ def lay_out(
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
-    _require_host_memory(ddp, [index for index in kept if kept[index] == "host"], members, ranks_of_node)
     instances = _instances(ddp)
     _drop_old(ddp)
     by_index, refused = {}, []
@@ -191,10 +188,18 @@ def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None
         raise InputError(why, file=file, field=f"{field}.ranks", value=group.ranks)
 
 
-def _require_host_memory(ddp, indices: list[int], members: dict, ranks_of_node: int) -> None:
-    """Refuse gradients that are added up in host memory where it is short of them."""
-    parameters = {id(parameter) for index in indices for parameter in members[index]}
-    for buffer in buffers_of(ddp):
+def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> None:
+    """Refuse gradients that are added up in host memory where it is short of them, before :func:`lay_out` takes it.
+
+    Args:
+        ranks_of_node: how many ranks take memory of the same node.
+
+    Raises:
+        InputError: on this rank; one on another node may have the memory.
+    """
+    names = {name for group in groups.values() if group.gradients == "host" for name in group.parameters}
+    parameters = {id(parameter) for name, parameter in parameter_names(ddp).items() if name in names}
+    for buffer in buffers_of(ddp) if parameters else ():
         numel = sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters)
         if numel:
             of_rank = numel * buffer.grad_dtype.itemsize // buffer.data_parallel_world_size

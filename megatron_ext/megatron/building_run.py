@@ -219,23 +219,23 @@ class BuildingRun:
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         checkpoint_states.allow_empty_shards()
         checkpoint_states.write_padded_buckets()
+        late = self.late  # collective on its own
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_model(bare(ddp))
             refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
-            self._bucket_groups.update(
-                buckets.lay_out(
-                    ddp,
-                    groups,
-                    file=self.path,
-                    bucket_group_class=cls,
-                    ranks_of_node=min(self.schedule.parallel.node_size, self.schedule.parallel.world_size),
-                    late=self.late,
-                )
-            )
+            if not self.stock_gather:
+                parallel = self.schedule.parallel
+                buckets.require_host_memory(ddp, groups, min(parallel.node_size, parallel.world_size))
         except InputError as error:
             self._error = self._error or str(error)
+        self._agree(self._error)  # groups of a model that is built late are broadcast
+        try:
+            laid_out = buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls, late=late)
+            self._bucket_groups.update(laid_out)
+        except InputError as error:
+            self._error = str(error)
         self._agree(self._error)  # Megatron's next collectives are for ranks that have a model
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:

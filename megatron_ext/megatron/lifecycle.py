@@ -9,8 +9,8 @@
    gathers at the schedule's bucket layout.
 3. ``finish``: parameters are whole where somebody reads them, threads and mappings are gone. The run is CLOSED.
 A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
-While BUILDING all ranks agree, too: before a model is built late, and behind each chunk. A single rank that gave up
-would leave the others waiting for it in a collective.
+While BUILDING all ranks agree, too: before a model is built late, and before and behind the groups of each chunk. A
+single rank that gave up would leave the others waiting for it in a collective.
 """
 
 from collections.abc import Callable

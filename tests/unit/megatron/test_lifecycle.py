@@ -118,6 +118,39 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     assert laid_out == [ddp]
 
 
+def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_path, monkeypatch):
+    """Where a model is built late, a chunk's groups are broadcast: the rank that refuses would be waited for."""
+    ddp = torch.nn.Module()
+    ddp.module, ddp.config, ddp.ddp_config = torch.nn.Linear(2, 2), SimpleNamespace(num_layers=4), None
+    names, schedule = ("bias", "weight"), all_gpu(make_workload())
+    group = replace(schedule.groups[0], pp_rank=0, model_chunk_id=0, parameters=names, gradients="host")
+    ddp.buffers = [
+        SimpleNamespace(params=[*ddp.module.parameters()], grad_dtype=torch.float32, data_parallel_world_size=2)
+    ]
+    monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    for refusal in ("refuse_ddp_config", "refuse_model", "refuse_frozen"):
+        monkeypatch.setattr(building_run.refusals, refusal, lambda config: None)
+    monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
+    laid_out, told = [], []
+    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    user_defined_schedule.save(tmp_path / "schedule.json", schedule)
+
+    def built(available: int, error: str | None) -> None:
+        monkeypatch.setattr(building_run.free_host_memory, "available_bytes", lambda: available)
+        monkeypatch.setattr(
+            agreement, "gather_objects", lambda value: [told.append(value[0]) or value, (error, value[1])]
+        )
+        run = Run(tmp_path / "schedule.json", None)
+        run.schedule = replace(schedule, groups=(group,))
+        run.on_ddp_built(ddp)
+
+    with pytest.raises(InputError, match="rank 1 is short"):
+        built(1 << 20, "rank 1 is short")
+    with pytest.raises(InputError, match="gradients that are added up there need .* bytes short"):
+        built(0, None)
+    assert laid_out == [] and told[0] is None and len(told) == 2
+
+
 class Left(SimpleNamespace):
     """An executor that notes how it was left."""
 
