@@ -11,13 +11,13 @@ class Run(NamedTuple):
 
     Attributes:
         by: a schedule, or what there is without one, in a few words.
-        host_bytes: of the node that holds most.
+        host_bytes: of the node that holds most; None: nobody counted them.
         refused: why it cannot train; empty where it can.
     """
 
     by: str
     iteration_time_us: float
-    host_bytes: int = 0
+    host_bytes: int | None = None
     refused: str = ""
 
     def text(self) -> str:
@@ -37,7 +37,7 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
     ordered = by_time(runs)
     return [
         f"fastest: {'; '.join(each.text() for each in ordered)}",
-        f"host memory: {ordered[0].host_bytes / GIB:.2f} GiB a node",
+        f"host memory: {'not known' if (held := ordered[0].host_bytes) is None else f'{held / GIB:.2f} GiB a node'}",
         f"add: {add or 'nothing'}",
         *([f"take out: {take_out}"] if take_out else []),
         f"verdict: {verdict}",

@@ -219,7 +219,7 @@ def ending(report: Report) -> list[str]:
     """The last lines: as measured, and what the plan said."""
     stock, ours = (each.median_us for each in report.iteration_time_us)
     planned, *without = report.verdict.runs
-    host_bytes = 0 if report.run.gathers_only is not None or not without else without[0].host_bytes
+    host_bytes = None if report.run.gathers_only is not None or not without else without[0].host_bytes
     runs = [planned._replace(iteration_time_us=ours, by="measured by this schedule")]
     runs.append(Run(f"measured by {compared_with(report)}", stock, host_bytes))
     add = f"--user-defined-schedule {report.run.file('schedule')}" if report.verdict.is_needed and ours < stock else ""

@@ -17,6 +17,7 @@ def test_the_fastest_that_fits_is_first_and_its_host_memory_is_said():
         "verdict: helps",
     ]
     assert last_lines("none", runs[:1], add="")[2:] == ["add: nothing", "verdict: none"]
+    assert last_lines("none", runs[1:2], add="")[1] == "host memory: not known"  # nobody has counted it
 
 
 def test_what_fits_is_not_refused():

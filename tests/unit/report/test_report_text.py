@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
+from megatron_ext.planner.last_lines import Run
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
-from megatron_ext.report.report_text import cautions, memory_rows, verdict_line
+from megatron_ext.report.report_text import cautions, ending, memory_rows, verdict_line
 from megatron_ext.report.turn_ratio import TurnRatio
 
 MIB = 1 << 20
@@ -74,3 +75,17 @@ def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
     taken = verdict_of(110.0, 100.0, TurnRatio(1.1, 0.01, 8))
     assert "measured 1.100 +- 0.010" in taken and "LONGER, 1.10 times" in taken and "predicted" not in taken
     assert "LONGER" not in verdict_of(90.0, 100.0, TurnRatio(0.9, 0.01, 8))
+
+
+def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
+    rule = SimpleNamespace(metadata=SimpleNamespace(planner="gathers-only"))
+    report = SimpleNamespace(
+        verdict=SimpleNamespace(conclusion="helps", runs=(Run("this schedule", 90.0, 1 << 30),), is_needed=True),
+        measured_ratio=None,
+        iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
+        predicted_iteration_time_us=SimpleNamespace(scheduled=90.0),
+        run=SimpleNamespace(gathers_only=rule, turn_iterations=None),
+    )
+    fastest, host, add, _ = ending(report)
+    assert fastest.startswith("fastest: 0.100 ms, measured by the best plan by all-gathers alone")
+    assert (host, add) == ("host memory: not known", "add: nothing")
