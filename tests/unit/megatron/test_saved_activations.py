@@ -64,5 +64,9 @@ class AsksForTokens(torch.nn.Module):
         return hidden.sum() / number if number > 0 else hidden.sum() * 0
 
 
-def test_a_layer_may_ask_whether_there_are_tokens():
-    assert saved_activations(AsksForTokens(), seq_length=8, micro_batch_size=1, hidden_size=4) is not None
+def test_layers_that_predict_further_tokens_may_ask_whether_there_are_any(monkeypatch, capsys):
+    """What other layers ask is not known."""
+    sizes = dict(seq_length=8, micro_batch_size=1, hidden_size=4)
+    assert saved_activations(AsksForTokens(), **sizes) is None and "DataDependent" in capsys.readouterr().err
+    monkeypatch.setitem(globals(), "__name__", "megatron.core.transformer.multi_token_prediction")
+    assert saved_activations(AsksForTokens(), **sizes) is not None
