@@ -1,9 +1,8 @@
 """What a machine with a GPU pays dearly for, seen by the strict stand-in while a run trains: copies between the device
 and host memory that is not page-locked, and large work of one thread of the processor where it may use more.
 
-A copy to the device that also casts counts: torch casts on the processor, into memory that is not page-locked. How many
-threads torch would take is asked in the thread that does the work, as it is set there. What numpy or the kernel copies
-is not seen.
+A copy that also casts counts: torch casts on the processor, in memory that is not page-locked. How many threads torch
+would take is asked in the thread that does the work, as it is set there. What numpy or the kernel copies is not seen.
 """
 
 import contextlib
@@ -64,9 +63,8 @@ class DearCopies:
         if not self.training or size < self.least_bytes:
             return
         self.looked_at += 1
-        to_device = any(is_written and region is None for (_, _, is_written), region in zip(found, regions))
-        if to_device and len({tensor.dtype for tensor, _, _ in found}) > 1:
-            self._say(f"{label}: {size} bytes are cast on their way to the device")
+        if len({tensor.dtype for tensor, _, _ in found}) > 1:
+            self._say(f"{label}: {size} bytes are cast on their way")
         elif any(region is not None and not region.locked for region in regions):
             self._say(f"{label}: {size} bytes between the device and pageable memory")
 

@@ -5,7 +5,8 @@ apart (strict_memory.py): tensors that the host's memory holds (shared pools, st
 meet the device's only in copies, asynchronous ones only where they are page-locked, and in kernels
 (strict_kernels.py). An operation of torch on host memory alone is done at once, by the processor. A freed whole group
 gives its block back to a pool by stream and size, which gives it to the next that asks. Every operation, copy,
-collective, event, flag and hand-over between threads is logged for happens_before.py.
+collective, event, flag and hand-over between threads is logged for happens_before.py. Backwards, with the actions of
+the program in them, are run by a thread of torch's.
 
 What is here is torch's; what is this package's and Megatron's is in strict_runtime.py.
 
@@ -13,9 +14,11 @@ Not seen: what happens inside one operation of torch; host memory that torch its
 counts as the device's; waits in a circle over several ranks, unless a run really stops there.
 """
 
+import _thread
 import contextlib
 import sys
 import threading
+from concurrent.futures import Future, wait
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -157,8 +160,10 @@ class StrictDevice:
             scalars = all(region is None or tensor.dim() == 0 for (tensor, *_), region in zip(found, regions))
             if name != "copy_" and not scalars:
                 engine.error(f"{label} mixes host and device memory")
-            elif name == "copy_" and not blocking and not all(region is None or region.locked for region in regions):
-                engine.error(f"{label} copies asynchronously from or to pageable memory")
+            elif name == "copy_" and not blocking:
+                host = [(tensor, region) for (tensor, *_), region in zip(found, regions) if region is not None]
+                if not all(region.locked and tensor.is_contiguous() for tensor, region in host):
+                    engine.error(f"{label} copies asynchronously from or to pageable memory, maybe torch's own")
         if found:
             engine.call(label)
         pinned = [(self._pinned(region), 0, 1, False) for region in regions if region and region.locked]
@@ -231,6 +236,7 @@ class StrictDevice:
             (torch.Tensor, "tolist", self._read),
             (torch.UntypedStorage, "resize_", self._resize),
             (torch.optim.Adam, "_init_group", self._states),
+            (torch.autograd, "backward", self._backward),
             (threading.Thread, "start", self._start),
             (threading.Thread, "run", self._run_thread),
             (threading.Thread, "join", self._join_thread),
@@ -337,6 +343,28 @@ class StrictDevice:
         return run
 
     # Threads.
+
+    def _backward(self, original):
+        """On a device a backward and its hooks are run by a thread of torch's, for which the issuer waits."""
+
+        def backward(*args, **kwargs):
+            engine, issuer, here, ended = self.engine, threading.get_ident(), self.engine.here.__dict__, Future()
+
+            def aside():
+                engine.main = threading.get_ident()
+                engine.here.__dict__.update(here)
+                try:
+                    with _Mode(self):
+                        ended.set_result(original(*args, **kwargs))
+                except BaseException as error:
+                    ended.set_exception(error)
+
+            _thread.start_new_thread(aside, ())
+            wait([ended])
+            engine.main = issuer
+            return ended.result()
+
+        return backward
 
     def _start(self, original):
         def start(thread):

@@ -112,6 +112,26 @@ def test_an_event_that_dies_on_another_thread_is_seen():
     assert "freeing an event" in device.engine.misplaced[0]
 
 
+def test_a_backward_is_run_by_a_thread_that_may_call_the_driver():
+    with open_device() as device:
+        product, callers = DEVICE_TENSOR.clone().requires_grad_() * 2, []
+        product.register_hook(lambda gradient: callers.append((threading.get_ident(), recorded_event())))
+        torch.autograd.backward(product.sum())
+        assert [caller for caller, _ in callers] != [threading.get_ident()]
+        product.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.backward(product.mean())
+        torch.cuda.Stream()
+    assert device.engine.misplaced == device.engine.errors == []
+
+
+def test_an_asynchronous_copy_with_gaps_goes_through_other_memory():
+    with open_device() as device:
+        torch.zeros(5).copy_(host_tensor(10)[::2], non_blocking=True)
+        torch.cuda.synchronize()
+    assert "pageable" in device.engine.errors[0]
+
+
 class Flag:
     """8 bytes, stored by threads and waited for by streams."""
 
