@@ -67,14 +67,21 @@ run flock 8 || say "$PWD/runs takes no locks: two first runs at once would distu
 run scripts/setup.sh
 exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONWARNINGS=ignore OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Runs are compared to the last bit: on GPUs nothing may add in another order each time. Measured is what trains.
-repeatable=$(python -c 'import os
-from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
-print(*(f"{name}={value}" for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ))')
-[ -z "$repeatable" ] || export $repeatable
-
+export PYTHONWARNINGS=ignore
 world=$((PP * DP))
+# Runs are compared to the last bit: on GPUs nothing may add in another order each time. There a run by a schedule gives
+# the host's step all processors, and Megatron's own has to have them, too. Measured is what trains.
+variables=$(python -c 'import os, sys
+from megatron_ext.cpubench import allocator
+from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
+threads = 1
+if allocator.may_have_cuda(os.environ):
+    from megatron_ext.runtime import host_threads
+    threads = host_threads.of_rank(int(sys.argv[1]))
+wanted = SCHEDULED | REPEATABLE | {"OMP_NUM_THREADS": threads}
+print(*(f"{name}={value}" for name, value in wanted.items() if name not in os.environ))' "$world")
+[ -z "$variables" ] || export $variables
+
 model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQ"
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * DP * MICRO_BATCHES))
     --pipeline-model-parallel-size "$PP" --data-parallel-size "$DP" --untie-embeddings-and-output-weights)

@@ -4,7 +4,7 @@
 Two kinds of work take T1 and T2 alone, and T together. Their overlap is (T1 + T2 - T) / min(T1, T2): 1 where the
 shorter one is hidden, 0 where one comes after the other. Rounds are so many that both take about the same. On a device
 all rounds are issued before the first is waited for, so what the host does is hidden as it is in training.
-Not yet run on a GPU.
+With all-gathers not yet run on GPUs.
 """
 
 import os

@@ -15,8 +15,8 @@ and the parameter."""
 
 class HostStep(Step):
     """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
-    fused AdamW there, tensor by tensor, and the new parameters back to the device, in Megatron's way, which casts them
-    into memory that is not page-locked."""
+    fused AdamW there, tensor by tensor, and the new parameters back to the device, where they are cast. Megatron's are
+    float32 copies of page-locked 16-bit ones, and not page-locked themselves."""
 
     name = "host_step"
     settles = True
@@ -42,9 +42,8 @@ class HostStep(Step):
 
     def build(self, size_bytes: int) -> None:
         fabric, sizes = self.fabric, self.sizes(size_bytes)
-        states = [self.memory(2 * size) for size in sizes]
-        self._main = [both[:size].fill_(1.0) for both, size in zip(states, sizes)]
-        self._own_gradients = [both[size:] for both, size in zip(states, sizes)]
+        self._own_gradients = [self.memory(size) for size in sizes]
+        self._main = [torch.ones_like(gradient) for gradient in self._own_gradients]
         for main, gradient in zip(self._main, self._own_gradients):
             main.requires_grad_().grad = gradient
         self.gradients = [torch.full((size,), 1e-3, device=fabric.torch_device) for size in sizes]
@@ -55,7 +54,7 @@ class HostStep(Step):
         return STATE_BYTES * sum(self.sizes(size_bytes)), DEVICE_BYTES * sum(self.sizes(size_bytes))
 
     def memory(self, numel: int) -> torch.Tensor:
-        """Of float32, where the states are."""
+        """Of float32, where gradients are stepped on."""
         return self.fabric.device.host_tensor(numel, torch.float32)
 
 

@@ -2,8 +2,8 @@
 backward, during the next iteration, with states on a drive.
 
 [Note: What is changed of the host optimizer]
-HybridDeviceOptimizer copies all gradients to memory that it keeps, steps, and copies parameters back through memory
-that is not page-locked. Chosen parameters get optimizers of their own, one a unit (host_optimizers.py), whose gradients
+HybridDeviceOptimizer copies all gradients to memory that it keeps, steps, and copies parameters back from memory that
+is not page-locked. Chosen parameters get optimizers of their own, one a unit (host_optimizers.py), whose gradients
 and parameters the runtime moves (runtime/host_step). All else is its own: which parameters it steps, the values of
 ``param_groups``, states in checkpoints.
 * Where units may be stepped during the backward (``rollback_bytes``), each lies in one group. When Megatron calls

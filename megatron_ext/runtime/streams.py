@@ -120,7 +120,7 @@ class CudaStream:
             function()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
-        assert destination.dtype is source.dtype  # torch casts through memory that is not page-locked
+        assert destination.dtype is source.dtype  # or torch takes more of the device to cast in
         with torch.no_grad(), torch.cuda.stream(self.stream):
             log = self.log
             timed = log is not None and name is not None and log.recorder.recording  # events cost microseconds each

@@ -1,8 +1,9 @@
 """What a machine with a GPU pays dearly for, seen by the strict stand-in while a run trains: copies between the device
 and host memory that is not page-locked, and large work of one thread of the processor where it may use more.
 
-A copy that also casts counts: torch casts on the processor, in memory that is not page-locked. How many threads torch
-would take is asked in the thread that does the work, as it is set there. What numpy or the kernel copies is not seen.
+A copy that waits and also casts counts: torch casts on the processor, in memory that is not page-locked, where it casts
+on the device for others. How many threads torch would take is asked in the thread that does the work, as it is set
+there. What numpy or the kernel copies is not seen.
 """
 
 import contextlib
@@ -57,13 +58,14 @@ class DearCopies:
             if torch.get_num_threads() == 1:
                 self._say(f"{label}: {size} bytes by one thread")
 
-    def between(self, label: str, found, regions) -> None:
-        """``found`` are the tensors of a copy between device and host, by region of host memory or None."""
+    def between(self, label: str, found, regions, waits: bool) -> None:
+        """``found`` are the tensors of a copy between device and host, by region of host memory or None; ``waits``: the
+        thread does."""
         size = max(tensor.nbytes for tensor, _, _ in found)
         if not self.training or size < self.least_bytes:
             return
         self.looked_at += 1
-        if len({tensor.dtype for tensor, _, _ in found}) > 1:
+        if waits and len({tensor.dtype for tensor, _, _ in found}) > 1:
             self._say(f"{label}: {size} bytes are cast on their way")
         elif any(region is not None and not region.locked for region in regions):
             self._say(f"{label}: {size} bytes between the device and pageable memory")

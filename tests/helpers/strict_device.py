@@ -36,6 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 SYNCHRONOUS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
 """Operations that wait for the device, because the host wants a value of it."""
 
+MEGATRONS_OWN = "hybrid_optimizer.py:"  # which copies parameters back from pageable memory
+
 SLEEP_CYCLES = 1.5e9
 """Of ``torch.cuda._sleep``, a second."""
 
@@ -55,8 +57,7 @@ class _Mode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _imported(modules: dict[str, ModuleType]):
-    """These modules are imported. Not ``mock.patch.dict``, which also forgets what is imported meanwhile: torch's
-    compiler cannot be imported a second time."""
+    """They are imported. Not ``mock.patch.dict``: it also forgets other imports, and torch's compiler has but one."""
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     yield
@@ -156,13 +157,13 @@ class StrictDevice:
         on_host = any(region is not None for region in regions)
         blocking = name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         if on_host:
-            self.dear.between(label, found, regions)
+            self.dear.between(label, found, regions, blocking)
             scalars = all(region is None or tensor.dim() == 0 for (tensor, *_), region in zip(found, regions))
             if name != "copy_" and not scalars:
                 engine.error(f"{label} mixes host and device memory")
-            elif name == "copy_" and not blocking:
-                host = [(tensor, region) for (tensor, *_), region in zip(found, regions) if region is not None]
-                if not all(region.locked and tensor.is_contiguous() for tensor, region in host):
+            elif name == "copy_" and not blocking and MEGATRONS_OWN not in label:
+                pairs = zip(found, regions)
+                if not all(region is None or (region.locked and own[0].is_contiguous()) for own, region in pairs):
                     engine.error(f"{label} copies asynchronously from or to pageable memory, maybe torch's own")
         if found:
             engine.call(label)

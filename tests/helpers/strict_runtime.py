@@ -185,7 +185,7 @@ class Runtime:
             original(own)
             own._d2h_stream, own._h2d_stream = torch.cuda.Stream(), torch.cuda.Stream()  # as with overlap
             for parameter in own.cpu_copys_map_gpu_param:
-                self.memory.to_host(parameter, locked=True)
+                self.memory.to_host(parameter)
                 with _disable_current_modes():
                     gradient = torch.zeros(parameter.shape, dtype=parameter.dtype)
                 own.cpu_copy_map_grad[parameter] = parameter.grad = self.memory.to_host(gradient, locked=True)

@@ -66,7 +66,7 @@ def test_threads_that_nobody_sets_are_seen(train):
     assert any("gradients.py" in one and "by one thread" in one for one in dear)
 
 
-def test_parameters_that_the_processor_casts_on_their_way_are_seen(train):
+def test_parameters_that_leave_from_pageable_memory_are_seen(train):
     """Where the schedule says nothing of the host's step, Megatron makes it as ever."""
     dear = train(ALL, on_host=True)["strict"]["dear"]
-    assert dear and all("hybrid_optimizer.py" in one and "cast on their way" in one for one in dear)
+    assert dear and all("hybrid_optimizer.py" in one and "pageable memory" in one for one in dear)

@@ -100,6 +100,29 @@ def test_the_step_of_this_rank_s_shard_of_16_bit_parameters(kind, there, back, w
     assert operation.gradients[0].dtype == torch.float32
 
 
+class Locks(HostDevice):
+    """Notes what it page-locks."""
+
+    def __init__(self):
+        self.storages = []
+
+    def host_tensor(self, numel, dtype):
+        tensor = super().host_tensor(numel, dtype)
+        self.storages.append(tensor.untyped_storage().data_ptr())
+        return tensor
+
+
+def test_of_megatron_s_host_step_gradients_alone_are_page_locked():
+    """Parameters are fp32 copies that it makes of page-locked ones: 8 GB/s of them reach an H200, and not 55."""
+    options, device = SimpleNamespace(data_parallel_size=1, hidden_size=16), Locks()
+    operation = HostStep(SimpleNamespace(options=options, device=device, torch_device=torch.device("cpu")))
+    operation.issue(4096, 0).wait()
+    gradients, parameters = (
+        [one.untyped_storage().data_ptr() for one in part] for part in (operation._own_gradients, operation._main)
+    )
+    assert gradients == device.storages and not {*parameters} & {*device.storages}
+
+
 def storages() -> dict[int, int]:
     """Bytes of the storages behind all tensors of this process."""
     tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
