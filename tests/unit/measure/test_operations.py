@@ -18,17 +18,18 @@ from megatron_ext.runtime.device import HostDevice
 
 
 class Calls(TorchDispatchMode):
-    """Names of what is called, with the elements of the first tensor; of copies the dtypes, to and from."""
+    """Names of what is called, with the elements of the first tensor; of copies dtypes and storages, to and from."""
 
     def __init__(self):
         super().__init__()
-        self.made, self.dtypes = [], []
+        self.made, self.dtypes, self.storages = [], [], []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         first = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
         self.made.append((function.overloadpacket.__name__, 0 if first is None else first.numel()))
         if function.overloadpacket.__name__ == "copy_":
             self.dtypes.append((args[0].dtype, args[1].dtype))
+            self.storages.append([one.untyped_storage().data_ptr() for one in args[:2]])
         return function(*args, **(kwargs or {}))
 
 
@@ -117,10 +118,11 @@ def test_of_megatron_s_host_step_gradients_alone_are_page_locked():
     options, device = SimpleNamespace(data_parallel_size=1, hidden_size=16), Locks()
     operation = HostStep(SimpleNamespace(options=options, device=device, torch_device=torch.device("cpu")))
     operation.issue(4096, 0).wait()
-    gradients, parameters = (
-        [one.untyped_storage().data_ptr() for one in part] for part in (operation._own_gradients, operation._main)
-    )
-    assert gradients == device.storages and not {*parameters} & {*device.storages}
+    with Calls() as calls:
+        operation.issue(4096, 1).wait()
+    there, back = calls.storages[: len(device.storages)], calls.storages[len(device.storages) :]
+    assert [to for to, _ in there] == device.storages and len(back) == len(there)
+    assert not {source for _, source in back} & {*device.storages}
 
 
 def storages() -> dict[int, int]:
