@@ -142,7 +142,7 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     def algorithm_by(self, route: Route) -> Algorithm | None:
         """How ``route`` gathers it; None: by one all-gather, or by none."""
-        return self.algorithm if kind_of(route).by_algorithm else None
+        return self.algorithm if kind_of(route).needs_device_shard else None
 
     def reduces(self, microbatches: int) -> int:
         """How often its gradient is reduced in an iteration of so many micro-batches."""

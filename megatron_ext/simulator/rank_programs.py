@@ -97,7 +97,7 @@ def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         slot = slot_of.get(action.group, -1) if kind.staged else -1
         need_by = index if action.need_by < 0 else action.need_by
         waits.setdefault(need_by, []).append((action.group, len(gathers)))
-        flat = kind.by_algorithm and algorithm is None
+        flat = kind.needs_device_shard and algorithm is None
         gathers.append(Gather(action.group, _link_of(kind), size, *times, slot, flat))
         if kind.shard_from_host:
             gathers[-1].shard_bytes = size // ranks

@@ -158,7 +158,7 @@ class Timing:
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
-        if not kind_of(route).by_algorithm or not self._others:
+        if not kind_of(route).needs_device_shard or not self._others:
             return self.gather_us(route, size_bytes)
         ranks = [self._algorithms.index(name) for name in self._others]
         return min(self.gather_us(route, size_bytes, self.algorithm(rank, size_bytes)) for rank in ranks)
@@ -217,7 +217,7 @@ class Timing:
             return self._shard_gather_us(size_bytes)
         if kind.staged:
             return self._slot_copy_us(size_bytes)
-        return self.gather_us(route, size_bytes, algorithm if kind.by_algorithm else None)
+        return self.gather_us(route, size_bytes, algorithm if kind.needs_device_shard else None)
 
     def stage_us(self, size_bytes: int) -> float:
         """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""

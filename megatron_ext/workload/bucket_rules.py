@@ -35,20 +35,16 @@ def stock_buckets(chunk: Chunk, data_parallel_size: int, elements: int | None = 
     return found
 
 
-def buckets(chunk: Chunk) -> list[list]:
+def buckets(chunk: Chunk, by_layer: bool = False) -> list[list]:
     """Parameters that may share a bucket: by dtype, experts and the shared embedding apart."""
     found: dict[tuple, list] = {}
     for parameter in chunk.parameters:
-        key = (parameter.expert, parameter.dtype, parameter.name if parameter.shared_embedding else None)
+        alone = parameter.shared_embedding or (by_layer and parameter.borrowed_by)
+        key = (parameter.expert, parameter.dtype, parameter.name if alone else None, by_layer and parameter.layer)
         found.setdefault(key, []).append(parameter)
     return list(found.values())
 
 
 def layer_buckets(chunk: Chunk) -> list[list]:
     """As :func:`buckets`, cut at layers too: what can come and go while a chunk computes."""
-    found: dict[tuple, list] = {}
-    for parameter in chunk.parameters:
-        alone = parameter.shared_embedding or parameter.borrowed_by
-        key = (parameter.layer, parameter.expert, parameter.dtype, parameter.name if alone else None)
-        found.setdefault(key, []).append(parameter)
-    return list(found.values())
+    return buckets(chunk, by_layer=True)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 
-from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Parameter, Workload, group_bytes, load, optimizer_bytes
 
@@ -59,18 +58,7 @@ def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
     return sorted(found, reverse=True)[:at_most][::-1]
 
 
-def main() -> int:
-    if len(sys.argv) != 2:
-        print("usage: python -m megatron_ext.workload.measured_sizes WORKLOAD", file=sys.stderr)
-        return 2
-    try:
-        workload = load(sys.argv[1])
-    except InputError as error:
-        print(f"megatron-ext: {error}", file=sys.stderr)
-        return 2
-    print(largest_group_bytes(workload), largest_rank_bytes(workload), ",".join(map(str, likely_group_bytes(workload))))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    described = load(sys.argv[1])
+    likely = ",".join(map(str, likely_group_bytes(described)))
+    print(largest_group_bytes(described), largest_rank_bytes(described), likely)

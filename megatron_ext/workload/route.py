@@ -65,13 +65,8 @@ class RouteKind:
 
     @property
     def needs_device_shard(self) -> bool:
-        """Whether each rank's shard has to rest on the device."""
+        """Whether each rank's shard has to rest on the device. Then a group's ``algorithm`` says how it gathers."""
         return self.gathers and not self.shard_from_host
-
-    @property
-    def by_algorithm(self) -> bool:
-        """Whether the ``algorithm`` of a group says how it gathers."""
-        return self.needs_device_shard
 
     def network_bytes(self, size_bytes: int, ranks: int) -> int:
         """Received from other ranks for a group of ``size_bytes`` whose shards ``ranks`` ranks share."""

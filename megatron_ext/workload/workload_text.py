@@ -23,9 +23,6 @@ def text(workload: Workload, path) -> str:
     if workload.experts is not None:
         sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
     ramp = f", before it {', '.join(map(str, workload.ramp))}" if workload.ramp else ""
-    return (
-        f"{path}: {figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} "
-        "chunks; "
-        f"{sizes}, {p.num_microbatches} micro-batches{ramp}, {p.order}, zero stage "
-        f"{workload.zero_stage}"
-    )
+    held = f"{figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} chunks"
+    run = f"{sizes}, {p.num_microbatches} micro-batches{ramp}, {p.order}, zero stage {workload.zero_stage}"
+    return f"{path}: {held}; {run}"
