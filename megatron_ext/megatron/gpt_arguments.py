@@ -339,4 +339,6 @@ def batch_of(args):
         loss_fusion=fused_loss if said("cross_entropy_loss_fusion") else None,
         context_parallel=context_ranks(args),
         recompute_modules=tuple(said("recompute_modules") or ("core_attn",)),
+        attention_dropout=args.attention_dropout > 0,
+        local=args.transformer_impl == "local",
     )

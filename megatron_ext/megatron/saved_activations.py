@@ -182,19 +182,11 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
 
 @contextlib.contextmanager
 def _fused_kernels(chunk: torch.nn.Module):
-    """Beside Transformer Engine's layers Megatron computes SwiGLU and rotary embeddings by kernels, unless it is told
-    not to. They save their input alone, or nothing that is large, and have no form without data. Of attention's dropout
-    Transformer Engine's kernels save the state of a random generator; a processor would save scores. Only its unfused
-    attention saves them. Of dropout elsewhere a GPU saves a byte an element, a processor what it multiplies by."""
-    config = getattr(bare(chunk), "config", None)
-    if config is None or not any(isinstance(module, Linear) for module in chunk.modules()):
-        yield
-        return
-    backend = getattr(getattr(config, "attention_backend", None), "name", "")
-    attend = _unfused if backend == "unfused" else F.scaled_dot_product_attention
-    for module in chunk.modules() if backend != "unfused" else ():
-        if isinstance(module, DotProductAttention):
-            module.dropout = 0.0
+    """Save what a GPU does. Megatron computes SwiGLU by a kernel unless it is told not to, and PyTorch RMSNorm: both
+    save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
+    Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
+    dropout its kernels save the state of a random generator. Only its unfused attention saves scores."""
+    config = bare(chunk).config
     gated = config.gated_linear_unit and config.activation_func is F.silu
 
     def swiglu(x, *bias):
@@ -202,13 +194,20 @@ def _fused_kernels(chunk: torch.nn.Module):
         return F.silu(gate) * other
 
     kernel = lambda x, bias, *how: SavesInputs.apply(swiglu, x, *([] if bias is None else [bias]))
-    with (
-        mock.patch.object(F, "scaled_dot_product_attention", attend),
-        mock.patch.object(F, "dropout", _dropout),
-        mock.patch.object(mlp, "bias_swiglu_impl", kernel),
-        mock.patch.object(config, "bias_activation_fusion", gated),
-        mock.patch.object(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone()),
-    ):
+    rms_norm = lambda x, shape, w, eps: SavesInputs.apply(lambda x, w: torch.rms_norm(x, shape, w, eps), x, w)
+    with contextlib.ExitStack() as stack:
+        put = lambda *what: stack.enter_context(mock.patch.object(*what))
+        put(F, "dropout", _dropout)
+        put(F, "rms_norm", rms_norm)
+        put(mlp, "bias_swiglu_impl", kernel)
+        put(config, "bias_activation_fusion", gated)
+        if any(isinstance(module, Linear) for module in chunk.modules()):
+            put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
+            if getattr(getattr(config, "attention_backend", None), "name", "") == "unfused":
+                put(F, "scaled_dot_product_attention", _unfused)
+            else:
+                for module in (each for each in chunk.modules() if isinstance(each, DotProductAttention)):
+                    module.dropout = 0.0
         yield
 
 

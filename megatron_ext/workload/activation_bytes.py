@@ -55,17 +55,16 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     if kind == "output":  # the norm's and the matrix's input, the softmax in 32 bits, labels and which are others'
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
-    others = width + groups if shape.qk_norm else 0  # copies of query and key, which the norms keep
-    if batch.recompute == "selective":  # the value is a part of the matrix's output; what is no longer lies beside it
-        made = shape.qk_norm or not shape.positions
-        others += width * (made or groups < width) + groups * made
     behind = width + (3 if shape.gated else 2) * shape.ffn  # attention: inputs of the matrices, of the activation
-    columns = width + 2 * groups + behind + others
+    columns = behind + _inputs_of_attention(shape, batch, width, groups)
     # Scores that are not fused, with keys and values repeated for the queries; a fused kernel keeps a sum for each row.
-    scores = item * batch.tokens * batch.seq_length * batch.score_heads
+    score = (2 * item + 1 if batch.attention_dropout else item) if batch.score_heads else 0
+    scores = score * batch.tokens * batch.seq_length * batch.score_heads
     copies = item * batch.tokens * 2 * width // tp if scores and groups < width else 0
     sums = 0 if scores else 4 * batch.tokens * shape.heads // tp
-    whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums
+    waves = 4 * item * batch.seq_length // batch.context_parallel * shape.head_dim  # for queries and for keys
+    whole = waves if batch.local and not shape.positions else 0
+    whole += 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums
     if batch.recompute == "full":
         return Kept(between, whole)
     if batch.recompute != "selective":
@@ -74,3 +73,20 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     freed = 2 * between + 2 * masks + moments + item * batch.tokens * behind // tp
     anew = scores + copies + sums
     return Kept(whole - anew, max(anew - freed, 0))
+
+
+def _inputs_of_attention(shape, batch, width: int, groups: int) -> int:
+    """Columns of what attention and norms of queries and keys keep of one matrix's output, and of what is made of it.
+
+    Transformer Engine keeps copies, and lets go of the output but for a value that waits for recompute. Megatron's
+    local layers keep the output as long as a part of it is kept: with groups, whose queries are a copy and whose keys
+    and values are repeated, none is without norms and recompute.
+    """
+    output, made = width + 2 * groups, shape.qk_norm or not shape.positions
+    grouped, selective = groups < width, batch.recompute == "selective"
+    copies = (made or grouped) * width + made * groups
+    if not batch.local:
+        return output + copies * selective + (width + groups if shape.qk_norm else 0)
+    if not grouped or selective:
+        return output + copies + (width if grouped and shape.qk_norm else 0)
+    return width + (width + output if shape.qk_norm else 0)

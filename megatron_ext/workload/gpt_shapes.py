@@ -25,10 +25,12 @@ class MicroBatch(NamedTuple):
         recompute_method: of ``full``: ``block`` does so in the first ``recompute_num_layers`` layers of a chunk,
             ``uniform`` in all, as many at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
-        hidden_dropout: activations are dropped at random, and the mask is kept, one byte an element.
+        hidden_dropout, attention_dropout: activations, or scores that are not fused, are dropped at random, and the
+            mask is kept, one byte an element.
         loss_fusion: ``native`` or ``te``, with ``--cross-entropy-loss-fusion``.
         recompute_modules: of ``selective``.
         context_parallel: ranks that a sequence is divided among; each attends to all of it.
+        local: layers are Megatron's local ones, not Transformer Engine's.
     """
 
     seq_length: int
@@ -42,6 +44,8 @@ class MicroBatch(NamedTuple):
     context_parallel: int = 1
     loss_fusion: str | None = None
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    attention_dropout: bool = False
+    local: bool = False
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""

@@ -25,7 +25,6 @@ def by_arithmetic(options: list[str]):
 
 
 def without_activations(work):
-    """What autograd saves depends on which kernels are fused: arithmetic takes them to be."""
     chunks = tuple(replace(chunk, activation_bytes=(), recompute_bytes=0) for chunk in work.chunks)
     return replace(work, chunks=chunks)
 
@@ -43,11 +42,12 @@ def test_grouped_queries_gates_biases_and_tied_matrices(workloads):
         assert counted == without_activations(workloads["shapes", name]), name
 
 
-def test_activations_of_layers_whose_kernels_save_no_more_than_fused_ones(workloads):
-    for name in ("tied", "qkv-bias"):
-        counted, described = by_arithmetic(f"{SIZES} {SHAPES[name]}".split()), workloads["shapes", name]
+def test_activations_of_local_layers(workloads):
+    """As `fit` counts them, but for moments of norms, which a GPU keeps in 32 bits."""
+    for name, options in SHAPES.items():
+        counted, described = by_arithmetic(f"{SIZES} {options}".split()), workloads["shapes", name]
         for ours, theirs in zip(counted.chunks, described.chunks):
-            assert sum(ours.activation_bytes) == pytest.approx(sum(theirs.activation_bytes), rel=0.25), name
+            assert sum(ours.activation_bytes) == pytest.approx(sum(theirs.activation_bytes), rel=0.02), name
 
 
 @pytest.mark.parametrize(
