@@ -24,6 +24,11 @@ SIZES = tuple(1 << power for power in range(8, 41, 4))
 
 KERNELS = 20
 """Of one layer's forward, and of an optimizer's step: as many are launched, whatever their size."""
+TORCH_PASSES = 13
+"""Over 32 bits of a parameter that PyTorch's AdamW makes more than a fused kernel, an operation after the other over
+lists of tensors (``_multi_tensor_adamw``): two over the parameter, one over the gradient, ten over moments and their
+root. Scaling gradients takes two more. Megatron takes it where neither Transformer Engine nor Apex is installed; local
+layers are taken for a machine without."""
 LAYERS = (None, "transformer", "moe")
 """Kinds of layers that are recomputed."""
 LEAST_US = 1.0
@@ -144,7 +149,7 @@ class _Estimates:
     def optimizer(self) -> Line:
         """The step of one rank's shards with norm and clipping, by bytes of its whole parameters. Around it a gradient
         is read for the norm, read and written to be clipped, and zeroed."""
-        around_bytes = 4 * self.workload.optimizer.gradient_item_bytes
+        around_bytes = (6 if self.batch.local else 4) * self.workload.optimizer.gradient_item_bytes
         if not self.workload.optimizer.on_host:
             return self._on_device(self._adam_bytes + around_bytes)
         around, step = self._on_device(around_bytes), self.host.own_step()
@@ -160,7 +165,8 @@ class _Estimates:
         settings = self.workload.optimizer
         main = ITEM_BYTES[settings.main_parameter_dtype] if self._item < GRADIENT_BYTES else 0
         stepped = 2 * (settings.state_item_bytes + (main or self._item))
-        return settings.gradient_item_bytes + stepped + (main + self._item if main else 0)
+        passes = TORCH_PASSES if self.batch.local and len(settings.moment_dtypes) == 2 else 0
+        return settings.gradient_item_bytes + stepped + 4 * passes + (main + self._item if main else 0)
 
     def _on_device(self, bytes_per_parameter: float) -> Line:
         moved = bytes_per_parameter / self._item / self.workload.parallel.dp
@@ -230,8 +236,8 @@ def _dtype(workload: Workload) -> str:
 
 
 def _scan_note(workload: Workload) -> tuple[str, ...]:
-    note = "layers of kind mamba: the products of their matrices alone, without the scan between them"
-    return (note,) if any("mamba" in chunk.layer_kinds for chunk in workload.chunks) else ()
+    mamba = any("mamba" in chunk.layer_kinds for chunk in workload.chunks)
+    return ("layers of kind mamba: the products of their matrices alone, without the scan between them",) * mamba
 
 
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:
@@ -241,6 +247,7 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         "micro_batch_size": batch.micro_batch_size,
         "recompute": batch.recompute,
         "fused_attention": not batch.score_heads,
+        "local": batch.local,
     }
     return cost_table.Metadata(
         synthetic=True,

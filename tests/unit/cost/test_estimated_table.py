@@ -284,6 +284,14 @@ def test_what_is_not_estimated_of_state_space_layers_is_said():
     assert "without the scan" in said[-1] and said[:-1] == plain
 
 
+def test_adam_of_pytorch_takes_what_was_measured_on_an_h200():
+    """With its clipping, in the mean over the two largest sizes (gpu_first_runs.md's machine, 26 November 2026)."""
+    work, batch = run_of(dp=1)
+    costs = Costs(estimate(sheets.load("h200-one-gpu"), work, batch._replace(local=True)))
+    for size, measured_us in ((1 << 28, 4146.7), (1 << 27, 2165.7)):
+        assert costs.optimizer_us(size) == pytest.approx(measured_us, rel=0.12)
+
+
 def test_what_the_host_takes_by_hand():
     """H200 alone on a machine of 16 cores: these read and write 116.8 GB/s, of which Megatron's AdamW reaches 60 % and
     the run's 80 %; page-locked copies have 55.3 GB/s, others 12.2. A byte of a group is half a parameter."""
@@ -298,6 +306,12 @@ def test_what_the_host_takes_by_hand():
     assert ways == pytest.approx({JOINED: 34 / joined / 2, CAST_ON_DEVICE: 28 / joined / 2})
     assert per_byte(table.device_step) == pytest.approx(34 / device / 2)
     assert per_byte(table.optimizer) == pytest.approx(50 / device / 2)
+    local = estimate(sheet, work, batch._replace(local=True))
+    assert per_byte(local.device_step) == pytest.approx((34 + 52) / device / 2)
+    assert per_byte(local.optimizer) == pytest.approx((50 + 52 + 8) / device / 2)
+    assert per_byte(estimate(sheet, hosted, batch._replace(local=True)).optimizer) == pytest.approx(
+        per_byte(on_host.optimizer) + 8 / device / 2
+    )
     assert per_byte(on_host.optimizer) == pytest.approx((16 / device + 28 / adam + 4 / copy + 4 / pageable) / 2)
 
 
