@@ -4,6 +4,7 @@ Sheets of common machines lie in ``hardware/`` next to this file and go by their
 point operations) a second, in one direction, as a data sheet gives them; ``efficiency`` is what programs reach of it.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Network(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU's share of the network between nodes. ``shares_host_link``: its card and host copies use one link."""
 
-    shares_host_link: bool = False
+    shares_host_link: bool
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -157,12 +158,15 @@ def names() -> list[str]:
 
 
 def load(name_or_path) -> HardwareSheet:
-    """Read and check a sheet by its name or its path.
+    """Read and check a sheet by its name or its path; ``NAME:2`` is a part of a node of the sheet, with two GPUs.
 
     Raises:
         InputError: no such sheet (the line lists the known ones), or its content, naming file, field and value.
     """
     known = ", ".join(names())
+    whole, _, gpus = str(name_or_path).rpartition(":")
+    if whole in names():
+        return _part(load(whole), int(gpus) if gpus.isdecimal() else 0, name_or_path)
     path = FOLDER / f"{name_or_path}.json" if str(name_or_path) in names() else Path(name_or_path)
     if not os.path.isfile(path):  # Path.is_file raises where the name is too long
         said = f"is neither a file nor a known machine; known: {known}"
@@ -170,13 +174,36 @@ def load(name_or_path) -> HardwareSheet:
     raw = json_files.load(path, dict[str, Any])
     base = raw.get("extends")
     if base is not None:
-        if base not in names():
+        if str(base).partition(":")[0] not in names():
             raise InputError(f"is not a machine of the package; known: {known}", file=path, field="extends", value=base)
         raw = _merged(msgspec.to_builtins(load(base)), raw)
     elif "host" not in raw:
         raise InputError("is missing; give it, or a sheet that has one by extends", file=path, field="host")
     sheet = json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path)
     return _check(sheet, path)
+
+
+def _part(sheet: HardwareSheet, gpus: int, name) -> HardwareSheet:
+    """A machine with ``gpus`` of a node's GPUs and as large a part of its cores and memory, as they are rented. Of the
+    rates of memory and drives it gets that part where its neighbours work, and all (of its NUMA nodes) where they rest:
+    the value is the mean by factors."""
+    if not 1 <= gpus <= sheet.gpus_per_node:
+        raise InputError(f"is no part of a node of {sheet.gpus_per_node} GPUs", field="hardware", value=str(name))
+    own, numa_nodes = gpus / sheet.gpus_per_node, sheet.host.numa_nodes.value
+    near = math.ceil(own * numa_nodes) / numa_nodes
+    parts = {"host.memory_bytes": (own, own), "host.cores": (own, own), "host.numa_nodes": (near, near)}
+    parts |= {"host.memory_bytes_per_s": (own, near)}
+    parts |= dict.fromkeys(("drive.read_bytes_per_s", "drive.write_bytes_per_s"), (own, 1))
+
+    def part(field: str, figure: Figure) -> Figure:
+        least, most = parts.get(field, (1, 1))
+        (low, high), value = figure.ends, figure.value * math.sqrt(least * most)
+        source = f"{gpus} of {sheet.gpus_per_node} GPUs of a node with {figure.value:g}: {figure.source}"
+        made = Figure(value=value, origin="derived", source=source, low=low * least, high=high * most)
+        return made if field in parts else figure
+
+    title = f"{sheet.title}: a part with {gpus} of the GPUs"
+    return msgspec.structs.replace(_replaced(sheet, "", part), title=title, gpus_per_node=gpus)
 
 
 def _merged(base: dict, over: dict) -> dict:
@@ -228,7 +255,7 @@ def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
 
 def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> HardwareSheet:
     """The sheet with ``choose(field, figure)`` as the value of every figure."""
-    return _replaced(sheet, "", choose)
+    return _replaced(sheet, "", lambda field, figure: msgspec.structs.replace(figure, value=choose(field, figure)))
 
 
 def slow_end(field: str, figure: Figure) -> float:
@@ -243,7 +270,7 @@ def more_is_slower(field: str) -> bool:
 
 def _replaced(node: Any, field: str, choose) -> Any:
     if isinstance(node, Figure):
-        return Figure(value=choose(field, node), origin=node.origin, source=node.source, low=node.low, high=node.high)
+        return choose(field, node)
     dot = f"{field}." if field else ""
     if isinstance(node, dict):
         return {key: _replaced(value, f"{dot}{key}", choose) for key, value in node.items()}

@@ -9,8 +9,8 @@ from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost import sheet_template
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink h100-rdma
-    h200-nvlink h200-one-gpu h200-rdma l40s rtx4090""".split()
+EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink h100-pcie
+    h100-rdma h200-nvlink h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
 def test_the_sheets_of_the_package():
@@ -32,7 +32,7 @@ def test_every_figure_has_its_origin_and_a_range_where_it_is_not_published(name)
     assert sheet.device.memory_bytes_per_s.origin == sheet.host_link.bytes_per_s.origin == "published"
     assert sheet.device.memory_bytes.origin in ("published", "measured")  # as PyTorch reports it, where that is known
     assert (sheet.host_link.pcie is None) == (name == "gh200") and sheet.drive is not None
-    assert (sheet.nvlink is None) == (name in ("l40s", "rtx4090", "gh200"))
+    assert (sheet.nvlink is None) == (name in ("h100-pcie", "l40s", "rtx4090", "gh200"))
     assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "400g", "gh200")))
 
 
@@ -43,6 +43,40 @@ def test_every_figure_at_its_slow_end():
     assert slow.network.hop_us.value == sheet.network.hop_us.high
     assert slow.host_link.gpus_per_link.value == 2 and slow.host.adam_efficiency.value == 0.45
     assert slow.disturbance.compute_beside_collective.value == 1.25
+
+
+def test_a_part_of_a_node_has_as_large_a_part_of_its_host():
+    node, one = sheets.load("h100-nvlink"), sheets.load("h100-nvlink:1")
+    assert one.gpus_per_node == 1 and one.device == node.device and one.host_link == node.host_link
+    host, whole = one.host, node.host
+    assert host.memory_bytes.value == whole.memory_bytes.value / 8 and host.cores.value == whole.cores.value / 8
+    # Between an eighth and the half that is one NUMA node's.
+    assert host.numa_nodes.ends == (1, 1) and host.memory_bytes_per_s.value == whole.memory_bytes_per_s.value / 4
+    low, high = whole.memory_bytes_per_s.ends
+    assert host.memory_bytes_per_s.ends == (low / 8, high / 2)
+    assert one.drive.read_bytes_per_s.high == node.drive.read_bytes_per_s.high
+    assert sheets.load("h100-nvlink:8").host.memory_bytes_per_s.ends == (low, high)
+    for name in ("h100-nvlink:0", "h100-nvlink:9", "h100-nvlink:all", "h100-nvlink:"):
+        with pytest.raises(InputError, match=f"hardware = '{name}': is no part of a node of 8 GPUs"):
+            sheets.load(name)
+
+
+def test_a_network_says_whether_it_shares_the_link_to_the_host(tmp_path):
+    """It would be taken not to."""
+    network = msgspec.to_builtins(sheets.load("h100-rdma").network)
+    del network["shares_host_link"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"title": "ours", "extends": "h100-nvlink", "network": network}))
+    with pytest.raises(InputError, match="missing required field `shares_host_link`"):
+        sheets.load(path)
+
+
+def test_a_part_of_a_node_is_near_what_was_measured_on_such_a_machine():
+    """Within the ranges of both, but for a virtual drive, and for memory: its owner gave half of it."""
+    part, measured = sheets.load("h200-nvlink:1").host, sheets.load("h200-one-gpu").host
+    for name in ("cores", "memory_bytes_per_s", "core_bytes_per_s"):
+        (low, high), (least, most) = getattr(part, name).ends, getattr(measured, name).ends
+        assert low <= most * 1.2 and least <= high * 1.2, name
 
 
 def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
