@@ -186,7 +186,7 @@ def _fused_kernels(chunk: torch.nn.Module):
     save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
     Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
     dropout its kernels save the state of a random generator. Only its unfused attention saves scores."""
-    config = bare(chunk).config
+    config = vars(bare(chunk))["config"]
     gated = config.gated_linear_unit and config.activation_func is F.silu
 
     def swiglu(x, *bias):
