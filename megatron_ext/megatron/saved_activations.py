@@ -50,6 +50,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     # Chunks of the same layers save the same: most chunks of a model are alike.
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
     sizes["seq_length"] //= context_ranks(args)  # of one rank
+    sizes["on_gpu"] = getattr(args, "distributed_backend", None) != "gloo"
     config = bare(module).config
     settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
     layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
@@ -61,9 +62,10 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
 
 
 def saved_activations(
-    chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int
+    chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu: bool = True
 ) -> Saved | None:
-    """Count what a chunk on the ``meta`` device saves; None where it cannot run there, with the reason on stderr."""
+    """Count what a chunk on the ``meta`` device saves where it trains; None where it cannot run there, with the reason
+    on stderr."""
     layers, config = layers_of(chunk), bare(chunk).config
     uneven = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_pad_expert_input_to_capacity", False)
     if not layers or uneven:  # how many tokens an expert gets depends on the data
@@ -75,7 +77,7 @@ def saved_activations(
             _decisions_are_true(fake_tensor.DataDependentOutputException),
             torch.enable_grad(),
             _without_random_states(),
-            _fused_kernels(chunk),
+            _fused_kernels(chunk, on_gpu),
         ):
             chunk.to_empty(device="cpu")
             _move_other_tensors(chunk)
@@ -181,7 +183,7 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
 
 
 @contextlib.contextmanager
-def _fused_kernels(chunk: torch.nn.Module):
+def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool):
     """Save what a GPU does. Megatron computes SwiGLU by a kernel unless it is told not to, and PyTorch RMSNorm: both
     save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
     Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
@@ -197,11 +199,13 @@ def _fused_kernels(chunk: torch.nn.Module):
     rms_norm = lambda x, shape, w, eps: SavesInputs.apply(lambda x, w: torch.rms_norm(x, shape, w, eps), x, w)
     with contextlib.ExitStack() as stack:
         put = lambda *what: stack.enter_context(mock.patch.object(*what))
-        put(F, "dropout", _dropout)
-        put(F, "rms_norm", rms_norm)
-        put(mlp, "bias_swiglu_impl", kernel)
-        put(config, "bias_activation_fusion", gated)
-        if any(isinstance(module, Linear) for module in chunk.modules()):
+        engine = any(isinstance(module, Linear) for module in chunk.modules())
+        if engine or on_gpu:
+            put(F, "dropout", _dropout)
+            put(F, "rms_norm", rms_norm)
+            put(mlp, "bias_swiglu_impl", kernel)
+            put(config, "bias_activation_fusion", gated)
+        if engine:
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
             if getattr(getattr(config, "attention_backend", None), "name", "") == "unfused":
                 put(F, "scaled_dot_product_attention", _unfused)

@@ -62,9 +62,10 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     scores = score * batch.tokens * batch.seq_length * batch.score_heads
     copies = item * batch.tokens * 2 * width // tp if scores and groups < width else 0
     sums = 0 if scores else 4 * batch.tokens * shape.heads // tp
-    waves = 4 * item * batch.seq_length // batch.context_parallel * shape.head_dim  # for queries and for keys
-    whole = waves if batch.local and not shape.positions else 0
-    whole += 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums
+    # Sines and cosines, for queries and for keys.
+    rotated = batch.local and not shape.positions
+    waves = 4 * item * batch.seq_length // batch.context_parallel * shape.head_dim * rotated
+    whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums + waves
     if batch.recompute == "full":
         return Kept(between, whole)
     if batch.recompute != "selective":

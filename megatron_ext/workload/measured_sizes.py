@@ -59,6 +59,5 @@ def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
 
 
 if __name__ == "__main__":
-    described = load(sys.argv[1])
-    likely = ",".join(map(str, likely_group_bytes(described)))
-    print(largest_group_bytes(described), largest_rank_bytes(described), likely)
+    work = load(sys.argv[1])
+    print(largest_group_bytes(work), largest_rank_bytes(work), ",".join(map(str, likely_group_bytes(work))))

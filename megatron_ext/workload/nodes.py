@@ -24,12 +24,9 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: i
     sizes = {len(ranks) for ranks in nodes.values()}
     if len(sizes) > 1:
         kind = f"{'' if ranks in (None, parallel.dp) else 'expert-'}data-parallel"
-        raise InputError(
-            f"spreads the {ranks or parallel.dp} {kind} ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
-            "nodes; host copies need the same number on each",
-            field="parallel.gpus_per_node",
-            value=parallel.gpus_per_node,
-        )
+        said = f"spreads the {ranks or parallel.dp} {kind} ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
+        said += "nodes; host copies need the same number on each"
+        raise InputError(said, field="parallel.gpus_per_node", value=parallel.gpus_per_node)
     return list(nodes.values())
 
 

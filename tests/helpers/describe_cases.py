@@ -21,7 +21,7 @@ if __name__ == "__main__":
                 continue
             if only and not {layout, f"{layout}.{name}"} & only:
                 continue
-            args = ignored_options.parse([*parallel, *model_options(options)])
+            args = ignored_options.parse([*parallel, *model_options(options), "--distributed-backend", "gloo"])
             workload.save(folder / f"{layout}.{name}.json", describe_model.describe_options(args))
     for name, options in SHAPES.items():
         if only and not {"shapes", f"shapes.{name}"} & only:
