@@ -50,7 +50,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     # Chunks of the same layers save the same: most chunks of a model are alike.
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
     sizes["seq_length"] //= context_ranks(args)  # of one rank
-    sizes["on_gpu"] = getattr(args, "distributed_backend", None) != "gloo"
+    sizes["on_gpu"] = getattr(args, "distributed_backend", None) in (None, "nccl")
     config = bare(module).config
     settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
     layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
