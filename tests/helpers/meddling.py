@@ -167,7 +167,23 @@ def ramping(example):
         calculator.unset_num_microbatches_calculator()
 
 
+@contextlib.contextmanager
+def other_states(example):
+    """The host's optimizer has other parameters than the model, as Megatron may read them from a checkpoint."""
+    setup = example.hooks.on_train_setup
+
+    def with_others(args, model, optimizer, config) -> None:
+        for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+            for copy in one.optimizer.gpu_params_map_cpu_copy.values():
+                copy.data.add_(1)
+        setup(args, model, optimizer, config)
+
+    with mock.patch.object(example.hooks, "on_train_setup", with_others):
+        yield
+
+
 SURROUNDINGS = {
+    "other states": other_states,
     "toy route": lambda example: importlib.import_module("toy_route").added(),  # older packages, too, run this file
     "evaluate": evaluating,
     "overflow": overflowing,

@@ -119,3 +119,12 @@ def test_layers_that_are_recomputed_together_are_not_parted(workloads):
         match="layers 3 to 4 are recomputed together in step 0B0; place it at layer 4, or set --recompute-num-layers 1",
     ):
         check_recompute(schedule, workload, together)
+
+
+def test_the_first_iteration_computes_with_the_parameters_whatever_the_optimizer_has_loaded(
+    workloads, services, tmp_path
+):
+    """Copies are published from them first, and from the optimizer's behind its step."""
+    hosted(workloads["interleaved", "bf16-offload"], 1, tmp_path / "s.json")
+    how = dict(options=MODELS["bf16-offload"], schedule=tmp_path / "s.json")
+    assert differences(services("interleaved").run(**how, meddle="other states")) == []
