@@ -160,12 +160,8 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
     members = []
     for name in group.parameters:
         if name not in names:
-            raise InputError(
-                f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}",
-                file=file,
-                field=f"groups[{index}].parameters",
-                value=name,
-            )
+            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
+            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=name)
         members.append(names[name])
     if len(members) > 1 and any(getattr(parameter, "shared_embedding", False) for parameter in members):
         raise InputError(

@@ -1,6 +1,5 @@
 """From a schedule that fits the run to an executor: groups, routes, parts and the compiled program."""
 
-import gc
 import os
 from collections.abc import Callable
 from functools import partial
@@ -82,9 +81,8 @@ def build_executor(own: OwnRank) -> Executor:
 
 def ready_the_host(own: OwnRank) -> None:
     """Keep its freed blocks, and use all cores of its processors where the schedule or an optimizer needs them."""
-    gc.collect()  # DistributedOptimizer has replaced its host optimizer, a circle that holds a copy of all parameters
-    keep_host_blocks()
-    if not has_cuda():
+    if not has_cuda():  # on CUDA the caching allocator keeps blocks, and the host's own allocator is the user's
+        keep_freed_blocks()
         return
     numa_node = host_threads.numa_node(torch.device("cuda", torch.cuda.current_device()))
     # A launcher may have given each rank processors of its own, as srun does.
@@ -99,15 +97,6 @@ def ready_the_host(own: OwnRank) -> None:
             f"rank {dist.get_rank()}: NUMA node {numa_node}, next to its GPU, has no memory that this process may use; "
             f"all its host memory is on nodes {with_memory} and crosses the link between sockets"
         )
-
-
-def keep_host_blocks() -> None:
-    """Let the process keep freed blocks where parameters live in host memory.
-
-    On CUDA the caching allocator does so, and the host's own allocator is the user's.
-    """
-    if not has_cuda():
-        keep_freed_blocks()
 
 
 def _say_once(line: str | None) -> None:

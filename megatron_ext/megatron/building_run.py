@@ -4,8 +4,9 @@
 """
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from enum import Enum
+from functools import partial
 
 import msgspec
 import torch
@@ -36,6 +37,7 @@ from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
+from megatron_ext.megatron.resting_storages import held_on_host
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.runtime import block_pages, free_host_memory, host_threads
@@ -45,7 +47,6 @@ from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.watch import Watch
 from megatron_ext.schedule import match, memory_bill, schedules
-from megatron_ext.schedule.memory_bill import host_bytes_taken
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.workload import Workload
@@ -74,10 +75,10 @@ NEXT_STATES = {
 }
 
 
-def _unwritable(trace) -> str | None:
-    """Why a trace cannot be written, said before hours of training whose trace would be lost; or None."""
+def _refusal(step: Callable, *given) -> str | None:
+    """What ``step(*given)`` refuses; None: nothing."""
     try:
-        json_files.check_writable(trace)
+        step(*given)
     except InputError as error:
         return str(error)
     return None
@@ -146,7 +147,8 @@ class BuildingRun:
         if trace is not None:
             stock_trace.record_steps(self.recorder)
             if rank == 0:
-                self._error = _unwritable(trace)
+                # Said before hours of training whose trace would be lost.
+                self._error = _refusal(json_files.check_writable, trace)
 
     @property
     def late(self) -> late_model.LateModel | None:
@@ -231,12 +233,10 @@ class BuildingRun:
         except InputError as error:
             self._error = self._error or str(error)
         self._agree(self._error)  # groups of a model that is built late are broadcast
-        try:
-            laid_out = buckets.lay_out(ddp, groups, file=self.path, bucket_group_class=cls, late=late)
-            self._bucket_groups.update(laid_out)
-        except InputError as error:
-            self._error = str(error)
-        self._agree(self._error)  # Megatron's next collectives are for ranks that have a model
+        lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
+        self._agree(
+            _refusal(lambda: self._bucket_groups.update(lay_out()))
+        )  # Megatron's next collectives are for ranks that have a model
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
             first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
@@ -271,17 +271,18 @@ class BuildingRun:
         if not self._ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
-        try:
-            late_memory.flush(self._optimizers)  # on all ranks, before any looks how much memory there is
-        except InputError as error:
-            self._error = self._error or str(error)
+        flushed = _refusal(
+            late_memory.flush, self._optimizers
+        )  # on all ranks, before any looks how much memory there is
+        self._error = self._error or flushed
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        everybody = gather_objects([describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)])
+        chunks = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)]
+        everybody, held = zip(*gather_objects((chunks, self._held_on_host())))
         if self._error is not None:
             raise InputError(self._error)
-        held = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
+        seen = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
         self._workload = workload = msgspec.structs.replace(
-            workload_of_run(args), chunks=tuple(held[key] for key in sorted(held)), zero_stage=self.schedule.zero_stage
+            workload_of_run(args), chunks=tuple(seen[key] for key in sorted(seen)), zero_stage=self.schedule.zero_stage
         )
         _check_copies(self.schedule, self.nvme_path, file=self.path)
         if any(group.gradients for group in self.schedule.groups):
@@ -293,16 +294,21 @@ class BuildingRun:
         refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
         device = device_of_chunks(self._ddps)
         refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
-        loaded = any(getattr(getattr(one, "optimizer", None), "state", None) for one in self._optimizers)
-        taken = host_bytes_taken(self.schedule, workload, loaded, saved=getattr(args, "save", None) is not None)
+        taken = memory_bill.host_bytes_taken(self.schedule, workload, held, getattr(args, "save", None) is not None)
         self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
         free_host_memory.require(
-            self._host_bytes, "host copies, staging slots, shards, optimizer states and checkpoints"
+            self._host_bytes, "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
         )
         for number, schedule in self.schedules.items():
             of_number = workload.with_microbatches(number)
             memory_bill.check_run(schedule, of_number, file=self.path)
             check_recompute(schedule, of_number, self._ddps[0].config, file=self.path)
+
+    def _held_on_host(self) -> tuple[int, int]:
+        assert self.schedule is not None
+        rest = {index: self.schedule.groups[index].states_rest for index in self._bucket_groups}
+        on_drive = {self._stored(index).untyped_storage()._cdata for index in rest if rest[index] == "nvme"}
+        return held_on_host(self._ddps, self._late, self._optimizers, on_drive)
 
     def _check_numbers(self, args, workload: Workload) -> None:
         """Every number of micro-batches that is to come has a schedule, and all are for this model. Raises

@@ -39,12 +39,6 @@ class _Module(torch.nn.Module):
         with torch.no_grad(), tracker().fork() if tracker is not None else contextlib.nullcontext():
             fill(parameter) if callable(fill) else parameter.fill_(fill)
 
-    def set_tensor_parallel_group(self, group) -> None:
-        self.tp_group = group
-
-    def reset_fp8_meta_tensors(self) -> None:
-        """There is no fp8 here."""
-
 
 class SavesInputs(torch.autograd.Function):
     """``function(*inputs)`` as a fused kernel computes it, which saves its inputs alone; backward computes it again."""
@@ -286,10 +280,6 @@ class FP8GlobalStateManager:
     @classmethod
     def is_fp8_enabled(cls) -> bool:
         return False
-
-    @classmethod
-    def get_fp8_recipe(cls) -> None:
-        return None
 
 
 def _operation(name: str) -> type:

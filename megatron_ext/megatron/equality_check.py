@@ -61,12 +61,8 @@ class EqualityCheck:
         if self.path.exists():
             self.reference = json_files.load(path, ReferenceRun)
             if self.reference.schedule_sha256 != schedule_sha256:
-                raise InputError(
-                    "is of a run with another schedule; remove it to make a new reference",
-                    file=path,
-                    field="schedule_sha256",
-                    value=self.reference.schedule_sha256[:12],
-                )
+                why, theirs = "is of a run with another schedule; remove it to make a new reference", self.reference
+                raise InputError(why, file=path, field="schedule_sha256", value=theirs.schedule_sha256[:12])
         else:
             json_files.check_writable(path)
 
@@ -136,12 +132,10 @@ def iterations_ahead(args) -> int | None:
 
 def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
     """The first difference, in one line; None where the runs are equal."""
-    if len(reference.grad_norms) != len(mine.grad_norms):
-        return f"cannot be compared: it trained {len(reference.grad_norms)} iterations, this run {len(mine.grad_norms)}"
-    if len(reference.parameter_sha256) != len(mine.parameter_sha256):
-        return (
-            f"cannot be compared: it had {len(reference.parameter_sha256)} ranks, this run {len(mine.parameter_sha256)}"
-        )
+    for field, what in (("grad_norms", "trained {} iterations"), ("parameter_sha256", "had {} ranks")):
+        theirs, ours = (len(getattr(run, field)) for run in (reference, mine))
+        if theirs != ours:
+            return f"cannot be compared: it {what.format(theirs)}, this run {ours}"
     for iteration, (theirs, ours) in enumerate(zip(reference.grad_norms, mine.grad_norms), 1):
         if theirs != ours:
             return (

@@ -23,21 +23,19 @@ FLAGS = """
     ckpt-assume-constant-structure ckpt-fully-parallel-load ckpt-fully-parallel-save cross-entropy-loss-fusion
     data-parallel-random-init ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
     decrease-batch-size-if-needed defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups
-    dist-ckpt-optim-fully-reshardable
-    distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data
-    finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16 init-model-with-meta-device log-device-memory-used
-    log-energy log-max-attention-logit log-memory-to-tensorboard log-num-zeros-in-grad log-params-norm log-progress
-    log-straggler log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard
-    log-world-size-to-tensorboard manual-gc mock-data no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion
-    no-bias-gelu-fusion no-bias-swiglu-fusion no-check-for-nan-in-loss-and-grad no-ckpt-fully-parallel-save
-    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-load-optim no-load-rng
-    no-log-loss-scale-to-tensorboard no-manual-gc-eval no-masked-softmax-fusion
-    no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim no-save-rng
-    no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
+    dist-ckpt-optim-fully-reshardable distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint
+    exit-signal-handler fim-data finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16
+    init-model-with-meta-device log-device-memory-used log-energy log-max-attention-logit log-memory-to-tensorboard
+    log-num-zeros-in-grad log-params-norm log-progress log-straggler log-throughput log-timers-to-tensorboard
+    log-validation-ppl-to-tensorboard log-world-size-to-tensorboard manual-gc mock-data
+    no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
+    no-check-for-nan-in-loss-and-grad no-ckpt-fully-parallel-save no-create-attention-mask-in-dataloader
+    no-gradient-accumulation-fusion no-load-optim no-load-rng no-log-loss-scale-to-tensorboard no-manual-gc-eval
+    no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim
+    no-save-rng no-scatter-gather-tensors-in-pipeline no-use-tokenizer-model-from-checkpoint-args optimizer-cpu-offload
     overlap-cpu-optimizer-d2h-h2d overlap-grad-reduce overlap-p2p-communication-warmup-flush overlap-param-gather
-    overlap-param-gather-with-optimizer-step
-    override-opt_param-scheduler profile reset-attention-mask reset-position-ids
-    rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
+    overlap-param-gather-with-optimizer-step override-opt_param-scheduler profile reset-attention-mask
+    reset-position-ids rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
     use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
     use-sharp verify-integrity
@@ -47,15 +45,15 @@ FLAGS = """
 FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt_hybrid.py alone
 
 VALUES = """
-    adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval
-    ckpt-format ckpt-step clip-grad cross-entropy-fusion-impl data-cache-path dataloader-type
-    ddp-bucket-size decoupled-lr decoupled-min-lr dist-ckpt-format dist-ckpt-strictness empty-unused-memory-level
-    end-weight-decay error-injection-rate error-injection-type eval-global-batch-size eval-interval eval-iters
-    exit-duration-in-mins exit-interval exp-avg-dtype exp-avg-sq-dtype fim-rate fim-spm-rate fp8-amax-compute-algo
-    fp8-amax-history-len fp8-format fp8-margin fp8-recipe hysteresis init-method-std initial-loss-scale load local-rank
-    log-interval loss-scale loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style lr-warmup-fraction
-    lr-warmup-init lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style
-    main-grads-dtype main-params-dtype manual-gc-interval mask-prob mid-level-dataset-surplus min-loss-scale min-lr
+    adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval ckpt-format ckpt-step
+    clip-grad cross-entropy-fusion-impl data-cache-path dataloader-type ddp-bucket-size decoupled-lr decoupled-min-lr
+    dist-ckpt-format dist-ckpt-strictness empty-unused-memory-level end-weight-decay error-injection-rate
+    error-injection-type eval-global-batch-size eval-interval eval-iters exit-duration-in-mins exit-interval
+    exp-avg-dtype exp-avg-sq-dtype fim-rate fim-spm-rate fp8-amax-compute-algo fp8-amax-history-len fp8-format
+    fp8-margin fp8-recipe hysteresis init-method-std initial-loss-scale load local-rank log-interval loss-scale
+    loss-scale-window lr lr-decay-iters lr-decay-samples lr-decay-style lr-warmup-fraction lr-warmup-init
+    lr-warmup-iters lr-warmup-samples lr-wsd-decay-iters lr-wsd-decay-samples lr-wsd-decay-style main-grads-dtype
+    main-params-dtype manual-gc-interval mask-prob mid-level-dataset-surplus min-loss-scale min-lr
     non-persistent-save-interval norm-epsilon num-workers one-logger-project one-logger-run-name
     optimizer-offload-fraction per-split-data-args-path pretrained-checkpoint profile-step-end profile-step-start
     rerun-mode rotary-base rotary-percent rotary-seq-len-interpolation-factor save save-interval save-retain-interval
@@ -78,13 +76,12 @@ TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_id
 """They decide the size of the vocabulary, hence of two parameters."""
 
 REFUSED = """
-    attention-output-gate context-parallel-size decoder-num-layers
-    encoder-num-layers encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size
-    experimental-attention-variant first-last-layers-bf16
-    fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json heterogeneous-layers-config-path
-    hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern kv-lora-rank mtp-num-layers
-    multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank q-lora-rank
-    relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
+    attention-output-gate context-parallel-size decoder-num-layers encoder-num-layers
+    encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size experimental-attention-variant
+    first-last-layers-bf16 fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json
+    heterogeneous-layers-config-path hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern
+    kv-lora-rank mtp-num-layers multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank
+    q-lora-rank relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
     use-legacy-models yaml-cfg
 """.replace("-", "_").split()
 """Options that change parameters, who holds them, or the order of steps."""

@@ -16,6 +16,7 @@ buffer of them either, see late_model.py.
 # Functions of Megatron are replaced here on purpose.
 # pyright: reportAttributeAccessIssue=false
 
+import gc
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import nan
@@ -141,13 +142,12 @@ def _install(hybrid, left_out: LeftOut) -> None:
 
 
 def flush(optimizers: list) -> None:
-    """Bring what was made for Megatron's ``optimizers`` to the drive, and its pages out of memory.
-
-    Raises:
-        InputError: it did not reach the drive.
-    """
+    """Bring what was made for Megatron's ``optimizers`` to the drive, and its pages out of memory. Raises InputError:
+    it did not reach the drive."""
+    gc.collect()  # DistributedOptimizer has replaced its host optimizer, a circle that holds a copy of all parameters
     for optimizer in optimizers:
-        left_out: LeftOut | None = getattr(getattr(optimizer, "optimizer", None), "left_out", None)
+        hybrid = getattr(optimizer, "optimizer", None)
+        left_out: LeftOut | None = getattr(hybrid, "left_out", None)
         for file in left_out.files if left_out is not None else ():
             file.flush()
 

@@ -222,12 +222,8 @@ def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> 
     aware = getattr(args, "use_precision_aware_optimizer", False) and not getattr(args, "optimizer_cpu_offload", False)
     found = next((index for index, group in enumerate(schedule.groups) if group.shard_rests == "host"), None)
     if aware and found is not None:
-        raise InputError(
-            "--use-precision-aware-optimizer steps on the shard itself; leave it out, or add --optimizer-cpu-offload",
-            file=file,
-            field=f"groups[{found}].shard_rests",
-            value="host",
-        )
+        why = "--use-precision-aware-optimizer steps on the shard itself; leave it out, or add --optimizer-cpu-offload"
+        raise InputError(why, file=file, field=f"groups[{found}].shard_rests", value="host")
 
 
 def refuse_combinations(args) -> None:

@@ -1,12 +1,14 @@
-"""Storages that a rank of a run holds throughout the iteration, by kind, for the census."""
+"""Storages that a rank of a run holds throughout the iteration, by kind, for the census; and those that it holds before
+its first one."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 
 from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.copies import Copies
+from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
@@ -59,6 +61,21 @@ def resting_storages(
             held[where][kind] += storage_bytes(new)
             known |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
     return dict(device), dict(host)
+
+
+def held_on_host(ddps: list, late: LateModel | None, optimizers: list, on_drive: Container[int]) -> tuple[int, int]:
+    """Bytes that a rank has in host memory before training begins: those that stay there, and all. Of what lies in the
+    storages ``on_drive``, optimizer states are to rest on the drive."""
+    stays = [shard for ddp in ddps for buffer in buffers_of(ddp) for shard in getattr(buffer, "host_shards", ())]
+    stays += [group.shard for group in late.groups.values() if group.on_host] if late is not None else ()
+    leaves = []
+    for inner in (one.optimizer for one in optimizers):
+        for shard, copy in getattr(inner, "gpu_params_map_cpu_copy", {}).items():
+            states, leaving = dict(inner.state.get(shard, {})), shard.untyped_storage()._cdata in on_drive
+            if not (leaving and "left_out" in vars(inner)):  # those are in files
+                leaves.append(states.pop("master_param", None))  # another than the copy where it was loaded
+                (leaves if leaving else stays).extend((copy, *states.values()))
+    return storage_bytes(filter(torch.is_tensor, stays)), storage_bytes(filter(torch.is_tensor, stays + leaves))
 
 
 def _of_optimizer(optimizer) -> Iterator[tuple[str, str, list[torch.Tensor]]]:

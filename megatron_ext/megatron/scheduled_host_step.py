@@ -203,11 +203,8 @@ class HostStep:
         size = lambda parameter: region_bytes(parameter.numel(), moments)
         largest = max(size(parameter) for of_group in members.values() for parameter in of_group)
         if largest > slots.slot_bytes:
-            raise InputError(
-                f"a slot is smaller than the states of one parameter, which take {largest} bytes",
-                field="state_slots.slot_bytes",
-                value=slots.slot_bytes,
-            )
+            why = f"a slot is smaller than the states of one parameter, which take {largest} bytes"
+            raise InputError(why, field="state_slots.slot_bytes", value=slots.slot_bytes)
         states = DriveStates(
             self._own.nvme_path,
             moments=moments,

@@ -25,7 +25,9 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     match_parallel(schedule, workload.parallel, file=file)
     if schedule.zero_stage != workload.zero_stage:
         check.refuse(f"the run has {workload.zero_stage}", "zero_stage", schedule.zero_stage)
-    match_layers(schedule, _layers_of(workload), file=file)
+    names = ((chunk, p.name) for chunk in workload.chunks for p in chunk.parameters)
+    layers = {(c.pp_rank, c.model_chunk_id, found[1]) for c, name in names if (found := _LAYER.search(name))}
+    match_layers(schedule, len(layers), file=file)
     _match_groups(schedule, workload, check)
     if schedule.model.fingerprint != fingerprint(workload):
         said = f"made for another model; the run's is {fingerprint(workload)[:12]}"
@@ -128,12 +130,6 @@ def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, fi
             kinds = ", ".join(f"{kind} {size}" for kind, size in bill.memory.device_bytes.items())
             said = f"pipeline rank {pp_rank} holds up to {need} bytes at step {bill.memory.at_step} ({kinds})"
             Checker(file).refuse(f"{said}, {need - limit} bytes short", "limits.device_bytes", limit)
-
-
-def _layers_of(workload: Workload) -> int:
-    """Transformer layers of the whole model."""
-    names = ((chunk, p.name) for chunk in workload.chunks for p in chunk.parameters)
-    return len({(c.pp_rank, c.model_chunk_id, found[1]) for c, name in names if (found := _LAYER.search(name))})
 
 
 def _match_groups(schedule: Schedule, workload: Workload, check: Checker) -> None:

@@ -23,25 +23,17 @@ Not counted: what a layer's kernels allocate and free again within the layer, ``
 the gradient buffer, messages between stages that no layer has saved, and what communication libraries allocate.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.rank_memory import RankMemory
+from megatron_ext.schedule import host_slots
 from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.schedule.group_facts import members_of
-from megatron_ext.schedule.host_slots import (
-    gradient_bytes,
-    host_add_bytes,
-    narrow_gradient_bytes,
-    rounding_bytes,
-    state_slots_bytes,
-    step_gradient_bytes,
-    step_slots_bytes,
-)
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
@@ -77,7 +69,9 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     by_step = list(moments(schedule, workload, pp_rank))
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     whole = 0 if schedule.zero_stage == 3 else sum(group.bytes for group in own)
-    peak = max(*by_step, Moment("optimizer", whole, 0, step_gradient_bytes(own, workload)), key=lambda m: m.total)
+    peak = max(
+        *by_step, Moment("optimizer", whole, 0, host_slots.step_gradient_bytes(own, workload)), key=lambda m: m.total
+    )
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
     device["gradients"] += peak.gradients
     return Bill(
@@ -96,40 +90,33 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
     device, host = resting_bytes(own, workload, schedule.step_slots is not None)
     places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
     copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
-    on_host, device["buffers"] = step_slots_bytes(schedule, workload, own)
-    device["buffers"] += narrow_gradient_bytes(own, workload) + rounding_bytes(own, workload)
-    copies["staging_slots"] += state_slots_bytes(schedule, workload, own) + on_host + host_add_bytes(own, workload)
+    on_host, device["buffers"] = host_slots.step_slots_bytes(schedule, workload, own)
+    device["buffers"] += host_slots.narrow_gradient_bytes(own, workload) + host_slots.rounding_bytes(own, workload)
+    copies["staging_slots"] += (
+        host_slots.state_slots_bytes(schedule, workload, own) + on_host + host_slots.host_add_bytes(own, workload)
+    )
     copies["previous_states"] = schedule.rollback_bytes or 0
     return device, host | copies, nvme_bytes
 
 
-class _Held(NamedTuple):
-    """Of the optimizer, by rank: gradients that it copies, main parameters and states, on the device and in host
-    memory; and states on the drive."""
+_OF_OPTIMIZER = ("gradients", "main_parameters", "optimizer_states")
+_Held = dict[tuple[str, str], list[int]]
+"""By where and kind, what the optimizer of every rank holds; gradients that it copies."""
 
-    on_device: tuple[list[int], ...]
-    on_host: tuple[list[int], ...]
-    on_drive: list[int]
 
-    @classmethod
-    def of_ranks(cls, ranks: int) -> "_Held":
-        on_device, on_host = (tuple([0] * ranks for _ in range(3)) for _ in range(2))
-        return cls(on_device, on_host, [0] * ranks)
+def _nothing(parallel: Parallel) -> dict[int, _Held]:
+    """By the ranks that share dense groups, and those that share experts."""
+    kinds = [(where, kind) for where in ("device", "host", "nvme") for kind in _OF_OPTIMIZER]
+    return {ranks: {kind: [0] * ranks for kind in kinds} for ranks in (parallel.dp, parallel.expert_dp)}
 
 
 def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
     """By rank of a pipeline rank, what it holds of dense groups and of experts; of ranks that hold alike, one."""
+    dense, own = held[parallel.dp], parallel.of_instance
     if len(held) == 1:
-        return held[parallel.dp]
-    own = parallel.of_instance
+        return dense
     places = dict.fromkeys(tuple(rank * ranks // own for ranks in held) for rank in range(own))
-
-    def summed(*by_rank: list[int]) -> list[int]:
-        return [sum(values[index] for values, index in zip(by_rank, place)) for place in places]
-
-    kinds = list(held.values())
-    on_device, on_host = (tuple(map(summed, *(kind[where] for kind in kinds))) for where in (0, 1))
-    return _Held(on_device, on_host, summed(*(kind.on_drive for kind in kinds)))
+    return {kind: [sum(one[kind][i] for one, i in zip(held.values(), place)) for place in places] for kind in dense}
 
 
 def resting_bytes(
@@ -139,13 +126,13 @@ def resting_bytes(
     ``step_slots`` the host's optimizer keeps no copy of the gradients; the slots themselves are not counted."""
     settings, parallel = workload.optimizer, workload.parallel
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
-    held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
+    held = _nothing(parallel)
     for group in groups:
         dtype, numels = dtype_and_numels(group, workload)
-        dp, (on_device, on_host, _) = group.ranks, held[group.ranks]
+        dp, own = group.ranks, held[group.ranks]
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
-        whole = gradient_bytes(group, workload)
+        whole = host_slots.gradient_bytes(group, workload)
         if group.gradients is None:
             device["gradients"] += whole
         elif group.gradients == "sharded":
@@ -153,7 +140,7 @@ def resting_bytes(
         else:
             host["gradients"] += whole // dp
         here = settings.on_host and group.states_rest is None
-        gradients, main, states = on_host if here else on_device
+        gradients, main, states = (own["host" if here else "device", kind] for kind in _OF_OPTIMIZER)
         # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype. Of what it steps on the
         # device it copies those of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
@@ -165,12 +152,12 @@ def resting_bytes(
                 states[rank] += numel * state_item
                 gradients[rank] += numel * main_item if copied else 0
             elif settings.delayed:  # all gradients of an iteration are in memory
-                on_host[0][rank] += numel * main_item
+                own["host", "gradients"][rank] += numel * main_item
     every = _of_every_rank(parallel, held)
-    for where, optimizer, kind in ((device, every.on_device, "gradient_shards"), (host, every.on_host, "gradients")):
-        gradients, main, states = max(zip(*optimizer), key=sum)
-        where |= {"main_parameters": main, "optimizer_states": states}
-        where[kind] += gradients
+    for name, where, copies in (("device", device, "gradient_shards"), ("host", host, "gradients")):
+        most = max(zip(*(every[name, kind] for kind in _OF_OPTIMIZER)), key=sum)
+        where[copies] += most[0]
+        where |= dict(zip(_OF_OPTIMIZER[1:], most[1:]))
     return device, host
 
 
@@ -235,10 +222,8 @@ def never_whole(schedule: Schedule) -> int:
 def copies_of_whole(schedule: Schedule) -> list[int]:
     """Bytes of host memory that each rank of every pipeline rank takes for copies of its parameters while it builds,
     loads or saves them: all, where they never fit whole onto the device, else 0."""
-    own = [0] * schedule.parallel.pp
-    for group in schedule.groups:
-        own[group.pp_rank] += group.bytes
-    return [size if short_of_whole(schedule, pp_rank) else 0 for pp_rank, size in enumerate(own)]
+    whole = lambda pp_rank: sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
+    return [whole(pp_rank) if short_of_whole(schedule, pp_rank) else 0 for pp_rank in range(schedule.parallel.pp)]
 
 
 def on_nodes(workload: Workload, of_ranks: list[int]) -> list[int]:
@@ -251,19 +236,21 @@ def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
     return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
 
 
-def host_bytes_taken(schedule: Schedule, workload: Workload, loaded: bool = False, saved: bool = False) -> list[int]:
-    """Host memory of each node that a run takes between its setup and the end of its first iteration: host copies,
-    staging slots, shards that rest there, and optimizer states. Gradients and main parameters are there before, and so
-    are states that were ``loaded`` from a checkpoint. A checkpoint that is ``saved`` takes copies of what never fits
-    whole; by then main parameters that rest on the drive have left host memory."""
-    taken = {"host_copies", "staging_slots", "shards", "optimizer_states", "previous_states"}
-    taken -= {"optimizer_states"} if loaded else set()
-    of_ranks = [sum(kinds.get(kind, 0) for kind in taken) for kinds in host_bytes(schedule, workload)]
-    parts = 1 + len(workload.optimizer.moment_dtypes)
-    for rank, copied in enumerate(copies_of_whole(schedule) if saved else ()):
-        own = [group for group in schedule.groups if group.pp_rank == rank]
-        of_ranks[rank] += max(copied - states_on_drive_bytes(own, workload) // parts, 0)
-    return on_nodes(workload, of_ranks)
+def host_bytes_taken(
+    schedule: Schedule, workload: Workload, held: Sequence[tuple[int, int]], saved: bool = False
+) -> list[int]:
+    """Host memory of each node that a run still takes: what its ranks then hold by the memory bill, which the first
+    iteration completes, less what they have. A checkpoint that is ``saved`` takes copies of what never fits whole.
+
+    Args:
+        held: by rank, bytes that stay in host memory, and these with those that the first iteration frees.
+    """
+    ranks, copies = schedule.parallel.node_size, copies_of_whole(schedule) if saved else [0] * schedule.parallel.pp
+    taken = []
+    for node, size in enumerate(host_bytes_of_nodes(schedule, workload)):
+        stays, at_first = map(sum, zip(*held[node * ranks : (node + 1) * ranks]))
+        taken.append(max(size - stays, size + on_nodes(workload, copies)[node] - at_first, 0))
+    return taken
 
 
 _shard_numels = lru_cache(maxsize=4096)(shard_numels)
@@ -279,12 +266,14 @@ def dtype_and_numels(group: Group, workload: Workload) -> tuple[str, tuple[int, 
 def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """What the drive holds of the optimizer states of a rank's ``groups``."""
     moments, parallel = len(workload.optimizer.moment_dtypes), workload.parallel
-    held = {ranks: _Held.of_ranks(ranks) for ranks in (parallel.dp, parallel.expert_dp)}
+    held = _nothing(parallel)
     for group in groups:
         if group.states_rest == "nvme":
             for rank, parts in enumerate(_shard_parts(dtype_and_numels(group, workload)[1], group.ranks)):
-                held[group.ranks].on_drive[rank] += sum(region_bytes(numel, moments) for numel in parts)
-    return max(_of_every_rank(parallel, held).on_drive)
+                held[group.ranks]["nvme", "optimizer_states"][rank] += sum(
+                    region_bytes(numel, moments) for numel in parts
+                )
+    return max(_of_every_rank(parallel, held)["nvme", "optimizer_states"])
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:

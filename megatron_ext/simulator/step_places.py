@@ -1,6 +1,6 @@
 """How long the optimizer's step takes by where groups are stepped: on the host, or on the device."""
 
-from megatron_ext.schedule.memory_bill import gradient_bytes
+from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload, optimizer_bytes

@@ -20,7 +20,8 @@ from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans,
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import activations
-from megatron_ext.schedule.memory_bill import gradient_bytes, memory_bill, resting_bytes, step_gradient_bytes
+from megatron_ext.schedule.host_slots import gradient_bytes, step_gradient_bytes
+from megatron_ext.schedule.memory_bill import memory_bill, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.activation_bytes import kept_by_chunk

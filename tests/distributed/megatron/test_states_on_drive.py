@@ -73,17 +73,31 @@ def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloa
         assert whole["parameter_sha256"] == ended["parameter_sha256"]
 
 
+def figures(program: str, *words: str) -> dict:
+    """What ``program`` of one rank prints. Freed memory goes back to the system."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    alone |= {"MALLOC_MMAP_MAX_": "1000000", "MALLOC_MMAP_THRESHOLD_": "32768", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        alone["MASTER_PORT"] = str(one.getsockname()[1])
+    done = run([sys.executable, str(HELPERS / program), *words], env=alone)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_run_takes_the_host_memory_that_it_says(megatron_tree, tmp_path):
+    """No more, or its first checkpoint would be its end, and no less, or it would be refused for nothing."""
+    cases = some(["nvme,device", "memory", "memory,host", "nvme", "nvme,host"], 2)
+    for case, found in figures("taken_memory.py", str(tmp_path), *cases).items():
+        for run_of_case in (found["anew"], found["loaded"]):
+            assert abs(run_of_case["took"] - run_of_case["said"]) < found["whole"] / 3, (case, found)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("rest", ["nvme", "memory"])
 def test_checkpoints_take_memory_for_one_group(megatron_tree, tmp_path, rest):
     """Those of states in memory are the control: what is loaded is there."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        alone["MASTER_PORT"] = str(one.getsockname()[1])
-    done = run([sys.executable, str(HELPERS / "checkpoint_memory.py"), str(tmp_path), rest], env=alone)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = figures("checkpoint_memory.py", str(tmp_path), rest)
     assert found["equal"] and found["left"] == []
     little = 2 * found["group"] + (8 << 20)
     assert found["saving"] < little < found["states"] / 4

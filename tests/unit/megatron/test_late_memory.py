@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import gc
+import weakref
 from unittest.mock import MagicMock
 
 import pytest
@@ -44,6 +46,19 @@ def test_a_copy_that_is_left_out_takes_no_memory_and_is_handed_over(hybrid):
     assert copy.shape == late.shape and copy.dtype is torch.float32 and copy.isnan().all()
     assert copy.untyped_storage().nbytes() == 4
     assert list(late_memory.take_over(optimizer, {copy}).items()) == [(copy, late)]
+
+
+def test_the_host_optimizer_that_megatron_replaces_is_gone_before_anybody_looks_for_memory(monkeypatch):
+    """DistributedOptimizer builds it a second time; the first one, with an fp32 copy of all parameters, is a circle."""
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    gc.disable()
+    try:
+        seen = weakref.ref(build([torch.randn(3).bfloat16()]))
+        assert seen() is not None
+        late_memory.flush([])
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 def in_file(tensor: torch.Tensor) -> bool:

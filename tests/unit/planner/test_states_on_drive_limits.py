@@ -9,17 +9,10 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.states_on_drive import FEW_SLOTS, STATE_SLOTS, with_states_on_drive
-from megatron_ext.runtime import free_host_memory
 from megatron_ext.schedule.group_facts import largest_gradient, largest_region
+from megatron_ext.schedule.host_slots import gradient_bytes, narrow_gradient_bytes
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import (
-    gradient_bytes,
-    host_bytes_of_nodes,
-    host_bytes_taken,
-    memory_bill,
-    narrow_gradient_bytes,
-    states_on_drive_bytes,
-)
+from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.rest_checks import check_rests
 from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
@@ -62,40 +55,6 @@ def test_as_few_states_as_the_limit_asks_for_go_to_the_drive():
         numbers.append(sum(group.states_rest == "nvme" for group in schedule.groups))
         assert memory_bill(schedule, work)[0].memory.nvme_bytes > 0
     assert numbers == sorted(numbers) and numbers[0] < numbers[-1]
-
-
-def test_host_memory_short_of_copies_shards_and_states_is_refused_with_the_bytes_that_are_missing(
-    tmp_path, monkeypatch
-):
-    """What the run takes from its setup on: two ranks of one node have half of everything each, and one copy."""
-    work = replace(on_host(layers=4), zero_stage=3, limits=Limits(device_bytes=330_000))
-    schedule = plan(work, table(work))
-    held = memory_bill(schedule, work)[0].memory.host_bytes
-    (taken,) = host_bytes_taken(schedule, work)
-    assert held["shards"] and held["gradients"]
-    assert taken == 2 * (sum(held.values()) - held["gradients"] - held["main_parameters"])
-    assert host_bytes_taken(schedule, work, loaded=True) == [taken - 2 * held["optimizer_states"]]
-    copies = 2 * sum(group.bytes for group in schedule.groups)
-    assert host_bytes_taken(schedule, work, saved=True) == [taken + copies]
-    (tmp_path / "meminfo").write_text(f"MemAvailable: {taken // 1024 - 1} kB\n")
-    monkeypatch.setattr(free_host_memory, "MEMINFO", tmp_path / "meminfo")
-    short = taken - (taken // 1024 - 1) * 1024
-    with pytest.raises(InputError, match=f"copies need {taken} bytes of host memory, {short} bytes short"):
-        free_host_memory.require(taken, "copies")
-
-
-def test_a_checkpoint_takes_its_copies_when_what_rests_on_the_drive_has_left_host_memory():
-    """Where a run looks how much memory there is, main parameters are still in it that are on the drive when it
-    saves."""
-    work = replace(on_host(layers=4), zero_stage=3, limits=Limits(device_bytes=330_000))
-    held = host_bytes_of_nodes(plan(work, table(work)), work)[0]
-    work = replace(work, limits=replace(work.limits, host_bytes=int(0.6 * held)))
-    schedule = plan(work, table(work))
-    on_drive = [group for group in schedule.groups if group.states_rest == "nvme"]
-    copies = 2 * sum(group.bytes for group in schedule.groups)
-    left = states_on_drive_bytes(on_drive, work) // (1 + len(work.optimizer.moment_dtypes))
-    (taken,), (with_copies,) = (host_bytes_taken(schedule, work, saved=saved) for saved in (False, True))
-    assert copies and left and with_copies == taken + max(copies - 2 * left, 0) < taken + copies
 
 
 def test_what_goes_to_the_drive_leaves_the_host_but_for_the_slots():

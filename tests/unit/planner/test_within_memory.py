@@ -13,7 +13,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.passes.offload_groups import Offloader, Residency, Rule
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.memory_bill import gradient_bytes
+from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings

@@ -11,8 +11,15 @@ from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.host_slots import gradient_bytes, host_add_bytes
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.memory_bill import buffer_bytes, check_run, gradient_bytes, host_add_bytes, memory_bill
+from megatron_ext.schedule.memory_bill import (
+    buffer_bytes,
+    check_run,
+    host_bytes_of_nodes,
+    host_bytes_taken,
+    memory_bill,
+)
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
 from megatron_ext.workload.bucket_rules import layer_buckets
@@ -199,6 +206,15 @@ def test_shards_in_host_memory_count_as_pinned_and_keep_the_limit():
     some = with_host_shards(replace(hosted, limits=limits), work)
     assert 0 <= sum(group.shard_rests == "host" for group in some.groups) < len(some.groups)
     validate(some)
+
+
+def test_what_the_ranks_of_another_node_hold_is_still_taken_on_this_one():
+    """Of the second: memory that its first iteration frees is there until then."""
+    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", zero_stage=3, gpus_per_node=2)
+    schedule = with_host_shards(plan(work, make_table(work), policy="all-cpu"), work)
+    first, second = host_bytes_of_nodes(schedule, work)
+    held = [(first, first), (0, 0), (7, 99), (0, 0)]
+    assert first and host_bytes_taken(schedule, work, held) == [0, second - 7]
 
 
 def with_gradients(schedule, kept, reduce_every=1):
