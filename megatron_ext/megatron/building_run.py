@@ -219,6 +219,7 @@ class BuildingRun:
             if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
         }
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
+        late_memory.tell_what_is_not_locked()
         checkpoint_states.allow_empty_shards()
         checkpoint_states.write_padded_buckets()
         late = self.late  # collective on its own

@@ -22,12 +22,15 @@ from functools import partial
 from math import nan
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
 from megatron_ext.megatron.late_model import make_states_only
+from megatron_ext.runtime import lock_refused
 from megatron_ext.runtime.drive_tensors import DriveTensors
 
 LEFT_OUT = "left out"
@@ -141,12 +144,37 @@ def _install(hybrid, left_out: LeftOut) -> None:
     )
 
 
+def tell_what_is_not_locked() -> None:
+    """Host optimizers that are built from now on keep a parameter that the driver does not page-lock in other memory,
+    and :func:`flush` says so: where one rank raised, the others would wait for it in Megatron's next collective."""
+    if not hasattr(HybridDeviceOptimizer, "not_locked"):
+        build, HybridDeviceOptimizer.not_locked = HybridDeviceOptimizer._init_sub_optimizers, None
+        HybridDeviceOptimizer._init_sub_optimizers = lambda hybrid: _lock_or_tell(hybrid, build)
+
+
+def _lock_or_tell(hybrid, build) -> None:
+    def lock_or_tell(tensor, *given):
+        try:
+            return lock(tensor, *given)
+        except RuntimeError as error:
+            hybrid.not_locked = lock_refused.said(tensor.nbytes, str(error).partition("\n")[0])
+            return tensor
+
+    lock, torch.Tensor.pin_memory = torch.Tensor.pin_memory, lock_or_tell
+    try:
+        build(hybrid)
+    finally:
+        torch.Tensor.pin_memory = lock
+
+
 def flush(optimizers: list) -> None:
     """Bring what was made for Megatron's ``optimizers`` to the drive, and its pages out of memory. Raises InputError:
-    it did not reach the drive."""
+    it did not reach the drive, or something of an optimizer could not be page-locked."""
     gc.collect()  # DistributedOptimizer has replaced its host optimizer, a circle that holds a copy of all parameters
     for optimizer in optimizers:
         hybrid = getattr(optimizer, "optimizer", None)
+        if (refused := getattr(hybrid, "not_locked", None)) is not None:
+            raise InputError(f"rank {dist.get_rank()}: {refused}", field="page-locked memory")
         left_out: LeftOut | None = getattr(hybrid, "left_out", None)
         for file in left_out.files if left_out is not None else ():
             file.flush()

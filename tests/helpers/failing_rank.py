@@ -2,7 +2,7 @@
 
 ``python failing_rank.py RANK FAULT NUMBER [OPTIONS]``. FAULT: one of ``drive_faults.FAULTS``, at the first request from
 the NUMBER-th iteration on; ``saving``: killed in the middle of the NUMBER-th file from the second checkpoint on;
-``none``. Numbers begin at 0.
+``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``none``. Numbers begin at 0.
 """
 
 import itertools
@@ -33,6 +33,17 @@ def kill_while_saving(number: int) -> None:
     torch.save = lambda content, file: save(content, Dying(file) if next(numbers) == number else file)
 
 
+def lock_no_more_than(number: int) -> None:
+    numbers = itertools.count()
+
+    def lock(tensor, *_):
+        if next(numbers) >= number:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return tensor
+
+    torch.Tensor.pin_memory = lock
+
+
 def at_iteration(number: int, call) -> None:
     run_schedule, numbers = pretrain_gpt_hybrid.run_schedule, itertools.count()
 
@@ -48,6 +59,8 @@ if __name__ == "__main__":
     rank, fault, number, *options = sys.argv[1:]
     if int(os.environ["RANK"]) == int(rank) and fault == "saving":
         at_iteration(1, lambda: kill_while_saving(int(number)))
+    elif int(os.environ["RANK"]) == int(rank) and fault == "lock":
+        lock_no_more_than(int(number))
     elif int(os.environ["RANK"]) == int(rank) and fault != "none":
         at_iteration(int(number), lambda: drive_faults.install(fault, 0))
     pretrain_gpt_hybrid.build_datasets = lambda args: (Rows(args), Rows(args))

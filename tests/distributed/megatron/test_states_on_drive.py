@@ -121,6 +121,17 @@ def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, f
     assert os.listdir(tmp_path / "drive") == [] and not (tmp_path / "metrics.json").exists()
 
 
+def test_an_optimizer_whose_parameters_one_rank_cannot_lock_is_one_line_on_all(workloads, tmp_path):
+    """Before the setup Megatron looks for a checkpoint, together: the rank goes there, too."""
+    on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1)  # all in memory
+    failed = failing_run(tmp_path, "1", "lock", 1, "--train-iters", "1")
+    refused = (
+        r"^.*page-locked memory: rank 1: \d+ bytes of host memory cannot be page-locked \(CUDA error: out of memory\)"
+    )
+    assert failed.returncode == 2 and re.search(refused, failed.stderr, re.M), failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
 def test_an_optimizer_on_the_device_is_refused(workloads, services, tmp_path):
     on_drive(workloads["interleaved", MODEL], 1, tmp_path / "s.json", 1, every=3)
     options = [option for option in MODELS[MODEL] if option != "--optimizer-cpu-offload"]

@@ -24,7 +24,7 @@ NOT_OF_A_RELEASE = {
     "host_gradients.py": 1,  # whether we have replaced it
     "host_optimizers.py": 1,  # of torch
     "layer_runners.py": 1,  # which module is a router
-    "late_memory.py": 2,  # whether we have replaced it
+    "late_memory.py": 3,  # whether we have replaced it
     "late_model.py": 1,  # whether we have replaced it
     "reference_delay.py": 1,  # which gradient Megatron steps on
     "saved_activations.py": 2,  # whichever settings and states there are
