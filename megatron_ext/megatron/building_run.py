@@ -318,13 +318,9 @@ class BuildingRun:
             match.match(schedule, workload.with_microbatches(number), file=self.path)
         for number in numbers_of_run(args, getattr(args, "consumed_train_samples", 0)):
             if number not in self.schedules:
-                raise InputError(
-                    f"there are schedules for {', '.join(map(str, self.schedules))}, and the batch size of this run "
-                    "reaches another; describe and plan with this training's options",
-                    file=self.path,
-                    field="num_microbatches",
-                    value=number,
-                )
+                why = f"there are schedules for {', '.join(map(str, self.schedules))}, and the batch size of this run"
+                why += " reaches another; describe and plan with this training's options"
+                raise InputError(why, file=self.path, field="num_microbatches", value=number)
 
     def _announce(self, args) -> None:
         """Print what this run does, and where its prediction may not hold."""

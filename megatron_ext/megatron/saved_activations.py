@@ -76,7 +76,7 @@ def saved_activations(
             fake_tensor.FakeTensorMode(allow_non_fake_inputs=True),
             _decisions_are_true(fake_tensor.DataDependentOutputException),
             torch.enable_grad(),
-            _without_random_states(),
+            _recomputes(),
             _fused_kernels(chunk, on_gpu),
         ):
             chunk.to_empty(device="cpu")
@@ -225,9 +225,24 @@ def _dropout(x, p=0.5, training=True, inplace=False):
     return torch.native_dropout(x, p, training)[0] if p and training else x
 
 
+MOST_NESTED = 20
+"""Backwards of recomputes within each other; more do not end."""
+
+
 @contextlib.contextmanager
-def _without_random_states():
-    """Megatron compares and restores states of random generators, which have no form without data."""
+def _recomputes():
+    """Megatron compares and restores states of random generators, which have no form without data. Where a recompute
+    returns a parameter, as that of an MLP does with its bias, torch takes it for what has made the parameter: its
+    backward begins itself again, without end, and would be waited for."""
+    backward, begun = torch.autograd.backward, []
+
+    def begin(*args, **how) -> None:
+        if len(begun) > MOST_NESTED:
+            raise RuntimeError("the backward of a recompute never ends; --recompute-modules mlp: --disable-bias-linear")
+        begun.append(True)
+        backward(*args, **how)
+        begun.pop()
+
     names = {
         "_get_all_rng_states": lambda *args: (None, None, None),
         "_set_all_rng_states": lambda *args: None,
@@ -239,6 +254,7 @@ def _without_random_states():
                 stack.enter_context(mock.patch.object(random, name, function))
         tracker = random.get_cuda_rng_tracker()
         stack.enter_context(mock.patch.object(tracker, "fork", lambda *args: contextlib.nullcontext()))
+        stack.enter_context(mock.patch.object(torch.autograd, "backward", begin))
         yield
 
 

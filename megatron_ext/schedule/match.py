@@ -41,12 +41,10 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
 def _check_shared_embedding(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
         if group.gradients is not None and any(p.shared_embedding for p in members_of(group, workload)):
-            check.refuse(
-                "the embedding that two pipeline ranks share keeps its gradient whole: Megatron adds both ranks' after "
-                "all others are reduced",
-                f"groups[{index}].gradients",
-                group.gradients,
+            said = (
+                "the embedding that two pipeline ranks share keeps its gradient whole: Megatron adds both ranks' after"
             )
+            check.refuse(f"{said} all others are reduced", f"groups[{index}].gradients", group.gradients)
 
 
 _SIZES = {
@@ -96,11 +94,8 @@ def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
         if found
     }
     if named and len(named) != layers:
-        raise InputError(
-            f"the schedule is for {len(named)} layers, the model has {layers}; run describe and plan with this "
-            "training's options",
-            file=file,
-        )
+        why = f"the schedule is for {len(named)} layers, the model has {layers}; run describe and plan with this"
+        raise InputError(f"{why} training's options", file=file)
 
 
 def _match_limits(schedule: Schedule, workload: Workload, check: Checker) -> None:

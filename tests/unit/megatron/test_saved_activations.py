@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core import tensor_parallel
 
 from megatron_ext.megatron.saved_activations import saved_activations
 
@@ -38,6 +39,19 @@ def test_other_errors_are_not_swallowed():
     model.error = KeyError("a mistake")
     with pytest.raises(KeyError):
         saved_activations(model, seq_length=8, micro_batch_size=1, hidden_size=4)
+
+
+class ReturnsItsBias(NeedsData):
+    """As Megatron's MLP: a recompute that returns a parameter is what made it, so its backward begins itself again."""
+
+    def forward(self, tokens, positions, mask, labels=None):
+        layer = self.embedding
+        return sum(tensor_parallel.checkpoint(lambda weight: (weight * 2, layer.bias), False, layer.weight))
+
+
+def test_a_backward_that_never_ends_is_not_counted(capsys):
+    assert saved_activations(ReturnsItsBias(), seq_length=8, micro_batch_size=1, hidden_size=4) is None
+    assert "--disable-bias-linear" in capsys.readouterr().err
 
 
 class AsksForTokens(torch.nn.Module):
