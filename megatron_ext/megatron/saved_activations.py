@@ -7,7 +7,7 @@ bytes are not there.
 import contextlib
 import importlib
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
@@ -188,7 +188,7 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool):
     save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
     Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
     dropout its kernels save the state of a random generator. Only its unfused attention saves scores."""
-    config = vars(bare(chunk))["config"]
+    config: Any = bare(chunk).config
     gated = config.gated_linear_unit and config.activation_func is F.silu
 
     def swiglu(x, *bias):

@@ -8,12 +8,14 @@ from megatron.core import tensor_parallel
 
 from megatron_ext.megatron.saved_activations import saved_activations
 
+MLP = {"gated_linear_unit": False, "bias_activation_fusion": False}
+
 
 class NeedsData(torch.nn.Module):
     """A chunk whose only layer reads what its tensors hold, as a fused kernel does."""
 
     pre_process = True
-    config = None
+    config = SimpleNamespace(**MLP)
 
     def __init__(self):
         super().__init__()
@@ -59,7 +61,7 @@ class AsksForTokens(torch.nn.Module):
     tokens do."""
 
     pre_process = post_process = True
-    config = SimpleNamespace(params_dtype=torch.float32)
+    config = SimpleNamespace(params_dtype=torch.float32, **MLP)
 
     def __init__(self):
         super().__init__()
