@@ -7,6 +7,7 @@ bytes are not there.
 import contextlib
 import importlib
 import sys
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -286,8 +287,9 @@ class _OneMicroBatch:
             self._recomputed = max(self._recomputed, self.saved.bytes - self._base)
 
     def result(self, output: torch.Tensor) -> Saved:
-        ends = [*self._begins[1:], self.saved.bytes]
-        by_layer = tuple(end - begin for begin, end in zip(self._begins, ends))
+        # Of layers that are recomputed together some have freed what they saved when a later one begins.
+        held = [*accumulate([self.saved.bytes, *reversed(self._begins)], min)][::-1]
+        by_layer = tuple(end - begin for begin, end in pairwise(held))
         self._forward, self._base = False, self.saved.bytes
         output.backward(torch.ones_like(output))
         return Saved(by_layer, self._recomputed)

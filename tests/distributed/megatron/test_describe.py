@@ -262,18 +262,19 @@ from megatron_ext.megatron.describe_model import describe_options
 from megatron_ext.megatron.ignored_options import parse
 by = "--recompute-granularity"
 full = [by, "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
-ways = {"none": [], "full": full, "selective": [by, "selective"]}
+ways = {"none": [], "full": full, "pairs": [*full[:-1], "2"], "selective": [by, "selective"]}
 kept = {}
 for name, options in ways.items():
     (chunk,) = describe_options(parse([*sys.argv[1:], *options])).chunks
     kept[name] = sum(chunk.activation_bytes)
-assert kept["full"] < kept["selective"] < kept["none"], kept
+assert kept["pairs"] < kept["full"] < kept["selective"] < kept["none"], kept
 """
 
 
 def test_recompute_is_counted_as_it_is_set(megatron_tree, tmp_path):
-    """Three models described by one process: what was counted for one is not the other's."""
+    """Four models described by one process: what was counted for one is not the other's."""
     small = MODEL[: MODEL.index("--pipeline-model-parallel-size")]
     (tmp_path / "ways.py").write_text(SELECTIVE_AND_FULL)
+    small += ["--transformer-impl", "local", "--hidden-dropout", "0.1"]
     result = run_warm([sys.executable, str(tmp_path / "ways.py"), *small])
     assert result.returncode == 0, result.stderr
