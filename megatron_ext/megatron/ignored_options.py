@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron import gpt_arguments, releases
-from megatron_ext.megatron.refusals import LAYER_WISE_OPTIMIZERS, NEUTRAL, REASONS
+from megatron_ext.megatron.refusals import NEUTRAL, REASONS
 from megatron_ext.workload.gpt_shapes import MicroBatch
 
 FLAGS = """
@@ -218,7 +218,7 @@ def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Let ``parser`` accept the options above; :func:`check_other_options` judges them."""
     group = parser.add_argument_group("Megatron's other options")
     known = set(parser._option_string_actions)
-    judged = [*REFUSED, *BATCH, *NEUTRAL, "optimizer"]
+    judged = [*REFUSED, *BATCH, *NEUTRAL]
     options: tuple[tuple[Iterable[str], dict[str, Any]], ...] = (
         (map("--{}".format, FLAGS), {"action": "store_true"}),
         (map("--{}".format, VALUES), {}),
@@ -276,8 +276,6 @@ def _refuse_neutral(given: dict) -> None:
     for name, neutral in NEUTRAL.items():
         if given.get(name) not in (None, [str(neutral)]):
             _refuse(given, name, f"cannot be combined with a schedule: {REASONS[name]}")
-    if given.get("optimizer", [""])[0] in LAYER_WISE_OPTIMIZERS:
-        _refuse(given, "optimizer", f"cannot be combined with a schedule: {REASONS['optimizer']}")
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_over: list[str] | None) -> None:

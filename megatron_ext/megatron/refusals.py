@@ -14,9 +14,9 @@ _OWN_SHARDS = "shards and gathers parameters by rules of its own"
 _SCALED = "gathers values whose scales Transformer Engine keeps next to them; groups and host copies have none"
 _GRAPH = "a replayed graph does not run the forward of its layers, by which a schedule waits for parameters"
 _ACTIVATIONS = "its copies of activations share the link of host copies, and no bill or simulation counts them"
-_WHOLE_LAYERS = "whole layers, not shards, belong to one rank"
 
 REASONS = {
+    "optimizer": "Megatron shards what adam steps, and nothing of other optimizers",
     "use_megatron_fsdp": _OWN_SHARDS,
     "use_custom_fsdp": _OWN_SHARDS,
     "use_torch_fsdp2": _OWN_SHARDS,
@@ -24,7 +24,7 @@ REASONS = {
     "fp8_param_gather": _SCALED,
     "fp4_param_gather": _SCALED,
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of gradients",
-    "use_layer_wise_distributed_optimizer": _WHOLE_LAYERS,
+    "use_layer_wise_distributed_optimizer": "whole layers, not shards, belong to one rank",
     "overlap_moe_expert_parallel_comm": "runs layers of two micro-batches in turns, which no order of steps has",
     "use_tp_pp_dp_mapping": "numbers the ranks of a node in another way",
     "hybrid_context_parallel": "gives ranks parts of sequences that differ by micro-batch",
@@ -46,11 +46,11 @@ combined with a schedule. Releases name some of them differently; absent ones ar
 NEUTRAL = dict.fromkeys(REASONS, False) | {
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     "cuda_graph_impl": "none",
+    "optimizer": "adam",
 }
 """The values at which they do not."""
 
 REASONS |= {
-    "optimizer": _WHOLE_LAYERS,
     "tensor_parallel_num_weight_shards": "shards weights over tensor-parallel ranks, and gathers them itself",
     "cuda_graph_scope": _GRAPH,
 }
@@ -59,8 +59,6 @@ OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_fo
 """Those that DistributedDataParallel is told, also where no command line says so."""
 
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
-
-LAYER_WISE_OPTIMIZERS = ("muon", "dist_muon", "adaptive_muon")
 
 
 def check_start(args) -> None:
@@ -235,8 +233,6 @@ def refuse_combinations(args) -> None:
 
     # None, or an empty list, is how Megatron spells "not given".
     found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
-    if getattr(args, "optimizer", None) in LAYER_WISE_OPTIMIZERS:
-        found.append("optimizer")
     # The option itself counts the tensor-parallel ranks as well.
     if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
         found.append("tensor_parallel_num_weight_shards")

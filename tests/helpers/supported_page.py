@@ -66,7 +66,6 @@ def _models() -> list[str]:
 
 def _refused() -> list[str]:
     rows = [[_option(name), refusals.REASONS[name]] for name in sorted(refusals.NEUTRAL)]
-    rows += [[f"`--optimizer {name}`", refusals.REASONS["optimizer"]] for name in refusals.LAYER_WISE_OPTIMIZERS]
     rows += [
         [_option(name), "with gradients that come and go: needs them at another time than the schedule has them"]
         for name in refusals.NEUTRAL_FOR_GRADIENTS

@@ -70,6 +70,7 @@ def test_a_usual_run_is_accepted():
         ("ddp_param_name_patterns_for_fp32_local_accumulation", ["all"]),
         ("use_layer_wise_distributed_optimizer", True),
         ("optimizer", "dist_muon"),
+        ("optimizer", "sgd"),
         ("cuda_graph_scope", ["full_iteration"]),
         ("cuda_graph_scope", "CudaGraphScope.full_iteration"),
         ("use_distributed_optimizer", False),
