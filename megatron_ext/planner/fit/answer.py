@@ -41,10 +41,11 @@ class Answer(NamedTuple):
 
 
 def fastest_without(found: Found) -> Without | None:
-    """Of stock Megatron's settings that were tried the fastest that fits."""
+    """Of stock Megatron's settings the fastest that fits: of those that were searched, and of those that are near to
+    the given one, whatever ``--fix`` keeps."""
     problem = found.problem
-    tried = [Without(one.setting, one.stock, one.rounds) for one in found.fit.tried if one.stock is not None]
-    tried += [Without(setting, stock, FewRounds(setting.workload(problem.limits))) for setting, stock in found.stock]
+    tried = [*found.fit.stock, *found.stock]
+    tried = [Without(setting, stock, FewRounds(setting.workload(problem.limits))) for setting, stock in tried]
 
     def fits(one: Without) -> bool:
         room = problem.room(one.setting, one.rounds.parts[0][0])
@@ -71,9 +72,11 @@ def answer_of(found: Found) -> Answer:
         answer, conclusion = said.figures["answer"], said.conclusion
     elif without is None:
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"
+        conclusion += "" if found.request.search_layout else "; --search-layout tries other parallel sizes"
     else:
         gain, (low, high), answer = found.certainty.gain_over(winner, *without)
         conclusion = f"{answer}. A plan gains {gain:.1%} ({low:.1%} to {high:.1%}) over the fastest without one"
+        conclusion += " of those that were tried" if found.fit.stock_left_out else ""
     runs = [Run(f"by a plan: {found.text(winner)}", winner.us, winner.host_bytes)]
     if given is not None and given.setting != winner.setting:
         runs.append(Run("as given, by a plan", given.us, given.host_bytes))

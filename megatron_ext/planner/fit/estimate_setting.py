@@ -184,11 +184,11 @@ def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock 
     return plans, stock, None
 
 
-def stock_of(rounds: FewRounds, timings: list[Timing]) -> Stock:
-    """Stock Megatron at zero stage 1, whatever the limits."""
+def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | None = None) -> Stock:
+    """Stock Megatron at zero stage 1, whatever the limits. ``held``: its bytes where they are known."""
     schedules = {name: [rule(part) for part, _ in rounds.parts] for name, rule in STOCK_RULES.items()}
     times = {name: rounds.times(timings, made).iteration_time_us for name, made in schedules.items()}
-    return Stock(*stock_bytes(rounds.parts[-1][0]), times)
+    return Stock(*(held or stock_bytes(rounds.parts[-1][0])), times)
 
 
 def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:

@@ -51,7 +51,8 @@ class Found(NamedTuple):
         add, take_out = changes(given, {name: value for name, value in chosen.items() if name not in OURS})
         there = {word.partition("=")[0] for word in self.request.words}
         take_out += [other for name, other in OTHER_NAMES.items() if name in (*add, *take_out)]
-        return add | {name: "" for name in NEEDED if name not in there}, [name for name in take_out if name in there]
+        add = {name: value for name, value in (add | dict.fromkeys(NEEDED, "")).items() if value or name not in there}
+        return add, [name for name in take_out if name in there]
 
     def words(self, *without: str) -> tuple[str, ...]:
         """The script's arguments with the winner's options, and without ours."""

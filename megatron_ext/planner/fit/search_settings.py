@@ -8,6 +8,8 @@
 3. The fastest are planned in full, the next as long as its estimate, or in small cases its bound, is below the best
    plan.
 4. The frontier are the choices that nothing with as few bytes is faster than.
+5. A plan has to be faster than stock Megatron: by the settings that it has, in the order of their bounds, until none
+   can be faster.
 Effort is counted and no clock is read, so that the same input gives the same answer everywhere.
 """
 
@@ -23,16 +25,20 @@ from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.fit.costs import Costs
 from megatron_ext.planner.fit.estimate_setting import (
     Choice,
+    Stock,
     bound_us,
     choice_of,
     floor_bytes,
     least_bytes,
     quick_choice,
+    stock_of,
 )
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import Space
+from megatron_ext.planner.last_lines import short_of
 from megatron_ext.planner.policies import plan
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times
+from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Limits, Workload
 
@@ -88,6 +94,8 @@ class Fit(NamedTuple):
         settings, pruned, left_out: how many there are, do not fit, and were not estimated for lack of effort although
             by their bound they might be faster.
         bound_us: no setting that fits can be faster.
+        stock: settings by which stock Megatron fits; its fastest is among them unless ``stock_left_out``, for lack of
+            effort.
     """
 
     frontier: list[Choice]
@@ -98,6 +106,8 @@ class Fit(NamedTuple):
     pruned: int
     left_out: int
     bound_us: float
+    stock: list[tuple[Setting, Stock]]
+    stock_left_out: bool
 
     @property
     def winner(self) -> Choice:
@@ -158,6 +168,7 @@ class Search:
             len(settings) - len(candidates),
             len(self.left_out - {*self.choices} - {*self.refused}),
             min(one.bound_us for one in candidates),
+            *self._stock(candidates),
         )
 
     def _that_fit(self, settings: list[Setting]) -> list[Candidate]:
@@ -172,8 +183,9 @@ class Search:
             if key not in bases:  # settings of one layout and batch follow each other
                 bases = {key: self.costs.with_activations(setting, setting.workload(self.limits))}
             work = replace(bases[key], zero_stage=setting.zero_stage, optimizer=setting.optimizer)
-            room_bytes = self.room(setting, work)
-            need = least_bytes(work, setting.keeps_gradients)
+            few = FewRounds(work).parts[-1][0]  # holds as much: what is in flight repeats with every round
+            room_bytes = self.room(setting, few)
+            need = least_bytes(few, setting.keeps_gradients)
             if need > room_bytes:
                 least = min(least, (need - room_bytes, setting, need), key=lambda item: item[0])
                 if setting == self.space.given:
@@ -209,9 +221,7 @@ class Search:
             best = min(best, choice.us if choice is not None else inf)
 
     def _estimate(self, one: Candidate, part: float) -> Choice | None:
-        layers = sum(chunk.num_layers for chunk in one.workload.chunks_of_rank(0))
-        effort = OF_STEP * FewRounds(one.workload).steps * layers / one.workload.parallel.vp
-        effort += OF_PAIR * one.workload.parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0
+        effort = _quick_effort(one)
         if self.effort < effort:
             self.left_out.add(one.setting)
             return None
@@ -225,6 +235,21 @@ class Search:
             return None
         self.choices.setdefault(one.setting, []).append(choice)
         return choice
+
+    def _stock(self, candidates: list[Candidate]) -> tuple[list[tuple[Setting, Stock]], bool]:
+        found, best, self.effort = [], inf, EFFORT
+        its = (one for one in candidates if one.setting.zero_stage == 1 and not one.setting.optimizer.delayed)
+        for one in sorted(its, key=lambda each: each.bound_us):
+            if one.bound_us >= best or self.effort <= 0:
+                break
+            rounds = FewRounds(one.workload)
+            held = stock_bytes(rounds.parts[-1][0])
+            if not any(map(short_of, held, (one.room_bytes, self.limits.host_bytes))):
+                self.effort -= _quick_effort(one)
+                stock = stock_of(rounds, rounds.timings(one.table), held)
+                found.append((one.setting, stock))
+                best = min(best, stock.us)
+        return found, self.effort <= 0
 
     def _planned(self, candidates: list[Candidate]) -> list[Choice]:
         """The best settings of the whole device, planned in full."""
@@ -253,6 +278,12 @@ def _by_quick_plan(item: tuple[Choice | None, Candidate]) -> tuple[float, float]
     """The fastest quick plan first; those without one by their bound."""
     choice, one = item
     return (inf, one.bound_us) if choice is None else (choice.us, choice.device_bytes)
+
+
+def _quick_effort(one: Candidate) -> float:
+    parallel, layers = one.workload.parallel, sum(chunk.num_layers for chunk in one.workload.chunks_of_rank(0))
+    effort = OF_STEP * FewRounds(one.workload).steps * layers / parallel.vp
+    return effort + (OF_PAIR * parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0)
 
 
 def _plan_effort(one: Candidate) -> float:

@@ -57,6 +57,8 @@ class Setting(NamedTuple):
         found["--tensor-model-parallel-size"] = str(parallel.tensor_model_parallel_size)
         found["--pipeline-model-parallel-size"] = str(parallel.pp)
         found["--data-parallel-size"] = str(self.replicas)
+        if batch.sequence_parallel:
+            found["--sequence-parallel"] = ""
         if batch.context_parallel > 1:
             found["--context-parallel-size"] = str(batch.context_parallel)
         if parallel.vp > 1:
@@ -84,6 +86,7 @@ class Setting(NamedTuple):
         place = "host" + (", delayed" if self.optimizer.delayed else "") if self.optimizer.on_host else "device"
         micro = f"micro-batch {batch.micro_batch_size}"
         layout = f"TP {parallel.tensor_model_parallel_size} PP {parallel.pp} VP {parallel.vp} "
+        layout = layout.replace(" PP", " SP PP") if batch.sequence_parallel else layout
         layout += f"CP {batch.context_parallel} " * (batch.context_parallel > 1)
         layout = f"{layout}DP {self.replicas}, " if layout_too else ""
         return f"{layout}zero stage {self.zero_stage}, optimizer on the {place}, {recompute}, {micro}"

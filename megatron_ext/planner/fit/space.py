@@ -17,7 +17,8 @@ LAYOUT = (
     "num-virtual-stages-per-pipeline-rank",
     "data-parallel-size",
 )
-NAMES = ("zero-stage", "optimizer-cpu-offload", "recompute", "micro-batch-size", *LAYOUT, "delayed-parameter-update")
+OTHERS = ("zero-stage", "optimizer-cpu-offload", "recompute", "micro-batch-size", "sequence-parallel")
+NAMES = (*OTHERS, *LAYOUT, "delayed-parameter-update")
 """What can be fixed, by the option that says it."""
 
 MOST_MICRO_BATCH = 32
@@ -36,7 +37,8 @@ class Space(NamedTuple):
         layout: whether parallel sizes may change.
         delayed: whether updates may be delayed, which changes training.
         vocab: the padded vocabulary by tensor-parallel size.
-        sequence_parallel: wherever there are several tensor-parallel ranks.
+        sequence_parallel: always where there are several tensor-parallel ranks; without it both ways are tried there
+            when parallel sizes may change.
     """
 
     given: Setting
@@ -128,6 +130,11 @@ class Space(NamedTuple):
             sequence_parallel=(given.sequence_parallel or self.sequence_parallel) and tp > 1,
             score_heads=self.given.shape.heads // tp if given.score_heads else 0,
         )
+        more = self.layout and tp > 1 and given.seq_length // given.context_parallel % tp == 0
+        for parts in self._values("sequence-parallel", own.sequence_parallel, [True] if more else []):
+            yield from self._recomputed(parallel, own._replace(sequence_parallel=parts))
+
+    def _recomputed(self, parallel: Parallel, own: MicroBatch) -> Iterator[MicroBatch]:
         yield own
         if "recompute" in self.fixed:
             return

@@ -8,12 +8,14 @@ from megatron_ext.cost import hardware_sheet
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.planner.effort import EFFORT
-from megatron_ext.planner.fit.answer import answer_of
-from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes
+from megatron_ext.planner.fit import search_settings
+from megatron_ext.planner.fit.answer import answer_of, fastest_without
+from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes, stock_of
 from megatron_ext.planner.fit.fit_text import as_json, as_text
 from megatron_ext.planner.fit.found import judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.planner.fit.space import NAMES, Space
+from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.validate import validate
@@ -53,6 +55,27 @@ def test_gradients_stay_whole_beside_sequence_parallelism():
     several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
     assert several and all(one.keeps_gradients and one.zero_stage != 2 for one in several)
     assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
+
+
+def test_stock_megatron_is_searched_with_sequence_parallelism(monkeypatch):
+    """A plan was said to help to fit, where stock Megatron fits by other parallel sizes."""
+    monkeypatch.setattr(search_settings, "PLAN_EFFORT", 0.0)
+    monkeypatch.setattr(search_settings, "PARTS", (1.0, 1.0))
+    words = [*SMALL, *"--num-layers 2 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192".split()]
+    words += "--micro-batch-size 1 --hidden-dropout 0 --limit-device-bytes 10000000000".split()
+    fixed = ("micro-batch-size", "pipeline-model-parallel-size", "recompute")
+    asked = request(words, hardware="h100-nvlink", search_layout=True, fixed=fixed)
+    problem = ready(asked)
+    found, fits = judge(asked, problem, problem.search()), {}
+    for setting in problem.space.settings():
+        rounds = FewRounds(setting.workload(problem.limits))
+        if setting.zero_stage == 1:
+            stock = stock_of(rounds, rounds.timings(problem.costs.of(setting, rounds.parts[0][0])))
+            fits |= {setting: stock.us} if stock.device_bytes <= 10000000000 else {}
+    best, without = min(fits, key=lambda setting: fits[setting]), fastest_without(found)
+    assert without is not None and without.stock.us == fits[best] > found.fit.winner.us
+    assert not found.fit.stock_left_out and best not in [one.setting for one in found.fit.tried]
+    assert found.launch_of(best)[0].items() >= {"--sequence-parallel": "", "--tensor-model-parallel-size": "4"}.items()
 
 
 def test_ranks_that_share_sequences_are_kept():
