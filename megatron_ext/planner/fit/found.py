@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.formats.errors import flag
+from megatron_ext.megatron.gpt_arguments import UNEVEN
 from megatron_ext.planner.fit.certainty import Certainty
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock, stock_of
 from megatron_ext.planner.fit.request import Problem, Request, with_changes
 from megatron_ext.planner.fit.search_settings import Fit
-from megatron_ext.planner.fit.setting import OTHER_NAMES, Setting, as_words, changes
+from megatron_ext.planner.fit.setting import COUNT_ENDS, OTHER_NAMES, Setting, as_words, changes
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.workload.workload import Limits
 
@@ -51,6 +53,9 @@ class Found(NamedTuple):
         add, take_out = changes(given, {name: value for name, value in chosen.items() if name not in OURS})
         there = {word.partition("=")[0] for word in self.request.words}
         take_out += [other for name, other in OTHER_NAMES.items() if name in (*add, *take_out)]
+        if setting.shape.stage_layers != self.problem.space.given.shape.stage_layers:
+            add |= dict.fromkeys(COUNT_ENDS, "") if setting.counts_ends else {}
+            take_out += [name for name in map(flag, UNEVEN) if name not in add]
         add = {name: value for name, value in (add | dict.fromkeys(NEEDED, "")).items() if value or name not in there}
         return add, [name for name in take_out if name in there]
 

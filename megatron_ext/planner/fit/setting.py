@@ -9,6 +9,7 @@ from megatron_ext.workload.workload import Limits, Workload
 
 OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "--use-precision-aware-optimizer")
 RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
+COUNT_ENDS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 OTHER_NAMES = {"--recompute-granularity": "--recompute-activations"}
 """Options of Megatron that say in a word what another one says."""
 DELAY_AFTER = "100"
@@ -50,6 +51,12 @@ class Setting(NamedTuple):
         """Whether whole gradients have to stay (megatron/refusals.py, ``refuse_with_gradients``)."""
         return self.batch.sequence_parallel and self.parallel.tensor_model_parallel_size > 1
 
+    @property
+    def counts_ends(self) -> bool:
+        """Whether the first and the last stage have a layer less than all others."""
+        layers = self.shape.stage_layers
+        return layers[:1] == layers[-1:] and {*layers[1:-1]} == {each + 1 for each in layers[:1]}
+
     def options(self) -> dict[str, str]:
         """By option of Megatron or of ``describe`` its value, "" where it has none; what is not there is not given."""
         parallel, batch = self.parallel, self.batch
@@ -61,6 +68,8 @@ class Setting(NamedTuple):
             found["--sequence-parallel"] = ""
         if batch.context_parallel > 1:
             found["--context-parallel-size"] = str(batch.context_parallel)
+        if self.counts_ends:
+            found |= dict.fromkeys(COUNT_ENDS, "")
         if parallel.vp > 1:
             found["--num-virtual-stages-per-pipeline-rank"] = str(parallel.vp)
         if batch.recompute is not None:

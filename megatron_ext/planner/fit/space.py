@@ -95,18 +95,31 @@ class Space(NamedTuple):
                 continue
             for pp in self._values(LAYOUT[1], own.pp, powers):
                 dp, rest = divmod(own.world_size, tp * pp)
-                if rest or shape.layers % pp or dp % self.given.batch.context_parallel:
+                if rest or dp % self.given.batch.context_parallel:
                     continue
                 if dp not in self._values(LAYOUT[3], own.data_parallel_size, [dp]):
                     continue
-                chunks = [vp for vp in range(1, MOST_CHUNKS + 1) if pp > 1 and shape.layers // pp % vp == 0] or [1]
+                chunks = range(1, MOST_CHUNKS + 1 if pp > 1 else 2)
                 for vp in [own.vp] if LAYOUT[2] in self.fixed else chunks:
-                    if shape.layers % (pp * vp) == 0 and (pp > 1 or vp == 1):
+                    if self._layers_of_stages(pp, vp) and (pp > 1 or vp == 1):
                         yield Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=1, gpus_per_node=own.gpus_per_node)
+
+    def _layers_of_stages(self, pp: int, vp: int) -> tuple[int, ...]:
+        """Of every stage, equally many; or with the embedding and the loss counted as a layer each, where that divides
+        and the layers alone do not. Empty where neither does."""
+        given, stages = self.given, pp * vp
+        if (pp, vp) == (given.parallel.pp, given.parallel.vp):
+            return given.shape.stage_layers
+        each, rest = divmod(given.shape.layers, stages)
+        if not rest:
+            return (each,) * stages
+        each, rest = divmod(given.shape.layers + 2, stages)
+        return () if rest or each < 2 or pp == 1 else (each - 1, *[each] * (stages - 2), each - 1)
 
     def _of_layout(self, parallel: Parallel, micro_batch_size: int) -> Iterator[Setting]:
         given, tp = self.given, parallel.tensor_model_parallel_size
         shape = given.shape if self.vocab is None else given.shape._replace(vocab=self.vocab(tp))
+        shape = shape._replace(stage_layers=self._layers_of_stages(parallel.pp, parallel.vp))
         on_host = [True, False] if shape.dtype != "float32" else [False]
         places = self._values("optimizer-cpu-offload", given.optimizer.on_host, on_host)
         delays = self._values("delayed-parameter-update", given.optimizer.delayed, [True, False][not self.delayed :])
@@ -138,7 +151,7 @@ class Space(NamedTuple):
         yield own
         if "recompute" in self.fixed:
             return
-        layers = self.given.shape.layers // (parallel.pp * parallel.vp)
+        layers = max(self._layers_of_stages(parallel.pp, parallel.vp))
         plain = own._replace(recompute=None, recompute_method="uniform", recompute_num_layers=1)
         yield plain
         if own.score_heads:
@@ -146,5 +159,5 @@ class Space(NamedTuple):
         yield plain._replace(recompute="full")
         if parallel.pp > 1 and layers % 2 == 0:  # many micro-batches in flight: what a block makes anew weighs less
             yield plain._replace(recompute="full", recompute_num_layers=2)
-        for count in sorted({layers // 4, layers // 2, layers * 3 // 4} - {0}):
+        for count in sorted({layers // 8, layers // 4, layers // 2, layers * 3 // 4} - {0}):
             yield plain._replace(recompute="full", recompute_method="block", recompute_num_layers=count)

@@ -13,7 +13,8 @@ from megatron_ext.planner.fit.answer import answer_of, fastest_without
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes, stock_of
 from megatron_ext.planner.fit.fit_text import as_json, as_text
 from megatron_ext.planner.fit.found import judge
-from megatron_ext.planner.fit.request import Request, ready
+from megatron_ext.planner.fit.request import Request, ready, with_changes
+from megatron_ext.planner.fit.setting import COUNT_ENDS
 from megatron_ext.planner.fit.space import NAMES, Space
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.schedule.match import match
@@ -76,6 +77,21 @@ def test_stock_megatron_is_searched_with_sequence_parallelism(monkeypatch):
     assert without is not None and without.stock.us == fits[best] > found.fit.winner.us
     assert not found.fit.stock_left_out and best not in [one.setting for one in found.fit.tried]
     assert found.launch_of(best)[0].items() >= {"--sequence-parallel": "", "--tensor-model-parallel-size": "4"}.items()
+
+
+def test_stages_that_count_embedding_and_loss_as_layers():
+    """6 layers in 4 stages: 1 in the first and the last, 2 between, as Megatron itself divides them."""
+    uneven = "--num-layers 6 --decoder-first-pipeline-num-layers 2 --pipeline-model-parallel-size 2".split()
+    asked = request([*SMALL, *uneven], fixed=("all",))
+    found = judge(asked, ready(asked), ready(asked).search())
+    space = found.problem.space._replace(fixed=frozenset(), layout=True)
+    chosen, one_stage = (next(one for one in space.settings() if one.parallel.pp == pp) for pp in (4, 1))
+    assert space.given.shape.stage_layers == (2, 4) and one_stage.shape.stage_layers == (6,)
+    assert chosen.shape.stage_layers == (1, 2, 2, 1) and not one_stage.options().keys() & {*COUNT_ENDS}
+    add, take_out = found.launch_of(chosen)
+    assert take_out == ["--decoder-first-pipeline-num-layers"] == found.launch_of(one_stage)[1]
+    words = with_changes(asked.words, add, take_out)
+    assert ready(request(words)).space.given.shape.stage_layers == chosen.shape.stage_layers
 
 
 def test_ranks_that_share_sequences_are_kept():
