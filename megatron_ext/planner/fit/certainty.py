@@ -60,17 +60,10 @@ class Certainty:
         ratio = self.ratio(choice, other)
         return ratio.low <= 1 <= ratio.high
 
-    def gain(self, choice: Choice) -> tuple[float, Interval, str] | None:
-        """Of a choice over stock Megatron with the same options: the gain, its interval and the answer of ``plan``;
-        None where stock has no such setting."""
-        if choice.stock is None:
-            return None
-        return self.gain_over(choice, choice.setting, choice.stock, choice.rounds)
-
     def gain_over(
         self, choice: Choice, setting: Setting, stock: Stock, rounds: FewRounds
     ) -> tuple[float, Interval, str]:
-        """The same over stock Megatron with options of its own."""
+        """Of a choice over stock Megatron by its own setting: the gain, its interval and the answer of ``plan``."""
         schedules = tuple(STOCK_RULES[stock.option](part) for part, _ in rounds.parts)
         ratio = _ratio(choice.us / stock.us, self.us(choice), self._times(setting, rounds, schedules))
         gains = Interval(1 - ratio.high, 1 - ratio.low)

@@ -60,7 +60,6 @@ class Choice(NamedTuple):
         host_bytes, drive_bytes: of one node.
         bound_us: a time that no plan of the setting can beat.
         planned: by the whole planner, not by a quick plan.
-        stock: stock Megatron with the same options; None at zero stages 2 and 3, which it does not have.
     """
 
     setting: Setting
@@ -72,7 +71,6 @@ class Choice(NamedTuple):
     drive_bytes: int
     bound_us: float
     planned: bool
-    stock: Stock | None
 
     @property
     def us(self) -> float:
@@ -152,12 +150,12 @@ def quick_choice(setting: Setting, workload: Workload, table: CostTable, bound: 
     """
     rounds = FewRounds(workload)
     timings = rounds.timings(table)
-    plans, stock, refused = _plans(rounds, timings)
+    plans, refused = _plans(rounds, timings)
     found: list[Choice] = []
     chosen = sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
     for plan in chosen:
         try:
-            found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound, stock))
+            found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
         except InputError as error:
             refused = error
     if not found:
@@ -165,23 +163,18 @@ def quick_choice(setting: Setting, workload: Workload, table: CostTable, bound: 
     return min(found, key=lambda choice: choice.us)
 
 
-def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], Stock | None, InputError | None]:
-    """Plans with everything on the device where that fits, and otherwise those that relieve it; stock's own."""
-    stock = None
+def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], InputError | None]:
+    """Plans with everything on the device where that fits, and otherwise those that relieve it."""
     try:
         parts = [(with_headroom(part), weight) for part, weight in rounds.parts]
     except InputError as error:
         if rounds.parts[-1][0].zero_stage == 1:
             raise
-        return list(relieved_plans(rounds, timings)), stock, error
+        return list(relieved_plans(rounds, timings)), error
     roomy = FewRounds(rounds.parts[-1][0])
     roomy.parts = parts
     plans = list(quick_plans(roomy, timings))
-    if parts[-1][0].zero_stage == 3:
-        plans += relieved_plans(rounds, timings)
-    elif plans and parts[-1][0].zero_stage == 1:
-        stock = stock_of(roomy, timings)
-    return plans, stock, None
+    return plans + (list(relieved_plans(rounds, timings)) if parts[-1][0].zero_stage == 3 else []), None
 
 
 def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | None = None) -> Stock:
@@ -202,9 +195,7 @@ def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
     return plan._replace(schedules=made, times=rounds.times(timings, made))
 
 
-def choice_of(
-    setting: Setting, rounds: FewRounds, plan: Plan, bound: float, stock: Stock | None, *, planned: bool = False
-) -> Choice:
+def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, planned: bool = False) -> Choice:
     """A choice from a plan.
 
     Raises:
@@ -222,7 +213,7 @@ def choice_of(
         limit = getattr(limits, name)
         if limit is not None and held > limit:
             raise InputError(f"{held} bytes are held, {held - limit} too many", field=f"limits.{name}", value=limit)
-    return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned, stock)
+    return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned)
 
 
 def _of_node(setting: Setting, of_ranks: list[int]) -> int:

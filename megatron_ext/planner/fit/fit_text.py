@@ -112,8 +112,8 @@ def _given_json(found: Found, said: Answer) -> dict:
     if given is None:
         return {"refused": refused}
     figures, gain = _figures(found, given), _gain(found, said)
-    if given.stock is not None:
-        figures["stock_by_option_us"] = given.stock.by_option_us
+    if found.given_stock is not None:
+        figures["stock_by_option_us"] = found.given_stock.by_option_us
     return figures if gain is None else figures | dict(zip(("gain", "gain_low", "gain_high", "answer"), gain[1:]))
 
 
@@ -124,10 +124,11 @@ def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | 
     if planned is not None and planned["answer"] is not None:
         over = f"{planned['compared_with']} ({planned['compared_with_us'] / 1e3:.0f} ms)"
         return over, planned["gain"], planned["gain_low"], planned["gain_high"], planned["answer"]
-    gain = None if given is None else found.certainty.gain(given)
-    if gain is None or given is None or given.stock is None:
+    stock = found.given_stock
+    if given is None or stock is None:
         return None
-    return f"{given.stock.option} ({given.stock.us / 1e3:.0f} ms)", gain[0], gain[1].low, gain[1].high, gain[2]
+    gain, interval, answer = found.certainty.gain_over(given, given.setting, stock, given.rounds)
+    return f"{stock.option} ({stock.us / 1e3:.0f} ms)", gain, interval.low, interval.high, answer
 
 
 def as_text(found: Found, said: Answer) -> str:
@@ -229,6 +230,6 @@ def _given_lines(found: Found, said: Answer) -> list[str]:
     line, gain = f"as given: {given.us / 1e3:.0f} ms, {given.device_bytes / GIB:.1f} GiB", _gain(found, said)
     if gain is not None:
         line += f"; {gain[4]}: gain of the plan over {gain[0]} {gain[1]:.1%} ({gain[2]:.1%} to {gain[3]:.1%})"
-    if given.stock is None:
+    if found.given_stock is None:
         return [line, "stock Megatron has no such setting"]
-    return [line, *option_hint(given.stock.option, given.stock.by_option_us)]
+    return [line, *option_hint(found.given_stock.option, found.given_stock.by_option_us)]

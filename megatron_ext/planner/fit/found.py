@@ -24,13 +24,19 @@ NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-par
 
 
 class Found(NamedTuple):
-    """An answer with what was asked and how certain it is; ``stock``: stock Megatron, whether it fits or not."""
+    """An answer with what was asked and how certain it is.
+
+    Attributes:
+        stock: stock Megatron, whether it fits or not.
+        given_stock: with the settings as given; None where they do not fit, or it has none such.
+    """
 
     request: Request
     problem: Problem
     fit: Fit
     certainty: Certainty
     stock: list[tuple[Setting, Stock]]
+    given_stock: Stock | None
 
     @property
     def limits(self) -> Limits:
@@ -96,7 +102,11 @@ class Found(NamedTuple):
 def judge(request: Request, problem: Problem, fit: Fit) -> Found:
     """Draw costs for everything that is shown."""
     shown = [*fit.frontier, *fit.tried[:MOST_EQUAL], *([fit.given] if fit.given is not None else [])]
-    return Found(request, problem, fit, Certainty(problem.costs, shown), list(_stock(problem)))
+    given, stock = fit.given, None
+    if given is not None and given.setting.zero_stage == 1:
+        table = problem.costs.of(given.setting, given.rounds.parts[0][0])
+        stock = stock_of(given.rounds, given.rounds.timings(table))
+    return Found(request, problem, fit, Certainty(problem.costs, shown), list(_stock(problem)), stock)
 
 
 def _stock(problem: Problem) -> Iterator[tuple[Setting, Stock]]:

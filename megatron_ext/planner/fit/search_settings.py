@@ -265,7 +265,7 @@ class Search:
             if hoped >= best:
                 continue
             effort -= cost
-            made = _whole_plan(one, choice, compare=small or len(candidates) == 1)
+            made = _whole_plan(one, compare=small or len(candidates) == 1)
             if made is not None and (choice is None or made.us <= choice.us * (1 + ALIKE)):
                 choice = made
             if choice is not None:
@@ -295,7 +295,7 @@ def _is_small(one: Candidate) -> bool:
     return layers <= SMALL_LAYERS and number_of_steps(one.workload) <= SMALL_STEPS
 
 
-def _whole_plan(one: Candidate, quick: Choice | None, *, compare: bool) -> Choice | None:
+def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
     """The setting by the whole planner; None where it finds nothing."""
     try:
         schedule = plan(one.workload, one.table, compare=compare)
@@ -306,7 +306,7 @@ def _whole_plan(one: Candidate, quick: Choice | None, *, compare: bool) -> Choic
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
         made = Plan("hybrid", (schedule,), times)
-        return choice_of(one.setting, rounds, made, bound, quick and quick.stock, planned=True)
+        return choice_of(one.setting, rounds, made, bound, planned=True)
     except InputError:
         return None
 
