@@ -84,7 +84,7 @@ def simulated_row(layout: Layout, name: str) -> dict:
     predicted = planned.predicted
     limit = lower_bound(work, Timing(work, all_links_busy(system, table), extrapolate=True))
     timing = Timing(work, table, extrapolate=True)
-    against = compare_with(work, timing, predicted.baselines_us)
+    against = compare_with(work, timing, planned)
     naive = run(work, timing, against.other[1] if layout.zero_stage == 1 else stock_schedule(work))
     gathers_only, _, gathers_us = against.gathers
     compared_with, _, compared_us = against.other

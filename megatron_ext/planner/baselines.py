@@ -26,7 +26,7 @@ from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_by_layer, make_blocks
-from megatron_ext.planner.effort import LastFound, judged_us
+from megatron_ext.planner.effort import judged_us, last_found
 from megatron_ext.planner.link_split import part_of
 from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.pipelined_groups import pipelined_cut
@@ -174,10 +174,7 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
             search(Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing)))[0], "gathers-only"
         )
 
-    return _LAST_GATHERS.of(workload, timing, find)
-
-
-_LAST_GATHERS = LastFound()
+    return last_found("gathers_only", workload, timing, find)
 
 
 def best_of_gathers(

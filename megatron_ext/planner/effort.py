@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import run
@@ -24,19 +25,22 @@ SMALL_STEPS = 2048
 """Up to so many steps several whole plans can be simulated."""
 
 
-class LastFound:
-    """The last schedule that was searched for, and for what: a verdict asks for what the plan has just found."""
+_LAST: dict[str, tuple[tuple, Schedule | InputError]] = {}
 
-    def __init__(self):
-        self._given: tuple | None = None
-        self._schedule: Schedule | None = None
 
-    def of(self, workload: Workload, timing: Timing, find: Callable[[], Schedule]) -> Schedule:
-        """What ``find`` finds for this workload on these costs. Raises InputError as it does."""
-        given = workload, timing.table, timing.extrapolate
-        if self._schedule is None or self._given != given:
-            self._schedule, self._given = find(), given
-        return self._schedule
+def last_found(name: str, workload: Workload, timing: Timing, find: Callable[[], Schedule]) -> Schedule:
+    """What ``find`` finds for this workload on these costs. The last of every name is kept: a verdict asks for what the
+    plan has just found, or not. Raises InputError as ``find`` does."""
+    given = workload, timing.table, timing.extrapolate
+    if name not in _LAST or _LAST[name][0] != given:
+        try:
+            _LAST[name] = given, find()
+        except InputError as error:
+            _LAST[name] = given, error
+    found = _LAST[name][1]
+    if isinstance(found, InputError):
+        raise found
+    return found
 
 
 def number_of_steps(workload: Workload) -> int:

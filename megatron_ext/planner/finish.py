@@ -2,7 +2,7 @@
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.effort import LastFound, is_small
+from megatron_ext.planner.effort import is_small, last_found
 from megatron_ext.planner.passes import rest_states
 from megatron_ext.planner.passes.rest_states import rest_on_device, rest_on_drive
 from megatron_ext.planner.passes.size_step_slots import size_step_slots, without_useless_slots
@@ -42,9 +42,6 @@ def fastest_on_drive(given: Candidate) -> Candidate:
     return min(map(time_host_step, rest_on_drive(given, few=few)), key=Candidate.simulated_us)
 
 
-_LAST_GATHERS = LastFound()
-
-
 def finished_gathers(problem: Problem) -> Schedule:
     """The best plan by all-gathers alone within ``limits.device_bytes``; with the optimizer on the host its states rest
     and step as :func:`finished` chooses. The last is kept. Raises InputError where there is none."""
@@ -54,4 +51,4 @@ def finished_gathers(problem: Problem) -> Schedule:
         schedule = gathers_within_memory(problem)
         return finished(Candidate(workload, timing, schedule)).schedule if workload.optimizer.on_host else schedule
 
-    return _LAST_GATHERS.of(workload, timing, find)
+    return last_found("finished_gathers", workload, timing, find)

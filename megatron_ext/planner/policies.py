@@ -77,8 +77,8 @@ def planned(
     schedule = _within_device_bytes(found.schedule, problem)
     candidate = Candidate(problem.workload, problem.timing, schedule).decided("cut", _compared(found, chosen.fixes))
     candidate = chosen.finish(problem, candidate)
-    if chosen.fixes == "nothing" and problem.offloads and problem.compares:
-        candidate = _or_gathers(problem, candidate)
+    if chosen.fixes == "nothing" and (problem.compares or not problem.offloads):
+        candidate = _or_gathers(problem, candidate, found.baselines_us)
     schedule, workload = candidate.schedule, problem.workload
     _check_own_work(schedule, workload)
     result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
@@ -239,7 +239,7 @@ def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
     for size in bytes_to_reserve(best):
         less = workload.with_limits(device_bytes=(limits.device_bytes or 0) - size)
         with contextlib.suppress(InputError):  # so much room cannot be left
-            made = _searched(problem._replace(workload=less))
+            made = plan_within_memory(problem._replace(workload=less), or_least=False)
             whole = replace(made, limits=replace(made.limits, device_bytes=limits.device_bytes))
             tried = finished(given._replace(schedule=whole))
             said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
@@ -247,14 +247,20 @@ def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
     return best
 
 
-def _or_gathers(problem: Problem, given: Candidate) -> Candidate:
+def _or_gathers(problem: Problem, given: Candidate, known_us: dict[str, float]) -> Candidate:
     """The candidate, or the best plan by all-gathers alone where that is faster once it is finished, too."""
-    if not problem.workload.optimizer.on_host or ALL_GATHER not in problem.routes:
+    workload, timing = problem[:2]
+    if not workload.optimizer.on_host or ALL_GATHER not in problem.routes:
         return given
+    name, best = "gathers-only", None if problem.offloads else best_of_gathers(workload, timing, known_us)
     with contextlib.suppress(InputError):  # by these alone nothing keeps the limits
-        schedule = finished_gathers(problem)
-        metadata = replace(schedule.metadata, options=PlanOptions(rule="gathers-only"))
-        other = Candidate(*problem[:2], replace(schedule, metadata=metadata))
+        if best is None:
+            schedule = finished_gathers(problem)
+        else:
+            name, schedule = best[0], _within_device_bytes(best[1], problem)
+            schedule = finished(Candidate(workload, timing, schedule)).schedule
+        metadata = replace(schedule.metadata, options=PlanOptions(rule=name))
+        other = Candidate(workload, timing, replace(schedule, metadata=metadata))
         said = "all by all-gathers, faster than any other plan once it is decided where states rest and the host steps"
         return min(given, other.decided("cut", said), key=Candidate.simulated_us)
     return given

@@ -1,6 +1,7 @@
 """The verdict on a plan, as text and as figures."""
 
 import contextlib
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.route import ALL_GATHER
 from megatron_ext.workload.workload import Workload
 
 LEAST_GAIN = 0.01
@@ -106,13 +108,13 @@ class Comparison(NamedTuple):
 
 
 def compare_with(
-    workload: Workload, timing: Timing, known_us: dict[str, float] | None = None, *, as_trained: bool = False
+    workload: Workload, timing: Timing, planned: Schedule, *, as_trained: bool = False
 ) -> Comparison | None:
-    """The plans to compare with; None where all-gathers were not measured for these sizes, or where by them alone
-    nothing keeps ``limits.device_bytes``.
+    """The plans to compare ``planned`` with; None where all-gathers were not measured for these sizes, or where by them
+    alone nothing keeps ``limits.device_bytes``.
 
     Args:
-        known_us: iteration times of baselines on the same table.
+        planned: on the same table. At zero stage 3 it may itself be the best plan by all-gathers alone.
         as_trained: compare with ``--overlap-param-gather``, by which a measured run of stock Megatron trains, also
             where Megatron would be faster without it.
     """
@@ -131,14 +133,24 @@ def compare_with(
             best = "gathers-only", schedule, run(workload, timing, schedule).iteration_time_us
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
+        best = _or_itself(best, planned)
         return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
+    known_us = planned.predicted.baselines_us if planned.predicted is not None else None
     best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
     if workload.optimizer.on_host:
         with contextlib.suppress(InputError):
             best = _stepped_alike(*best[:2], workload, timing)
     if workload.zero_stage == 3:
+        best = _or_itself(best, planned)
         return Comparison(_alone(best), best, naive_us, {})
     return Comparison((option, naive, naive_us), best, naive_us, by_option_us)
+
+
+def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[str, Schedule, float]:
+    """The best plan by all-gathers alone: ``planned`` where it is by these, and as fast."""
+    us = planned.predicted.iteration_time_us if planned.predicted is not None else inf
+    alone = all(action.route == ALL_GATHER for action in planned.unshards)
+    return ("this plan", planned, us) if alone and us <= best[2] else best
 
 
 def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
@@ -148,9 +160,7 @@ def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
     """Name, schedule and iteration time where states rest and the host steps as ``hybrid`` would choose for this
     schedule: what a plan gains over it, it gains by how parameters come. Raises InputError."""
-    if workload.optimizer.on_host:
-        given = Candidate(with_activations(workload, timing.table), timing, schedule)
-        schedule = finished(given).schedule
+    schedule = finished(Candidate(with_activations(workload, timing.table), timing, schedule)).schedule
     return name, schedule, run(workload, timing, schedule).iteration_time_us
 
 
@@ -162,7 +172,7 @@ def verdict(
     assert predicted is not None, "only a planned schedule can be judged"
     figures = _of_plan(predicted)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    against = compare_with(workload, timing, predicted.baselines_us, as_trained=as_trained)
+    against = compare_with(workload, timing, schedule, as_trained=as_trained)
     lines = [f"predicted iteration time {predicted.iteration_time_us / 1e3:.3f} ms"]
     if against is not None:
         name, other, _ = against.other

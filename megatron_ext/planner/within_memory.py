@@ -10,7 +10,7 @@ from math import inf
 
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.effort import RELIEF_WEIGHT, SMALL_STEPS, LastFound, number_of_steps, relieved_share
+from megatron_ext.planner.effort import RELIEF_WEIGHT, SMALL_STEPS, last_found, number_of_steps, relieved_share
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings, search
@@ -43,12 +43,13 @@ FEW_STEPS = 4096
 MUCH_SLOWER = 0.02
 
 
-def plan_within_memory(problem: Problem, *, only_gathers: bool = False) -> Schedule:
+def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least: bool = True) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
         problem: shards are gathered from the host as well where they may rest there.
         only_gathers: by all-gathers alone, of shards that stay on the device.
+        or_least: where no rule works, one of those that hold least.
 
     Raises:
         InputError: nothing fits, with what is missing and the settings that would help.
@@ -69,19 +70,18 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False) -> Sched
             continue
     if found:
         return min(found, key=lambda item: item[0])[1]
+    if not or_least:
+        raise InputError("no rule keeps them", field="limits")
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
     return least_plan(problem, reliefs)
-
-
-_LAST_GATHERS = LastFound()
 
 
 def gathers_within_memory(problem: Problem) -> Schedule:
     """The same by all-gathers alone; the last is kept. Raises InputError where the table has no such route."""
     workload, timing = problem[:2]
     alone = problem._replace(routes=(ALL_GATHER,) if timing.offers(ALL_GATHER) else ())
-    return _LAST_GATHERS.of(workload, timing, partial(plan_within_memory, alone, only_gathers=True))
+    return last_found("gathers_within_memory", workload, timing, partial(plan_within_memory, alone, only_gathers=True))
 
 
 def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:

@@ -254,15 +254,22 @@ class Offloader:
         return None
 
     def _given_back(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> list[Residency]:
-        """``kept`` with every group relieved less, where everything still fits; the dearest first."""
+        """``kept`` with every group relieved less, where everything still fits; the dearest first. What did not fit of
+        one group is not tried of its likes."""
+        failed: set[tuple] = set()
         for index in sorted(range(len(weighed)), key=lambda index: (-weighed[index].ways[kept[index]], index)):
-            for way in sorted(weighed[index].ways, key=lambda way: weighed[index].ways[way]):
+            one = weighed[index]
+            for way in sorted(one.ways, key=lambda way: one.ways[way]):
                 if way == kept[index]:
                     break
+                like = one.group.bytes, one.group.ranks, one.gradient, kept[index], way
+                if like in failed:
+                    continue
                 other = [*kept[:index], way, *kept[index + 1 :]]
                 if self._fits(rank, weighed, other):
                     kept = other
                     break
+                failed.add(like)
         return kept
 
     def kept_as(self, group: Group, way: Residency) -> Group:

@@ -201,6 +201,15 @@ def test_zero_stage_3_is_compared_with_the_best_of_all_gathers_alone():
     assert figures["gain_on_table"] == pytest.approx(figures["gain_of_routes"])
 
 
+def test_at_zero_stage_3_a_plan_by_all_gathers_alone_gains_nothing_over_these():
+    work = make_workload(zero_stage=3, whole_parameter_bytes=420_000)
+    table = make_table(work, gpu=(5.0, 1000.0), cpu=None, publish=None, forward=40.0, backward=80.0)
+    planned = plan(work, table)
+    slower = replace(planned.predicted, baselines_us={"urgency": 2 * planned.predicted.iteration_time_us})
+    figures = verdict(work, table, replace(planned, predicted=slower)).figures
+    assert figures["gathers_only"] == "this plan" and figures["answer"] == HELPS_NOT and figures["gain_high"] == 0
+
+
 def test_a_schedule_without_known_baselines_is_compared_with_the_same():
     work = make_workload(zero_stage=3, whole_parameter_bytes=420_000)
     table = make_table(work, gpu=(5.0, 1000.0), cpu=(3.0, 900.0), forward=40.0, backward=80.0)

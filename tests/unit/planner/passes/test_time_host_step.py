@@ -4,7 +4,9 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, offload_note, plan, step_note, verdict
+from megatron_ext.planner import delay, offload_note, plan, policies, step_note, verdict
+from megatron_ext.planner.baselines import all_cpu
+from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.gain_interval import gain_interval
 from megatron_ext.planner.passes import rest_states
@@ -12,6 +14,7 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.group_facts import largest_region
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes
 from megatron_ext.schedule.user_defined_schedule import StateSlots
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits
 
@@ -36,6 +39,22 @@ def test_steps_go_beside_the_backward_where_that_is_faster():
     assert f"{schedule.rollback_bytes} bytes of host memory" in step_note(schedule)
     more = evaluate(work, table, replace(schedule, rollback_bytes=2 * schedule.rollback_bytes))
     assert more.iteration_time_us == schedule.predicted.iteration_time_us  # as much memory as the steps take, no more
+
+
+@pytest.mark.parametrize("zero_stage", (1, 3))
+def test_no_plan_is_slower_than_all_gathers_alone_once_both_are_finished(monkeypatch, zero_stage):
+    """Host copies of whole chunks end sooner than all-gathers by layer, but the steps of layers end sooner."""
+    work, table = case()
+    work = replace(work, zero_stage=zero_stage)
+    costs = make_table(work, gpu=(0.01, 3e3), cpu=(1.0, 1e9), publish=(1e-3, 1e12))
+    table = replace(table, routes=costs.routes, publish=costs.publish)
+    whole = all_cpu(work)
+    monkeypatch.setattr(policies, "search", lambda _: (whole, judged_us(work, Timing(work, table), whole)))
+    schedule = plan(work, table)
+    baselines_us = schedule.predicted.baselines_us
+    assert min(baselines_us, key=baselines_us.get) == "all-cpu"
+    assert schedule.metadata.options.rule == "urgency" and not schedule.publish
+    assert schedule.predicted.iteration_time_us <= plan(work, table, policy="gathers-only").predicted.iteration_time_us
 
 
 def test_steps_wait_where_that_is_faster_or_they_could_not_be_validated():
