@@ -1,6 +1,5 @@
 """What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
 
-from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import activations
 from megatron_ext.schedule.host_slots import gradient_bytes, step_gradient_bytes
-from megatron_ext.schedule.memory_bill import memory_bill, resting_bytes
+from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.activation_bytes import kept_by_chunk
@@ -206,21 +205,11 @@ def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, 
         raise InputError("needs whole gradients, which do not fit", field="--sequence-parallel", value=True)
     memories = [bill.memory for bill in memory_bill(schedule, rounds.parts[-1][0])]
     memory = max(memories, key=lambda memory: memory.device_total_bytes)
-    of_ranks = [(sum(held.host_bytes.values()), held.nvme_bytes) for held in memories]
-    host, drive = (_of_node(setting, [pair[kind] for pair in of_ranks]) for kind in (0, 1))
+    of_ranks = [sum(held.host_bytes.values()) for held in memories], [held.nvme_bytes for held in memories]
+    host, drive = (max(on_nodes(rounds.parts[-1][0], held)) for held in of_ranks)
     limits = rounds.parts[0][0].limits
     for name, held in (("device_bytes", memory.device_total_bytes), ("host_bytes", host)):
         limit = getattr(limits, name)
         if limit is not None and held > limit:
             raise InputError(f"{held} bytes are held, {held - limit} too many", field=f"limits.{name}", value=limit)
     return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned)
-
-
-def _of_node(setting: Setting, of_ranks: list[int]) -> int:
-    """What the ranks of the node that holds most hold together, from what one of each pipeline rank holds."""
-    parallel = setting.parallel
-    held = [0] * parallel.num_nodes
-    others = range(parallel.data_parallel_size), range(parallel.tensor_model_parallel_size)
-    for (pp_rank, size), dp_rank, tp_rank in product(enumerate(of_ranks), *others):
-        held[parallel.node_of(pp_rank, dp_rank, tp_rank)] += size
-    return max(held)
