@@ -34,6 +34,7 @@ from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP, end_with_par
 from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
+from megatron_ext.megatron.recompute import refuse_together
 from megatron_ext.workload.workload import Workload, check
 
 SCRIPT = "pretrain_gpt.py"
@@ -80,6 +81,8 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
     found = _run(tree, path, pp, script.world_size(), script.megatron)
     first = found[0].workload
     assert first is not None  # as is that of every rank that did not refuse
+    chosen = dict(zip(found[0].layer_options, found[0].layer_options[1:]))
+    refuse_together(ours.zero_stage, chosen.get("--recompute-method"), int(chosen.get("--recompute-num-layers", 1)))
     chunks = [chunk for rank in found if rank.workload is not None for chunk in rank.workload.chunks]
     workload = msgspec.structs.replace(
         first,

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron import expert_options
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.megatron.recompute import refuse_together
 from megatron_ext.workload import parallel as parallel_sizes
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 
@@ -132,6 +133,8 @@ def check(args, *, world_size: int | None = None) -> None:
     if world_size is not None:
         _check_processes(args, world_size)
     _fill_batch(args)
+    if args.recompute_granularity == "full":
+        refuse_together(getattr(args, "zero_stage", 1), args.recompute_method, args.recompute_num_layers or 1)
     optimizer_settings(args)  # refuses an optimizer that cannot train these parameters
     try:
         parallel_of(args).check()
@@ -173,11 +176,8 @@ def _check_shapes(args) -> None:
         _refuse(args, "num_query_groups", f"does not divide --num-attention-heads {args.num_attention_heads}")
     if args.ffn_hidden_size is None and args.swiglu:
         # Megatron's own choice: as many parameters as without the gate, in whole tiles.
-        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or _refuse(
-            args,
-            "ffn_hidden_size",
-            f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one",
-        )
+        said = f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one"
+        args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or _refuse(args, "ffn_hidden_size", said)
     if args.fp16 and args.bf16:
         _refuse(args, "fp16", "cannot be combined with --bf16")
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
@@ -194,18 +194,11 @@ def _check_stages(args) -> None:
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
+        name = "num_layers_per_virtual_pipeline_stage"
         if vp is not None:
-            _refuse(
-                args,
-                "num_layers_per_virtual_pipeline_stage",
-                f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them",
-            )
+            _refuse(args, name, f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
         if args.num_layers % (pp * per_stage):
-            _refuse(
-                args,
-                "num_layers_per_virtual_pipeline_stage",
-                f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank",
-            )
+            _refuse(args, name, f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
         vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
     if vp == 1:
         vp = args.num_virtual_stages_per_pipeline_rank = None

@@ -29,6 +29,17 @@ def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
     return blocks
 
 
+def refuse_together(zero_stage: int, method: str | None, layers: int) -> None:
+    """Refuse to plan for ``layers`` that are recomputed together: at zero stage 3 plans bring and free them one by one.
+
+    Raises:
+        InputError: they are several.
+    """
+    if zero_stage == 3 and method == "uniform" and layers > 1:
+        why = "no plan of zero stage 3 brings so many layers together; set 1, or --zero-stage 1 or 2"
+        raise InputError(why, field="--recompute-num-layers", value=layers)
+
+
 def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None) -> None:
     """Refuse actions in the middle of layers that backward runs together.
 
@@ -48,10 +59,7 @@ def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None
                 for n, action in enumerate(getattr(entry, kind)):
                     if action.at >= 0 and of_chunk[action.at][end] != action.at:
                         first, last = of_chunk[action.at]
-                        raise InputError(
-                            f"layers {first} to {last} are recomputed together in step {entry.step}; place it at "
-                            f"layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1",
-                            file=file,
-                            field=f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at",
-                            value=action.at,
-                        )
+                        said = f"layers {first} to {last} are recomputed together in step {entry.step}; place it at "
+                        said += f"layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1"
+                        field = f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at"
+                        raise InputError(said, file=file, field=field, value=action.at)

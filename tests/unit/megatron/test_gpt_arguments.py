@@ -65,6 +65,14 @@ def test_what_else_is_recomputed_is_not_counted_here():
         ignored_options.parse([*selective, "core_attn", "mlp"])
 
 
+def test_no_plan_brings_layers_together_at_zero_stage_3():
+    """Such a schedule was refused when its run began, after everything had been measured."""
+    words = "--recompute-granularity full --recompute-num-layers 2 --zero-stage 3 --recompute-method".split()
+    assert parse(*words, "block").zero_stage == 3
+    with pytest.raises(InputError, match="^--recompute-num-layers = 2: no plan of zero stage 3 brings so many layers"):
+        parse(*words, "uniform")
+
+
 def test_a_batch_that_is_decreased_leaves_the_rest_out():
     sizes = "--data-parallel-size 2 --micro-batch-size 3 --global-batch-size 20".split()
     with pytest.raises(InputError, match="--global-batch-size = 20: is no multiple"):
