@@ -15,7 +15,7 @@ from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Pair, Report
 from megatron_ext.report.hidden_work import NAMES, Hidden
-from megatron_ext.report.run_dir import READ, WRITTEN
+from megatron_ext.report.run_dir import GATHERS_ONLY, READ, WRITTEN
 from megatron_ext.report.spread import Spread
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
@@ -219,11 +219,13 @@ def ending(report: Report) -> list[str]:
     """The last lines: as measured, and what the plan said."""
     stock, ours = (each.median_us for each in report.iteration_time_us)
     planned, *without = report.verdict.runs
-    host_bytes = None if report.run.gathers_only is not None or not without else without[0].host_bytes
+    by_schedules = report.run.gathers_only is not None
+    host_bytes = None if by_schedules or not without else without[0].host_bytes
     runs = [planned._replace(iteration_time_us=ours, by="measured by this schedule")]
     runs.append(Run(f"measured by {compared_with(report)}", stock, host_bytes))
-    add = f"--user-defined-schedule {report.run.file('schedule')}" if report.verdict.is_needed and ours < stock else ""
-    return last_lines(verdict_line(report), runs, add=add)
+    file = report.run.file("schedule") if ours < stock else report.run.path / GATHERS_ONLY
+    needed = by_schedules or (report.verdict.is_needed and ours < stock)
+    return last_lines(verdict_line(report), runs, add=f"--user-defined-schedule {file}" if needed else "")
 
 
 def links_lines(report: Report) -> list[str]:

@@ -72,7 +72,8 @@ def answer_of(found: Found) -> Answer:
         answer, conclusion = said.figures["answer"], said.conclusion
     elif without is None:
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"
-        conclusion += "" if found.request.search_layout else "; --search-layout tries other parallel sizes"
+        others = not found.request.search_layout and winner.setting.parallel.world_size > 1
+        conclusion += "; --search-layout tries other parallel sizes" * others
     else:
         gain, (low, high), answer = found.certainty.gain_over(winner, *without)
         conclusion = f"{answer}. A plan gains {gain:.1%} ({low:.1%} to {high:.1%}) over the fastest without one"

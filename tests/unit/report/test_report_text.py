@@ -1,5 +1,6 @@
 """Bill and census side by side, on the device and in host memory."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
@@ -84,8 +85,9 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
         measured_ratio=None,
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=SimpleNamespace(scheduled=90.0),
-        run=SimpleNamespace(gathers_only=rule, turn_iterations=None),
+        run=SimpleNamespace(gathers_only=rule, turn_iterations=None, path=Path("runs/x"), file=lambda name: name),
     )
     fastest, host, add, _ = ending(report)
     assert fastest.startswith("fastest: 0.100 ms, measured by the best plan by all-gathers alone")
-    assert (host, add) == ("host memory: not known", "add: nothing")
+    assert host == "host memory: not known"
+    assert add == "add: --user-defined-schedule runs/x/gathers_only.schedule.json"
