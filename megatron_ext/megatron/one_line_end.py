@@ -62,4 +62,4 @@ def end(error: BaseException) -> NoReturn:
     sys.stdout.flush()
     # torch holds sys.stderr back while it reports an uncaught error, to write the rank before every line.
     print(f"megatron-ext: {text}", file=sys.__stderr__, flush=True)
-    os._exit(2 if isinstance(error, InputError) else exit_code(error))
+    worker.leave(2 if isinstance(error, InputError) else exit_code(error))

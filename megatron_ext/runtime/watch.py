@@ -12,7 +12,6 @@ A rank that ends because another one has gone ends with the exit code :data:`PEE
 tell it from the rank that went first.
 """
 
-import os
 import sys
 import threading
 import time
@@ -107,23 +106,17 @@ class Watch:
 
     def _end(self, error: BaseException, thread: str) -> None:
         lines = [] if isinstance(error, DriveError) or lost_peer(error) else traceback.format_exception(error)
-        print(
-            f"{''.join(lines)}megatron-ext: rank {self.rank}: the thread {thread} failed, so the run ends: "
-            f"{type(error).__name__}: {error}",
-            file=sys.__stderr__,
-            flush=True,
-        )
-        os._exit(exit_code(error))
+        said = f"{''.join(lines)}megatron-ext: rank {self.rank}: the thread {thread} failed, so the run ends: "
+        print(f"{said}{type(error).__name__}: {error}", file=sys.__stderr__, flush=True)
+        worker.leave(exit_code(error))
 
     def _end_stalled(self) -> None:
-        text = (
-            f"megatron-ext: rank {self.rank}: no step has ended for {self.step_seconds:g} s, so the run ends "
-            "(--user-defined-schedule-step-timeout)"
-        )
+        text = f"megatron-ext: rank {self.rank}: no step has ended for {self.step_seconds:g} s, so the run ends "
+        text += "(--user-defined-schedule-step-timeout)"
         groups = state_of(self.executor) if self.executor is not None else []
         print("\n  ".join([text, *groups, *state_of_threads()]), file=sys.__stderr__, flush=True)
         time.sleep(OTHERS_SECONDS)
-        os._exit(1)
+        worker.leave(1)
 
     def close(self) -> None:
         """End the watch after training. Raises RuntimeError where a background thread has failed meanwhile."""

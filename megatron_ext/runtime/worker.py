@@ -4,13 +4,15 @@ It never calls the device's driver, nor holds what the driver knows: see [Note: 
 """
 
 import atexit
+import multiprocessing
+import os
 import queue
 import sys
 import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 CLOSE_SECONDS = 60
 """Seconds that closing waits for transfers in flight: longer than any that still makes progress."""
@@ -31,6 +33,14 @@ def exiting() -> bool:
 def begin_exit() -> None:
     """This process is about to end and says why: its threads stop waiting for other ranks, and say nothing more."""
     _exiting.set()
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, and what it has started: workers of a data loader would outlive it, and hold what it
+    writes to."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 on_failure: Callable[[BaseException], None] | None = None

@@ -88,3 +88,11 @@ def test_a_trace_that_nobody_wrote_is_an_error(leaving, monkeypatch, capfd):
     args.user_defined_schedule_trace = None
     hooks.require_end()
     assert leaving == [1]
+
+
+def test_workers_of_a_data_loader_end_with_their_rank(leaving, monkeypatch):
+    loader = SimpleNamespace(kill=lambda: leaving.append("loader ends"))
+    monkeypatch.setattr("multiprocessing.active_children", lambda: [loader])
+    with pytest.raises(Left):
+        one_line_end.end(InputError("is wrong"))
+    assert leaving == ["threads are told", "loader ends", 2]
