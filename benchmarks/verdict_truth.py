@@ -134,7 +134,7 @@ def row_of(noise: float, second: str, kind: str, zero_stage: int, order: str, se
     planned = plan(work, seen)
     judged = verdict(work, seen, planned).figures
     timing = Timing(work, truth)
-    _, other, _ = compare_with(work, Timing(work, seen), planned.predicted.baselines_us).other
+    _, other, _ = compare_with(work, Timing(work, seen), planned).other
     ours, theirs = run(work, timing, planned), run(work, timing, other)
     true_gain = 1 - ours.iteration_time_us / theirs.iteration_time_us
     if judged["samples"]:  # two names of one plan take equally long
