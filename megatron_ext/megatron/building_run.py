@@ -235,9 +235,8 @@ class BuildingRun:
             self._error = self._error or str(error)
         self._agree(self._error)  # groups of a model that is built late are broadcast
         lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
-        self._agree(
-            _refusal(lambda: self._bucket_groups.update(lay_out()))
-        )  # Megatron's next collectives are for ranks that have a model
+        # Megatron's next collectives are for ranks that have a model.
+        self._agree(_refusal(lambda: self._bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
             first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
@@ -272,9 +271,7 @@ class BuildingRun:
         if not self._ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
-        flushed = _refusal(
-            late_memory.flush, self._optimizers
-        )  # on all ranks, before any looks how much memory there is
+        flushed = _refusal(late_memory.flush, self._optimizers)  # on all ranks, before any looks for memory
         self._error = self._error or flushed
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
         chunks = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)]

@@ -38,9 +38,11 @@ def begin_exit() -> None:
 def leave(code: int) -> NoReturn:
     """End this process at once, and what it has started: workers of a data loader would outlive it, and hold what it
     writes to."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(code)
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:  # whatever another thread does with them
+        os._exit(code)
 
 
 on_failure: Callable[[BaseException], None] | None = None

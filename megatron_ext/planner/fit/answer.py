@@ -44,14 +44,14 @@ def fastest_without(found: Found) -> Without | None:
     """Of stock Megatron's settings the fastest that fits: of those that were searched, and of those that are near to
     the given one, whatever ``--fix`` keeps."""
     problem = found.problem
-    tried = [*found.fit.stock, *found.stock]
-    tried = [Without(setting, stock, FewRounds(setting.workload(problem.limits))) for setting, stock in tried]
 
-    def fits(one: Without) -> bool:
-        room = problem.room(one.setting, one.rounds.parts[0][0])
-        return not short_of(one.stock.device_bytes, room) + short_of(one.stock.host_bytes, problem.limits.host_bytes)
+    def fits(setting: Setting, stock: Stock) -> bool:
+        room = problem.room(setting, setting.workload(problem.limits))
+        return not short_of(stock.device_bytes, room) + short_of(stock.host_bytes, problem.limits.host_bytes)
 
-    return min(filter(fits, tried), key=lambda one: one.stock.us, default=None)
+    near = [each for each in found.stock if fits(*each)]
+    best = min([*found.fit.stock, *near], key=lambda each: each[1].us, default=None)
+    return None if best is None else Without(*best, FewRounds(best[0].workload(problem.limits)))
 
 
 def judged(found: Found, choice: Choice | None) -> Verdict | None:
