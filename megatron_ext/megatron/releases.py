@@ -7,6 +7,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | since | what | asked by | in |
 |---|---|---|---|
 | 0.10 | groups of micro-batches have a size of their own | has_microbatch_groups | workload_of_run.py |
+| 0.10 | shards may lie over one of several distributed-optimizer instances | accepted | own_rank.py |
 | 0.10 | experts are cut over tensor-parallel ranks of their own | accepted | gpt_model.py |
 | 0.11 | disable_forward_pre_hook takes param_sync | accepted | pre_hooks.py |
 | 0.11 | TransformerConfig knows options of experts, in several releases | has | gpt_model.py |

@@ -210,7 +210,7 @@ def verdict_line(report: Report) -> str:
         line += f"; this run took LONGER, {took:.2f} times {_whose(report)} iteration time"
     predicted = ours.median_us / report.predicted_iteration_time_us.scheduled
     if predicted > MUCH_LONGER:
-        line += f"; {predicted:.2f} times what was predicted"
+        line += f"; it took {predicted:.2f} times the predicted time"
         line += f". {LIMIT_UNKNOWN}" if report.run.workload.limits.host_bytes is not None else ""
     return line
 

@@ -1,6 +1,7 @@
-"""A thread that does, in order, what needs the processor and no device: drive, network, host memory.
+"""A thread that does, in order, what needs the processor and no device: begin reads of a drive, network, host memory.
 
-It never calls the device's driver, nor holds what the driver knows: see [Note: One issuer] in streams.py.
+Reads end on a thread of their own (block_reads.py); errors of both end the run (watch.py). No such thread calls the
+device's driver, nor holds what the driver knows: see [Note: One issuer] in streams.py.
 """
 
 import atexit

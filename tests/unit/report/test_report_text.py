@@ -68,7 +68,7 @@ def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iteratio
 def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
     slower = verdict_of(310.0, 100.0, host_bytes=1 << 30)
     assert slower.startswith("helps. The whole interval lies above 1%; not held to a measured ratio")
-    assert "this run took LONGER, 3.10 times stock's iteration time; 3.10 times what was predicted" in slower
+    assert "this run took LONGER, 3.10 times stock's iteration time; it took 3.10 times the predicted time" in slower
     assert slower.endswith(LIMIT_UNKNOWN) and "cgroup" in slower
     assert "cgroup" not in verdict_of(310.0, 100.0)
     assert "the runs took no turns" in slower
