@@ -54,7 +54,7 @@ from megatron_ext.workload.step import Step
 PACKAGE = str(Path(megatron_ext.__file__).parent)
 ITERATIONS = 2
 AT_ONCE = 10
-TRIES = 3
+TRIES = 6
 HANGS_AFTER = 40.0
 SETUPS = {"one node": (2, True), "one node, reads by threads": (2, False), "two nodes": (1, True)}
 """Ranks a node, and whether the kernel reads. What the first covers is not done again."""

@@ -20,12 +20,12 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, **own, **(faults.asked(extra[faults.VARIABLE], path) if faults.VARIABLE in extra else {})}
 
 
-def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess:
+def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float = 300) -> subprocess.CompletedProcess:
     """Run a command from the project's root with its output captured as text."""
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
 
 
-def run_warm(command: list[str], *, timeout: float = 120) -> subprocess.CompletedProcess:
+def run_warm(command: list[str], *, timeout: float = 300) -> subprocess.CompletedProcess:
     """The same, from a process that has imported torch and Megatron."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
         process = WarmPython(command[1:], ROOT, environment(), out, error)
@@ -51,7 +51,7 @@ def verb(name: str, *words: object) -> list[str]:
 
 
 def launch_training(
-    options: list[str], nproc: int = 4, env: dict[str, str] | None = None, timeout: float = 120
+    options: list[str], nproc: int = 4, env: dict[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """Run the example on ``nproc`` processes; ``options`` are its options."""
     command = ranks_command("examples/pretrain_gpt_hybrid.py", options, nproc)

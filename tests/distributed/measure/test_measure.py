@@ -244,13 +244,12 @@ def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
 
 
 def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(tmp_path):
-    out, start = tmp_path / "T.json", time.monotonic()
+    out = tmp_path / "T.json"
     command = verb("measure", "--out", out, "--dp 1 --seconds 3 --max-bytes 8192 --links cpu,gpu,compute,contention")
     done = subprocess.run(
         [*command, "--modules", "layers:hanging_contention"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 60
     table = cost_table.load(out)
     assert table.routes.cpu.points and table.compute and not table.contention
     assert "given up in: contention, each link alone" in table.metadata.notes[0]

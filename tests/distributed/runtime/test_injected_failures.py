@@ -51,7 +51,7 @@ def test_every_background_thread_is_there(runs):
 
 def test_a_failure_at_any_call_site_ends_all_ranks(runs):
     reached = [run for run in runs if run["seconds"] is not None]
-    assert len(reached) > 0.95 * (len(runs) - 1) > 240 / EVERY  # the others were not reached once in three runs
+    assert len(reached) > 0.95 * (len(runs) - 1) > 240 / EVERY  # the others were not reached once in six runs
     wrong = [(run["site"], run["codes"], run["said"]) for run in reached if run["codes"] != [1, PEER_LOST_CODE]]
     assert not wrong, wrong[:3]
     # A rank may end by what its failure does to another thread of its own before it has said more.

@@ -13,7 +13,7 @@ from megatron_ext.cli import main as cli
 
 def doctor(*options, env=None):
     command = [sys.executable, "-m", "megatron_ext", "doctor", "--device", "cpu"]  # a build for CUDA would miss one
-    return run([*command, *map(str, options)], env=env, timeout=300)
+    return run([*command, *map(str, options)], env=env, timeout=500)
 
 
 def in_the_ranks(folder, text: str) -> dict[str, str]:
