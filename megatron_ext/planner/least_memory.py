@@ -6,11 +6,16 @@ computes, and no longer. Whole gradients that come and go are alone. What a rank
 sum over its groups, each of which can be kept in a few ways: its gradients whole, in shards or in host memory, its
 shard on the device or in host memory. The model has one inequality for every layer of every rank, and one for every
 node. So where it has no solution nothing fits that is cut this way, and the refusal is true.
+
+Most refusals need no solver. The bytes of a moment are a sum over groups, so the sum of what each group needs at least
+is a bound, and keeping every group in the way that leaves least on the device between its uses reaches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import product
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -96,16 +101,21 @@ def _parameters(chunk: Chunk) -> list[list[Parameter]]:
 def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> InputError:
     limit = workload.limits.device_bytes
     assert limit is not None
-    free = replace(workload.limits, host_bytes=None, pinned_host_bytes=None)
-    for limits, why in ((free, ""), (workload.limits, " within the limits of host memory")):
-        least = [schedule for model in models if (schedule := model.solved("device", limits))]
-        if not least:
-            continue
-        rank, memory = min(
-            (max(enumerate(bill.memory for bill in memory_bill(schedule, workload)), key=_total) for schedule in least),
-            key=_total,
-        )
-        need = memory.device_total_bytes
+    found, why = [(need, schedule) for need, schedule in (model.least for model in models) if schedule], ""
+    if found and min(need for need, _ in found) <= limit:
+        free = replace(workload.limits, host_bytes=None, pinned_host_bytes=None)
+        try:
+            for model in models:
+                if schedule := model.solved("host", free):
+                    with_states_on_drive(schedule, workload)
+        except InputError as error:
+            return error
+        least = [schedule for model in models if (schedule := model.solved("device", workload.limits))]
+        found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in least]
+        why = " within the limits of host memory"
+    if found:
+        need, schedule = min(found, key=lambda item: item[0])
+        rank, memory = _fullest(schedule, workload)
         if need > limit:
             return InputError(
                 f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds_text(memory.device_bytes)}){why}"
@@ -113,17 +123,13 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
                 field="limits.device_bytes",
                 value=limit,
             )
-        fitting = [schedule for model in models if (schedule := model.solved("host", free))]
-        try:
-            for schedule in fitting:
-                with_states_on_drive(schedule, workload)
-        except InputError as error:
-            return error
     return InputError("cannot fit: no route can bring every group within the limits", field="limits")
 
 
-def _total(item: tuple[int, RankMemory]) -> int:
-    return item[1].device_total_bytes
+def _fullest(schedule: Schedule, workload: Workload) -> tuple[int, RankMemory]:
+    """The rank that holds most on its device, and what it holds."""
+    bills = enumerate(bill.memory for bill in memory_bill(schedule, workload))
+    return max(bills, key=lambda item: item[1].device_total_bytes)
 
 
 class _Model:
@@ -165,10 +171,62 @@ class _Model:
             ways.append(Way(kept, kind.name, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
         return ways
 
+    @cached_property
+    def least(self) -> tuple[float, Schedule | None]:
+        """Bytes that the fullest rank holds on its device at least, whatever the host has room for; and the plan that
+        keeps every group so that it leaves the fewest bytes there between its uses, which then holds no more. Infinite
+        and None where a group can be kept in no way.
+
+        For given buffers, a moment needs at least the sum of what each group needs then.
+        """
+        least, chosen = 0.0, dict[int, Way]()
+        for rank, indices, _ in self.ranks:
+            past = []  # size and, by group, how many whole gradients there are if it comes and goes
+            for moment, size in self._moments(rank).items():
+                around = {index: int(moment.backward) for index, _ in self._here(rank, moment)}
+                index, reduced = next(self._events(rank, moment), (0, False))
+                past.append((size, around | ({index: around.get(index, 0) + 1} if reduced else {})))
+            every = [way for index in indices for way in self.ways[index]]
+            caps = product({0, *(way.buffer for way in every)}, {0, *(way.rounding for way in every)})
+            held, ways = min((self._least_of_rank(rank, past, *cap) for cap in caps), key=lambda item: item[0])
+            least, chosen = max(least, held), chosen | ways
+        if least == inf:
+            return inf, None
+        return least, self._schedule(self.streams[1], [chosen[index] for index in range(len(chosen))])
+
+    def _least_of_rank(self, rank: int, past, buffer: int, rounding: int) -> tuple[float, dict[int, Way]]:
+        """:attr:`least` of one rank whose buffers have these bytes."""
+        caps = lambda way: way.buffer <= buffer and way.rounding <= rounding
+        usable = {index: [*filter(caps, self.ways[index])] for index in self.ranks[rank][1]}
+        if not all(usable.values()):
+            return inf, {}
+        found = {i: min(own, key=lambda w: (w.throughout, w.around, w.brought, w.cost_us)) for i, own in usable.items()}
+        resting = sum(way.throughout for way in found.values())
+        held = self._whole(rank) + sum(min(way.throughout + way.brought for way in own) for own in usable.values())
+        for size, around in past:
+            needs = ((found[i], min(w.throughout + n * w.around for w in usable[i])) for i, n in around.items())
+            held = max(held, size + resting + sum(need - way.throughout for way, need in needs))
+        return self.offloader.fixed[rank] + buffer + rounding + held, found
+
+    def _whole(self, rank: int) -> int:
+        """Bytes of parameters that are whole throughout."""
+        return 0 if self.workload.zero_stage == 3 else sum(one.group.bytes for one in self.ranks[rank][2])
+
+    def _here(self, rank: int, moment: Moment) -> list[tuple[int, OffloadCosts]]:
+        """The groups that the layer of ``moment`` uses."""
+        _, indices, weighed = self.ranks[rank]
+        here = ((i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk)
+        return [(i, one) for i, one in here if one.span[0] <= moment.layer <= one.span[1]]
+
     def plan(self) -> Schedule | None:
         """The fastest plan that keeps all limits; None where this model has none."""
-        found = self.solved("time", self.workload.limits)
-        return None if found is None else self._finished(found)
+        limits = self.workload.limits
+        if self.least[0] > (limits.device_bytes or 0):
+            return None
+        found = self.solved("time", limits)
+        if limits.host_bytes is None and limits.pinned_host_bytes is None:
+            found = found or self.least[1]
+        return self._finished(found) if found is not None and keeps_device_bytes(found, self.workload) else None
 
     def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
         """The plan with the least time of links, the least of the rank that holds most on its device (whatever
@@ -228,22 +286,18 @@ class _Model:
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
         """What a rank holds on its device while each of its layers computes, and while its optimizer steps."""
-        zero_3 = self.workload.zero_stage == 3
-        for rank, indices, weighed in self.ranks:
+        for rank, indices, _ in self.ranks:
             buffers = sum(self._most(model, chosen, indices, name) for name in ("buffer", "rounding"))
             resting = self.offloader.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
-            everything = sum(one.group.bytes for one in weighed)
-            yield resting + (0 if zero_3 else everything) + self._sum(chosen, indices, "brought")
-            for moment, saved in self._moments(rank).items():
-                here = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk]
-                here = [(i, one.group.bytes) for i, one in here if one.span[0] <= moment.layer <= one.span[1]]
-                whole = sum(size for _, size in here) if zero_3 else everything
-                around = self._sum(chosen, [index for index, _ in here], "around") if moment.backward else 0
-                on_its_way = self._on_its_way(model, chosen, rank, moment)
-                yield resting + whole + saved + around + on_its_way
+            yield resting + self._whole(rank) + self._sum(chosen, indices, "brought")
+            known: dict[tuple, tuple] = {}
+            for moment, size in self._moments(rank).items():
+                here = [index for index, _ in self._here(rank, moment)] if moment.backward else []
+                around = self._sum(chosen, here, "around")
+                yield resting + size + around + self._on_its_way(model, chosen, rank, moment, known)
 
     def _moments(self, rank: int) -> dict[Moment, int]:
-        """Every layer of every step, alike ones once, and the most bytes of activations there."""
+        """Every layer of every step, alike ones once, and the most bytes of whole parameters and activations there."""
         found: dict[Moment, int] = {}
         before: tuple[int, ...] = ()
         for chunk, backward, saved in activations(self.workload, rank):
@@ -251,18 +305,24 @@ class _Model:
                 moment = Moment(chunk, backward, layer, before)
                 found[moment] = max(found.get(moment, 0), size)
             before = (chunk, *(other for other in before if other != chunk)) if backward else before
-        return found
+        used = lambda moment: self._whole(rank) or sum(one.group.bytes for _, one in self._here(rank, moment))
+        return {moment: size + used(moment) for moment, size in found.items()}
 
-    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment):
-        """The gradient that was reduced last, if no other has been allocated since: they are all alone."""
-        least = model.new_int_var(0, MOST_BYTES, "")
-        later, sizes = 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
-        for index, reduced in self._events(rank, moment):
-            comes = sum(flag for way, flag in zip(self.ways[index], chosen[index]) if way.around)
-            if reduced:
-                model.add(least >= sizes[index].gradient * (comes - later))
-            later = later + comes
-        return least
+    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment, known: dict[tuple, tuple]):
+        """The gradient that was reduced last, if no other has been allocated since: they are all alone. ``known``: what
+        moments share, which have most of their past in common."""
+        latest, most, sizes = 0, 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
+        for event in [*self._events(rank, moment)][::-1]:  # the earliest first
+            (index, reduced), key = event, (*event, latest if isinstance(latest, int) else latest.index)
+            if key not in known and (reduced or most):
+                comes = sum(flag for way, flag in zip(self.ways[index], chosen[index]) if way.around)
+                size = sizes[index].gradient if reduced else 0
+                least = model.new_int_var(0, max(size, most), "")
+                model.add(least >= size * comes)
+                model.add(least >= latest - most * comes)
+                known[key] = least, max(size, most)
+            latest, most = known.get(key, (latest, most))
+        return latest
 
     def _events(self, rank: int, moment: Moment) -> Iterator[tuple[int, bool]]:
         """Gradients that come and go, before a moment, the latest first: which, and whether reduced or allocated."""

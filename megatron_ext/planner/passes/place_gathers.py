@@ -75,6 +75,10 @@ def _queue(kind: RouteKind) -> int | str:
     return kind.name if kind.staged or kind.shard_from_host else link_of(kind.name)
 
 
+_Way = tuple[RouteKind, int | str, int, bool]
+"""A route of a group, its queue, its last link, and whether its all-gathers wait for what is reduced."""
+
+
 class RankPlacement:
     """The placement pass of one pipeline rank."""
 
@@ -85,7 +89,7 @@ class RankPlacement:
         self.free = inf if self.workload.streamed_bytes is None else self.workload.streamed_bytes
         self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.possible: dict[int, list[RouteKind]] = {}  # group -> routes by which it may go
+        self.possible: dict[int, list[_Way]] = {}  # group -> routes by which it may go
         self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
         self.link_free: dict[int | str, float] = {}  # by queue
@@ -106,11 +110,12 @@ class RankPlacement:
     def run_step(self, step: int, begin: float) -> float:
         """Place what the uses of one step need; the step may begin at ``begin``. Returns its estimated end."""
         self.now = max(self.now, begin)
+        given, whole, block_uses, arrives = self.given, self.whole, self.block_uses, self.arrives
         # ends: each turn raises number
-        while self.number < len(self.block_uses) and self.block_uses[self.number].step == step:
+        while self.number < len(block_uses) and block_uses[self.number].step == step:
             number = self.number
-            _, block, us, *_ = self.block_uses[number]
-            groups, done = self.given.groups_of[number], []
+            _, block, us, *_ = block_uses[number]
+            groups, done = given.groups_of[number], []
             if block >= 0:
                 for group in groups:
                     uses = self.uses_to_come[group]
@@ -120,9 +125,9 @@ class RankPlacement:
                 if self.front <= number:
                     # What is still whole stays; then memory is freed for what is not.
                     for group in groups:
-                        if group in self.whole:
-                            self.whole[group] = self.stays.get((group, number), number)
-                    missing = [group for group in self.given.longest[number] if group not in self.whole]
+                        if group in whole:
+                            whole[group] = self.stays.get((group, number), number)
+                    missing = [group for group in given.longest[number] if group not in whole]
                     fits = self._free_up(number, missing, beyond=number)
                     assert fits, "the largest block fits, and nothing else must stay"
                     for group in missing:
@@ -130,15 +135,15 @@ class RankPlacement:
                     self.front = number + 1
                 self._look_ahead(number)
                 for group in groups:
-                    if self.arrives[group] > self.now:
-                        self.now = self.arrives[group]
-                if number in self.given.alone:
-                    self.now = max(self.now, self.freed_at)
+                    if arrives[group] > self.now:
+                        self.now = arrives[group]
+                if number in given.alone and self.freed_at > self.now:
+                    self.now = self.freed_at
             self.now += us
             self.number += 1
             if done:
                 self._reduce(done)
-            for group in self.given.due.get(number, ()):
+            for group in given.due.get(number, ()):
                 self._reduce_visit(group)
         return self.now
 
@@ -198,7 +203,8 @@ class RankPlacement:
         usable: dict[float, list[int]] = {}
         for other, until in self.whole.items():
             if until < number and other not in keep:
-                use = to_come[other][-1] if to_come[other] else inf
+                uses = to_come[other]
+                use = uses[-1] if uses else inf
                 if use > beyond:
                     usable.setdefault(use, []).append(other)
         for use in sorted(usable, reverse=True):
@@ -228,10 +234,9 @@ class RankPlacement:
         issue, at = (-1, -1) if number < 0 else (self.block_uses[number].step, self.block_uses[number].before)
         self.whole[group] = self.stays.get((group, use), use)
         self.free -= self.sizes[group]
-        route, arrival, delay = self._route(group, issue)
-        kind = kind_of(route)
+        (kind, queue, link, _), arrival, delay = self._route(group, issue)
         if delay:
-            other = OTHER_LINK[link_of(route)]
+            other = OTHER_LINK[link]
             self.link_free[other] = self.link_free.get(other, 0.0) + delay
         if kind.shard_from_host:
             copied = max(self.now, self.link_free.get(CPU, 0.0)) + self.times.shard_copy(group)
@@ -241,36 +246,39 @@ class RankPlacement:
             slots = self.staged.setdefault(issue, [])
             slot = len(slots)
             slots.append(group)
-            link = link_of(route)  # which its last leg takes
             self.link_free[link] = max(self.link_free.get(link, 0.0), arrival)
-        self.link_free[_queue(kind)] = arrival
+        self.link_free[queue] = arrival
         self.arrives[group] = arrival
-        self.placed.append(Placed(group, route, issue, self.block_uses[use].step, at, slot, issue))
+        self.placed.append(Placed(group, kind.name, issue, self.block_uses[use].step, at, slot, issue))
 
-    def _route(self, group: int, issue: int) -> tuple[Route, float, float]:
+    def _route(self, group: int, issue: int) -> tuple[_Way, float, float]:
         """The route on which the group arrives first, counting what the others lose: route, arrival, and
         by how much the other link's queue is delayed."""
-        best, least, choices = None, inf, self.choices
-        forced = choices.forced.get((self.pp_rank, len(self.placed))) if choices.forced else None
-        kinds = self.possible.get(group)
-        if kinds is None:
-            kinds = [kind_of(route) for route in choices.routes if choices.may_take(route, group)]
-            self.possible[group] = kinds
-        for kind in kinds:
+        best, least, forced = None, inf, None
+        if self.choices.forced:
+            forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
+        ways = self.possible.get(group)
+        if ways is None:
+            kinds = [kind_of(route) for route in self.choices.routes if self.choices.may_take(route, group)]
+            one = self.blocks.groups[group].algorithm is None
+            ways = [(kind, _queue(kind), link_of(kind.name), kind.needs_device_shard and one) for kind in kinds]
+            self.possible[group] = ways
+        for way in ways:
+            kind, queue, link, waits = way
             if kind.staged and not self._has_slot(group, issue):
                 continue
-            route, ready = kind.name, self.now
+            begin = self.now
             if kind.copy is not None and not kind.staged:
-                ready = max(ready, self._published_at(group, kind.copy))
-            begin = max(ready, self.link_free.get(_queue(kind), 0.0))
-            if kind.needs_device_shard and self.blocks.groups[group].algorithm is None:
-                begin = max(begin, self.reduced)
+                begin = max(begin, self._published_at(group, kind.copy))
+            begin = max(begin, self.link_free.get(queue, 0.0))
+            if waits and self.reduced > begin:
+                begin = self.reduced
             if kind.shard_from_host:
-                us, delay = self._by_shard(group, route) - begin, 0.0
+                us, delay = self._by_shard(group, kind.name) - begin, 0.0
             else:
-                us, delay = self._beside(route, self.sizes[group], begin, self.times.unshard(group, route))
-            found = route, begin + us, delay
-            if route == forced:
+                us, delay = self._beside(link, self.sizes[group], begin, self.times.unshard(group, kind.name))
+            found = way, begin + us, delay
+            if kind.name == forced:
                 return found
             if begin + us + delay < least:
                 best, least = found, begin + us + delay
@@ -295,10 +303,9 @@ class RankPlacement:
             ready = self.published[group] = self.publish_free = self.publish_free + self.times.publish(group, copy)
         return ready
 
-    def _beside(self, route: str, size: int, begin: float, us: float) -> tuple[float, float]:
-        """What a gather takes that would take ``us`` alone, if the other link is still busy when it
-        begins, and what the other loses meanwhile."""
-        mine = link_of(route)
+    def _beside(self, mine: int, size: int, begin: float, us: float) -> tuple[float, float]:
+        """What a gather over the link ``mine`` takes that would take ``us`` alone, if the other link is still busy when
+        it begins, and what the other loses meanwhile."""
         other = OTHER_LINK[mine]
         overlap = self.link_free.get(other, 0.0) - begin
         if overlap <= 0 or not (self.timing.slowdowns.disturbed[mine] or self.timing.slowdowns.disturbed[other]):

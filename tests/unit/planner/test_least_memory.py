@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 from msgspec.structs import replace
+from ortools.sat.python import cp_model
 from planning_cases import line, make_table, make_workload
 from variations import some
 
@@ -113,6 +114,17 @@ def test_the_bytes_of_a_refusal_are_the_least_there_are():
     ).groups()
     assert refused.value.field == "limits.host_bytes" and int(need) == host and int(short) == 1
     assert sum(map(int, re.findall(r"\d+", kinds))) == host  # all of it is the node's
+
+
+@pytest.mark.parametrize("seed", some(range(6), 3))
+def test_the_least_bytes_are_known_and_planned_without_the_solver(seed, monkeypatch):
+    work, table = drawn(seed)
+    device = min(device for device, _ in everything(work))
+    monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: cp_model.UNKNOWN)  # its work did not suffice
+    found = least(replace(work, limits=Limits(device_bytes=device)), table)
+    assert max(bill.memory.device_total_bytes for bill in memory_bill(found, work)) == device
+    with pytest.raises(InputError, match=f"holds at least {device} bytes"):
+        least(replace(work, limits=Limits(device_bytes=device - 1)), table)
 
 
 @pytest.mark.parametrize("part", (0.0, 0.3, 0.6, 1.0))
