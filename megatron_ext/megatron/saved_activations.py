@@ -205,7 +205,9 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool):
             put(F, "dropout", _dropout)
             put(F, "rms_norm", rms_norm)
             put(mlp, "bias_swiglu_impl", kernel)
-            put(config, "bias_activation_fusion", gated)
+            copies = (getattr(module, "config", config) for module in chunk.modules())  # experts have their own
+            for own in {id(each): each for each in copies}.values():
+                put(own, "bias_activation_fusion", gated)
         if engine:
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
             if getattr(getattr(config, "attention_backend", None), "name", "") == "unfused":
