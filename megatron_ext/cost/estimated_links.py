@@ -134,7 +134,7 @@ class Links:
 
     def p2p(self) -> Line:
         """One activation message; the slowest between two pipeline ranks."""
-        nodes = [self.parallel.node_of(rank, 0) for rank in range(self.parallel.pp)]
+        nodes = self.parallel.nodes_of(self.parallel.global_rank(rank, 0) for rank in range(self.parallel.pp))
         way = self._network() if len(set(nodes)) > 1 else self._peer()
         return Line(way.us + self.sheet.collective_us.value / 2, way.us_per_byte)
 

@@ -116,12 +116,8 @@ def _header(path, lines: list[str]) -> tuple[int, list[str]]:
         if line.startswith("#") and columns[:1] == ["size"] and columns.count("time") == 2:
             units = lines[index + 1] if index + 1 < len(lines) else ""
             found = re.findall(r"\(([^)]*)\)", units)
-            if (
-                not found
-                or found[0] != "B"
-                or [unit for unit in found if unit.endswith("s") and "/" not in unit and unit != "elements"]
-                != ["us", "us"]
-            ):
+            times = [unit for unit in found if unit.endswith("s") and "/" not in unit and unit != "elements"]
+            if found[:1] != ["B"] or times != ["us", "us"]:
                 raise line_error(path, index + 2, units, "units are not (B) and (us)")
             rates = [unit for unit in found if "/" in unit]
             if any(unit != "GB/s" for unit in rates):

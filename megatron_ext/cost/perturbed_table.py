@@ -132,11 +132,14 @@ class PerturbedTables:
 
     def with_missing_at(self, part: float) -> CostTable:
         """The given table with every slowdown and call that it lacks at ``part`` (0 to 1) of its range."""
-        rows = (Contention(measured=a, busy=b, slowdown=1 + _missing_excess(a, b, part)) for a, b in self._pairs)
+        rows = self._missing_rows(lambda: part)
         call_us, most = self._table.group_overhead.call_us, self._most_call_us()
         overhead = replace(self._table.group_overhead, call_us=call_us if most is None else most * part)
         table = replace(self._table, contention=(*self._table.contention, *rows), group_overhead=overhead)
         return self._launched(table, part)
+
+    def _missing_rows(self, part: Callable[[], float]) -> list[Contention]:
+        return [Contention(measured=a, busy=b, slowdown=1 + _missing_excess(a, b, part())) for a, b in self._pairs]
 
     # -- one table --------------------------------------------------------------------------
 
@@ -164,12 +167,8 @@ class PerturbedTables:
         together = number(name) * SYSTEMATIC
         factors = numpy.exp(together + mean + factor @ numpy.array([number(name) for _ in points])).tolist()
         return tuple(
-            Point(
-                size_bytes=point.size_bytes,
-                p50_us=point.p50_us * factor,
-                issued_us=None if point.issued_us is None else point.issued_us * factor,
-            )
-            for point, factor in zip(points, factors)
+            Point(size_bytes=p.size_bytes, p50_us=p.p50_us * by, issued_us=p.issued_us and p.issued_us * by)
+            for p, by in zip(points, factors)
         )
 
     def _compute(self, number: Callable[[str], float]) -> tuple[Compute, ...]:
@@ -188,21 +187,10 @@ class PerturbedTables:
         """Rows of one pair move together: they come from one measurement beside one busy link."""
         # A slowdown is the quotient of two times, each as rough as the curves.
         spread = sqrt(SYSTEMATIC**2 + 2 * self._noise**2)
-        pairs = dict.fromkeys((row.measured, row.busy) for row in self._table.contention)
-        numbers = {pair: number(CONTENTION) for pair in pairs}
-        rows = [
-            replace(row, slowdown=_slowdown(row, spread, numbers[row.measured, row.busy]))
-            for row in self._table.contention
-        ]
-        rows += [
-            Contention(
-                measured=measured,
-                busy=busy,
-                slowdown=1 + _missing_excess(measured, busy, _part(number(MISSING_CONTENTION))),
-            )
-            for measured, busy in self._pairs
-        ]
-        return tuple(rows)
+        given = self._table.contention
+        numbers = {pair: number(CONTENTION) for pair in dict.fromkeys((row.measured, row.busy) for row in given)}
+        rows = [replace(row, slowdown=_slowdown(row, spread, numbers[row.measured, row.busy])) for row in given]
+        return *rows, *self._missing_rows(lambda: _part(number(MISSING_CONTENTION)))
 
     def _call_us(self, number: Callable[[str], float]) -> float | None:
         given, most = self._table.group_overhead.call_us, self._most_call_us()
@@ -239,8 +227,9 @@ class PerturbedTables:
     @property
     def _lacks_launches(self) -> bool:
         """Layers were measured on a device, or estimated of one, and what launching one of them takes was not."""
-        metadata = self._table.metadata
-        of_device = (metadata.software or {}).get("backend") == "nccl" or _is_estimated(self._table)
+        metadata, source = self._table.metadata, self._table.metadata.source
+        estimated = source is not None and source.program == ESTIMATE
+        of_device = (metadata.software or {}).get("backend") == "nccl" or estimated
         rows = self._table.compute
         return of_device and any(row.layer_kind for row in rows) and not all(map(_launches_known, rows))
 
@@ -278,10 +267,6 @@ class PerturbedTables:
 
 def _launches_known(row: Compute) -> bool:
     return row.forward_launch_us is not None and row.backward_launch_us is not None
-
-
-def _is_estimated(table: CostTable) -> bool:
-    return table.metadata.source is not None and table.metadata.source.program == ESTIMATE
 
 
 def roughness(table: CostTable) -> float:

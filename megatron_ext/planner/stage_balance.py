@@ -68,7 +68,7 @@ def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) 
             field="limits.whole_parameter_bytes",
             value=workload.limits.whole_parameter_bytes,
         )
-    present, now = (stage_costs(each, cost) for each in (_present_counts(workload), counts))
+    present, now = (stage_costs(each, cost) for each in ([len(c.layer_kinds) for c in workload.chunks], counts))
     moved = _with_placement(workload, cost.layers, counts)
     return Balanced(counts, now, present, layout_text(cost.layers, counts), moved)
 
@@ -172,11 +172,6 @@ def stage_costs(counts: Sequence[int], cost) -> tuple[float, ...]:
     """Cost of every stage of a placement."""
     ends = [sum(counts[: number + 1]) for number in range(len(counts))]
     return tuple(cost(end - count, end) for count, end in zip(counts, ends))
-
-
-def _present_counts(workload: Workload) -> tuple[int, ...]:
-    """Layers of each stage as the workload places them."""
-    return tuple(len(chunk.layer_kinds) for chunk in workload.chunks)
 
 
 def layout_text(layers: Sequence[ModelLayer], counts: Sequence[int]) -> str:

@@ -35,7 +35,8 @@ def numbers_of_microbatches(args, consumed_samples: int = 0) -> tuple[int, ...]:
     for stage in [*left, stages[-1]]:
         rest = stage.batch_size % divisor
         if stage.batch_size < divisor or (rest and not getattr(args, "decrease_batch_size_if_needed", False)):
-            which = f"reaches a batch of {stage.batch_size}, which is" if changes_batch(args) else "is"
+            changes = any(getattr(args, name, None) for name in (RAMPUP, STEPS))
+            which = f"reaches a batch of {stage.batch_size}, which is" if changes else "is"
             of = f"micro-batch size {args.micro_batch_size} times data-parallel size {args.data_parallel_size}"
             _refuse(args, f"{which} no multiple of {of}")
         numbers.append(stage.batch_size // divisor)
@@ -43,11 +44,6 @@ def numbers_of_microbatches(args, consumed_samples: int = 0) -> tuple[int, ...]:
     if len(found) > MOST_NUMBERS:
         _refuse(args, f"reaches {len(found)} numbers of micro-batches; at most {MOST_NUMBERS} can be planned")
     return found
-
-
-def changes_batch(args) -> bool:
-    """Whether options let the batch size change."""
-    return any(getattr(args, name, None) for name in (RAMPUP, STEPS))
 
 
 def _stages(args) -> list[Stage]:

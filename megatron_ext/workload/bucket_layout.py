@@ -12,19 +12,8 @@ from collections.abc import Sequence
 PARAMETER_ALIGNMENT = 64
 BUCKET_ALIGNMENT = 128
 
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
+ITEM_BYTES = dict(float64=8, float32=4, float16=2, bfloat16=2, int64=8, int32=4, int16=2)
+ITEM_BYTES |= dict.fromkeys(("int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1)
 
 
 def _round_up(number: int, multiple: int) -> int:

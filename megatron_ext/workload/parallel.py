@@ -159,9 +159,6 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         tp = self.tensor_model_parallel_size
         return (pp_rank * self.data_parallel_size + dp_rank) * tp + tp_rank
 
-    def node_of(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
-        return self.global_rank(pp_rank, dp_rank, tp_rank) // self.node_size
-
     def check_place(self, pp_rank: int, model_chunk_id: int, *, file=None, field: str, error=InputError) -> None:
         """Raise ``error``, naming what lies below ``field``, where there is no such pipeline rank or model chunk."""
         for name, value, size, what in (

@@ -38,7 +38,8 @@ class Certainty:
 
     def __init__(self, costs: Costs, choices: list[Choice]):
         self.costs = costs
-        effort = sum(_effort(choice) for choice in choices)
+        layers = (max(chunk.num_layers for chunk in choice.rounds.parts[0][0].chunks) for choice in choices)
+        effort = sum(choice.rounds.steps * most for choice, most in zip(choices, layers))
         self.draws = max(FEWEST_DRAWS, min(DRAWS, EFFORT // max(effort, 1)))
         self._us: dict[int, list[float]] = {}
 
@@ -78,8 +79,3 @@ def _ratio(own: float, ours: list[float], theirs: list[float]) -> Interval:
     ratios = [own, *(one / other for one, other in zip(ours, theirs))]
     error = WIDTH * MODEL_ERROR
     return Interval(own - hypot(own - min(ratios), error), own + hypot(max(ratios) - own, error))
-
-
-def _effort(choice: Choice) -> int:
-    work = choice.rounds.parts[0][0]
-    return choice.rounds.steps * max(chunk.num_layers for chunk in work.chunks)
