@@ -13,7 +13,8 @@ recompute, ``max_memory_allocated`` was 0.07 to 1.05 GB above the bill. With the
 ``nccl_bytes``: each communicator has buffers for each channel and neighbour, 10 MiB for all protocols
 (NVIDIA/nccl#1685), of the one neighbour from which a ring receives; 32 channels between NVLink devices (the same) and
 4 elsewhere, which is assumed. Megatron uses one communicator for data, tensor and pipeline parallelism each, one for
-tied embeddings and one for the whole model's norm.
+tied embeddings and one for the whole model's norm; for experts on several ranks one among these, one among the parts
+of an expert and one among the ranks that share them.
 
 Where ``measure`` has run on a GPU, its table has what the device held besides PyTorch's blocks, in place of both.
 
@@ -87,6 +88,7 @@ def device_reserve(
         within_layer: :func:`temporary_bytes`.
     """
     sizes = (parallel.dp, parallel.instances, parallel.tensor_model_parallel_size, parallel.pp)
+    sizes += (parallel.ep, parallel.etp, parallel.expert_dp) if parallel.ep > 1 else ()
     communicators = sum(size > 1 for size in sizes) + (parallel.pp > 1) + (parallel.world_size > 1)
     channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
     measured = None if table is None else table.set_up.beside_allocator_bytes

@@ -290,12 +290,17 @@ def dtype_of(args) -> str:
 
 def shape_of(args):
     """The model's sizes for checked options."""
-    from megatron_ext.workload.gpt_shapes import GptShape
+    from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape
 
+    ffn, experts = args.ffn_hidden_size or 4 * args.hidden_size, None
+    if args.num_experts:
+        own, shared = args.moe_ffn_hidden_size or ffn, args.moe_shared_expert_intermediate_size or 0
+        layers = tuple(expert_options.pattern(args))
+        experts = ExpertShape(args.num_experts, args.moe_router_topk, own, layers, shared)
     return GptShape(
         layers=args.num_layers,
         hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size or 4 * args.hidden_size,
+        ffn=ffn,
         heads=args.num_attention_heads,
         query_groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         vocab=args.padded_vocab_size,
@@ -309,6 +314,7 @@ def shape_of(args):
         dtype=dtype_of(args),
         stage_layers=tuple(layers_of_stages(args)),
         qk_norm=args.qk_layernorm,
+        experts=experts,
     )
 
 

@@ -249,8 +249,9 @@ def check_other_options(args, verb: str = "describe") -> None:
         if given.get(name) not in without:
             _refuse(given, name, f"changes parameters or the order of steps; {how}")
         given.pop(name, None)
-    if verb == "fit" and args.num_experts:
-        raise option_error("num_experts", f"changes what layers compute; {_CHECKOUT[verb]}", args.num_experts)
+    if verb == "fit" and args.num_experts and args.add_bias_linear:
+        why = f"without --disable-bias-linear: what experts with biases keep is not known; {_CHECKOUT[verb]}"
+        raise option_error("num_experts", why, args.num_experts)
     if args.recompute_granularity == "selective" and given.get("recompute_modules", ["core_attn"]) != ["core_attn"]:
         _refuse(given, "recompute_modules", f"changes what layers keep; {how}")
     tokenizers = [name for name in TOKENIZER if name in given]

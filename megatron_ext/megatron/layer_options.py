@@ -5,13 +5,10 @@ Megatron made of the command line is written down in these, and the layers are c
 """
 
 from collections import defaultdict
-from math import prod
 
 from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.megatron import expert_options, gpt_arguments
-from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import gpt_workload
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Chunk, Workload
 
 VALUED = (
@@ -66,11 +63,8 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
     from megatron_ext.megatron.ignored_options import parse
 
     args = parse(options, verb="measure", data_parallel_size=workload.parallel.world_size)
-    one = Parallel.of(tp=workload.parallel.tensor_model_parallel_size, microbatches=1)
-    built = gpt_workload(gpt_arguments.shape_of(args), one, gpt_arguments.batch_of(args))
+    built = gpt_workload(gpt_arguments.shape_of(args), gpt_arguments.parallel_of(args), gpt_arguments.batch_of(args))
     known, there = _layer_bytes(built.chunks), _layer_bytes(workload.chunks)
-    if args.num_experts:
-        known["moe"] = {_moe_bytes(args)}
     for kind, sizes in there.items():
         # A tied matrix is a parameter of the output only on a pipeline rank without the embedding.
         if kind != "output" and not sizes <= known.get(kind, set()):
@@ -80,19 +74,6 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
                 "--hardware NAME`, which needs no layers",
                 field="--modules",
             )
-
-
-def _moe_bytes(args) -> int:
-    """Bytes of a layer with experts on one rank."""
-    shape, tp = gpt_arguments.shape_of(args), args.tensor_model_parallel_size
-    rest = sum(prod(size) for name, size in shape.layer(tp).items() if not name.startswith("mlp."))
-    columns = (3 if shape.gated else 2) * shape.hidden  # of both matrices, for each unit between them
-    etp, units = args.expert_tensor_parallel_size or tp, args.moe_ffn_hidden_size or shape.ffn
-    biases = (columns // shape.hidden - 1) * units // etp + shape.hidden if shape.linear_bias else 0
-    experts = args.num_experts // args.expert_model_parallel_size * (columns * units // etp + biases)
-    router = args.num_experts * (shape.hidden + shape.linear_bias)
-    shared = columns * (args.moe_shared_expert_intermediate_size or 0) // tp
-    return ITEM_BYTES[shape.dtype] * (rest + router + experts + shared)
 
 
 def _layer_bytes(chunks: tuple[Chunk, ...]) -> dict[str, set[int]]:

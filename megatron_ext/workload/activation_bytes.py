@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.parallel import Parallel
+
+ROUTED = 30
+"""Bytes that a router keeps of a token for each of its experts: indices, weights and places. A map has one for every
+expert."""
 
 
 class Kept(NamedTuple):
@@ -16,26 +21,27 @@ class Kept(NamedTuple):
     recompute_bytes: int = 0
 
 
-def kept_by_chunk(kinds: Sequence[str], shape, batch, tp: int) -> tuple[tuple[int, ...], int]:
+def kept_by_chunk(kinds: Sequence[str], shape, batch, parallel: Parallel) -> tuple[tuple[int, ...], int]:
     """What each layer of a chunk keeps on one tensor-parallel rank, and what a backward makes anew at one time.
 
     Args:
-        kinds: ``embedding``, ``transformer`` or ``output`` of every layer.
+        kinds: ``embedding``, ``transformer``, ``moe`` or ``output`` of every layer.
         shape, batch: a GptShape and a MicroBatch (:mod:`megatron_ext.workload.gpt_shapes`).
     """
-    first = kinds.index("transformer") if "transformer" in kinds else 0
+    layers = [number for number, kind in enumerate(kinds) if kind in ("transformer", "moe")]
+    first = layers[0] if layers else 0
     kept = [
-        _kept_by_layer(kind, shape, batch._replace(recompute=batch.recompute_of(number - first)), tp)
+        _kept_by_layer(kind, shape, batch._replace(recompute=batch.recompute_of(number - first)), parallel)
         for number, kind in enumerate(kinds)
     ]
     activation_bytes = [each.activation_bytes for each in kept]
     anew = max((each.recompute_bytes for each in kept), default=0)
-    if batch.recompute == "full" and "transformer" in kinds:
+    if batch.recompute == "full" and layers:
         between = activation_bytes[first]  # the input, which is no part of what is made anew
         if batch.recompute_method == "uniform":  # of layers together only the first's input is kept
-            together = min(batch.recompute_num_layers, kinds.count("transformer"))
-            for number, kind in enumerate(kinds):
-                if kind == "transformer" and (number - first) % together:
+            together = min(batch.recompute_num_layers, len(layers))
+            for number in layers:
+                if (number - first) % together:
                     activation_bytes[number] = 0
             anew *= together
         anew -= between
@@ -44,8 +50,8 @@ def kept_by_chunk(kinds: Sequence[str], shape, batch, tp: int) -> tuple[tuple[in
     return tuple(activation_bytes), anew
 
 
-def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
-    item = ITEM_BYTES[shape.dtype]
+def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
+    item, tp, routing = ITEM_BYTES[shape.dtype], parallel.tensor_model_parallel_size, 0
     elements = batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
     between, masks = item * elements, elements if batch.hidden_dropout else 0
     moments = 0 if shape.rms_norm else 2 * between // shape.hidden  # of each token, by a norm
@@ -55,7 +61,12 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     if kind == "output":  # the norm's and the matrix's input, the softmax in 32 bits, labels and which are others'
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
-    behind = width + (3 if shape.gated else 2) * shape.ffn  # attention: inputs of the matrices, of the activation
+    inner = 3 if shape.gated else 2  # times the columns: inputs of the second matrix and of the activation
+    behind = width + inner * shape.ffn
+    if kind == "moe":  # inputs of the first matrix, too; the token's weight is applied to what the activation gives
+        number, topk, ffn, _, shared = shape.experts
+        behind = width + topk * (parallel.etp * shape.hidden + 3 * ffn) + inner * shared
+        routing = (ROUTED * topk + number) * elements // shape.hidden
     columns = behind + _inputs_of_attention(shape, batch, width, groups)
     # Scores that are not fused, with keys and values repeated for the queries; a fused kernel keeps a sum for each row.
     score = (2 * item + 1 if batch.attention_dropout else item) if batch.score_heads else 0
@@ -66,6 +77,7 @@ def _kept_by_layer(kind: str, shape, batch, tp: int) -> Kept:
     rotated = batch.local and not shape.positions
     waves = 4 * item * batch.seq_length // batch.context_parallel * shape.head_dim * rotated
     whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums + waves
+    whole += routing
     if batch.recompute == "full":
         return Kept(between, whole)
     if batch.recompute != "selective":

@@ -4,7 +4,9 @@ Names, shapes and order of parameters are those of ``megatron.core.models.gpt.GP
 tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py compares both.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -13,7 +15,7 @@ from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload, make_workload
+from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Limits, Parameter, Workload, make_workload
 
 
 class MicroBatch(NamedTuple):
@@ -58,6 +60,17 @@ class MicroBatch(NamedTuple):
         return self.seq_length * self.micro_batch_size // self.context_parallel
 
 
+class ExpertShape(NamedTuple):
+    """``number`` experts of ``ffn`` columns, over all ranks, in each layer whose entry in ``layers`` is 1. A token goes
+    to ``topk`` of them, and all go through a shared expert of ``shared`` columns."""
+
+    number: int
+    topk: int
+    ffn: int
+    layers: tuple[int, ...]
+    shared: int = 0
+
+
 class GptShape(NamedTuple):
     """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings; ``stage_layers`` are
     the layers of every stage where there are as many stages, which otherwise have equally many; ``qk_norm``: queries
@@ -79,12 +92,20 @@ class GptShape(NamedTuple):
     dtype: str = "bfloat16"
     stage_layers: tuple[int, ...] = ()
     qk_norm: bool = False
+    experts: ExpertShape | None = None
 
-    def layer(self, tp: int) -> dict[str, tuple[int, ...]]:
-        """Parameters of one layer, by name, in the order in which modules register them."""
+    def layer(self, tp: int, kind: str = "transformer", ep: int = 1, etp: int = 1) -> dict[str, tuple[int, ...]]:
+        """Parameters of one layer, by name, in the order in which modules register them; of kind ``moe``, of experts
+        over ``ep`` ranks, each cut in ``etp`` parts."""
         width = self.heads * self.head_dim
         qkv = (width + 2 * self.query_groups * self.head_dim) // tp
-        first = (2 if self.gated else 1) * self.ffn // tp
+        router, columns = {}, {"mlp": self.ffn // tp}
+        if kind == "moe":
+            assert self.experts is not None
+            number, _, ffn, _, shared = self.experts
+            router = {"mlp.router.weight": (number, self.hidden), "mlp.router.bias": (number,)}
+            columns = {f"mlp{EXPERTS}local_experts.{index}": ffn // etp for index in range(number // ep)}
+            columns |= {"mlp.shared_experts": shared // tp} if shared else {}
         found = {
             **self.norm("input_layernorm"),
             "self_attention.linear_proj.weight": (self.hidden, width // tp),
@@ -94,16 +115,17 @@ class GptShape(NamedTuple):
             **(self.norm("self_attention.q_layernorm", self.head_dim) if self.qk_norm else {}),
             **(self.norm("self_attention.k_layernorm", self.head_dim) if self.qk_norm else {}),
             **self.norm("pre_mlp_layernorm"),
-            "mlp.linear_fc1.weight": (first, self.hidden),
-            "mlp.linear_fc1.bias": (first,),
-            "mlp.linear_fc2.weight": (self.hidden, self.ffn // tp),
-            "mlp.linear_fc2.bias": (self.hidden,),
+            **router,
         }
+        for name, size in columns.items():
+            rows = (2 if self.gated else 1) * size
+            found |= {f"{name}.linear_fc1.weight": (rows, self.hidden), f"{name}.linear_fc1.bias": (rows,)}
+            found |= {f"{name}.linear_fc2.weight": (self.hidden, size), f"{name}.linear_fc2.bias": (self.hidden,)}
         biased = {"self_attention.linear_qkv.bias": self.qkv_bias}
         return {
             name: shape
             for name, shape in found.items()
-            if not (".linear" in name and name.endswith("bias")) or biased.get(name, self.linear_bias)
+            if "norm" in name or not name.endswith("bias") or biased.get(name, self.linear_bias)
         }
 
     def norm(self, name: str, columns: int = 0) -> dict[str, tuple[int, ...]]:
@@ -113,7 +135,33 @@ class GptShape(NamedTuple):
     def numel(self) -> int:
         """Parameters of the whole model, a tied matrix once."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
-        return self.layers * sum(map(prod, self.layer(1).values())) + ends + sum(map(prod, self.norm("").values()))
+        layers = sum(
+            number * sum(map(prod, self.layer(1, kind).values())) for kind, number in Counter(self.kinds).items()
+        )
+        return layers + ends + sum(map(prod, self.norm("").values()))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of all transformer layers: ``moe`` with experts."""
+        there = [0] * self.layers if self.experts is None else self.experts.layers
+        return [("transformer", "moe")[each] for each in there]
+
+    def stages(self, parallel: Parallel, layers_of_stages: Sequence[int] | None = None) -> list[list[str]]:
+        """Kinds of the transformer layers of every stage, which has as many as ``layers_of_stages`` says, or the shape.
+
+        Raises:
+            InputError: the layers do not divide into the stages.
+        """
+        stages = parallel.pp * parallel.vp
+        if layers_of_stages is None and len(self.stage_layers) == stages:
+            layers_of_stages = self.stage_layers
+        if layers_of_stages is None:
+            if self.layers % stages:
+                raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=self.layers)
+            layers_of_stages = [self.layers // stages] * stages
+        assert len(layers_of_stages) == stages and sum(layers_of_stages) == self.layers, layers_of_stages
+        kinds = iter(self.kinds)
+        return [[*islice(kinds, count)] for count in layers_of_stages]
 
 
 def gpt_workload(
@@ -134,21 +182,15 @@ def gpt_workload(
     Raises:
         InputError: the layers do not divide into the stages.
     """
-    stages = parallel.pp * parallel.vp
-    if layers_of_stages is None and len(shape.stage_layers) == stages:
-        layers_of_stages = shape.stage_layers
-    if layers_of_stages is None:
-        if shape.layers % stages:
-            raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=shape.layers)
-        layers_of_stages = [shape.layers // stages] * stages
-    assert len(layers_of_stages) == stages and sum(layers_of_stages) == shape.layers, layers_of_stages
+    stages, experts = shape.stages(parallel, layers_of_stages), shape.experts
     return make_workload(
         parallel=parallel,
         zero_stage=zero_stage,
-        chunks=tuple(_chunk(shape, parallel, batch, stage, count) for stage, count in enumerate(layers_of_stages)),
+        chunks=tuple(_chunk(shape, parallel, batch, stage, kinds) for stage, kinds in enumerate(stages)),
         p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
         limits=limits,
         optimizer=optimizer,
+        experts=experts and Experts(num_experts=experts.number, router_topk=experts.topk),
     )
 
 
@@ -160,9 +202,9 @@ def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize:
     return batch.tokens * hidden_size * itemsize // parts
 
 
-def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, count: int) -> Chunk:
+def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, layers: list[str]) -> Chunk:
     tp, last = parallel.tensor_model_parallel_size, parallel.pp * parallel.vp - 1
-    kinds = ["embedding"] * (stage == 0) + ["transformer"] * count + ["output"] * (stage == last)
+    kinds = ["embedding"] * (stage == 0) + layers + ["output"] * (stage == last)
     # Both pipeline ranks hold a tied matrix and keep it in a bucket of its own; within one chunk the output borrows it.
     shared = shape.tied and parallel.pp > 1
     borrowed = shape.tied and stage == 0 and stage == last
@@ -177,15 +219,16 @@ def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, c
         add("embedding.word_embeddings.weight", matrix, 0, shared_embedding=shared, borrowed_by=uses)
         if shape.positions:
             add("embedding.position_embeddings.weight", (shape.positions, shape.hidden), 0)
-    for number in range(count):
-        for name, size in shape.layer(tp).items():
-            add(f"decoder.layers.{number}.{name}", size, number + (stage == 0))
+    for number, kind in enumerate(layers):
+        for name, size in shape.layer(tp, kind, parallel.ep, parallel.etp).items():
+            expert = parallel.ep > 1 and EXPERTS in name  # else Megatron shards them as it does other parameters
+            add(f"decoder.layers.{number}.{name}", size, number + (stage == 0), expert=expert)
     if stage == last:
         for name, size in shape.norm("decoder.final_layernorm").items():
             add(name, size, len(kinds) - 1)
         if not borrowed:
             add("output_layer.weight", matrix, len(kinds) - 1, shared_embedding=shared)
-    activation_bytes, recompute_bytes = kept_by_chunk(kinds, shape, batch, tp)
+    activation_bytes, recompute_bytes = kept_by_chunk(kinds, shape, batch, parallel)
     return Chunk(
         pp_rank=stage % parallel.pp,
         model_chunk_id=stage // parallel.pp,

@@ -66,6 +66,10 @@ SHAPES = {
     "qkv-bias": "--fp16 --disable-bias-linear --add-qkv-bias --qk-layernorm --kv-channels 16 "
     "--max-position-embeddings 64 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
     "--num-virtual-stages-per-pipeline-rank 2",
+    "experts": "--bf16 --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --data-parallel-size 4 "
+    "--num-experts 8 --expert-model-parallel-size 2 --moe-router-topk 4 --moe-ffn-hidden-size 48 --moe-layer-freq 2 "
+    "--moe-shared-expert-intermediate-size 32 --moe-token-dispatcher-type alltoall",
+    "experts-tensor": "--bf16 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel --num-experts 4",
     "gate-with-bias": "--swiglu --ffn-hidden-size 96 --make-vocab-size-divisible-by 64 --micro-batch-size 3 "
     "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
 }

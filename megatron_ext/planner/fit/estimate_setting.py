@@ -1,5 +1,7 @@
 """What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
 
+from collections import Counter
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -25,7 +27,9 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.gpt_shapes import GptShape
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import EXPERTS, Workload
 
 PROVEN_STEPS = 1024
 """Up to so many steps times layers of a stage the whole lower bound is computed; beyond, that of compute alone."""
@@ -85,20 +89,32 @@ class Choice(NamedTuple):
 
 
 def floor_bytes(setting: Setting) -> int:
-    """Device bytes that no plan goes below, in no time: of transformer layers alone, with as many micro-batches in
-    flight as there are pipeline ranks."""
+    """Device bytes that no plan goes below, in no time: of the first rank's transformer layers alone, with as many
+    micro-batches in flight as there are pipeline ranks."""
     parallel, optimizer, item = setting.parallel, setting.optimizer, ITEM_BYTES[setting.shape.dtype]
-    tp, layers = parallel.tensor_model_parallel_size, setting.shape.layers // parallel.pp
-    numel = layers * sum(map(prod, setting.shape.layer(tp).values()))
-    saved, anew = kept_by_chunk(["transformer"] * (layers // parallel.vp), setting.shape, setting.batch, tp)
-    held = sum(saved) * parallel.vp * min(parallel.pp, parallel.num_microbatches) + anew
+    chunks = setting.shape.stages(parallel)[:: parallel.pp]
+    kept = [kept_by_chunk(chunk, setting.shape, setting.batch, parallel) for chunk in chunks]
+    held = sum(sum(saved) for saved, _ in kept) * min(parallel.pp, parallel.num_microbatches)
+    held += max(anew for _, anew in kept)
+    kinds = Counter(kind for chunk in chunks for kind in chunk).items()
+    dense, experts = (sum(n * _numel(setting.shape, parallel, kind)[there] for kind, n in kinds) for there in (0, 1))
+    numel = dense + experts
     held += numel * item if setting.zero_stage < 3 else 0
     if setting.zero_stage == 1 or setting.keeps_gradients:
         held += numel * optimizer.gradient_item_bytes
     if not optimizer.on_host:
         states = optimizer.main_item_bytes(setting.shape.dtype) + optimizer.state_item_bytes
-        held += numel // parallel.dp * states
+        held += (dense // parallel.dp + experts // parallel.expert_dp) * states
     return held
+
+
+@cache
+def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
+    """Parameters of a layer on one rank, dense ones and experts."""
+    found = [0, 0]
+    for name, size in shape.layer(parallel.tensor_model_parallel_size, kind, parallel.ep, parallel.etp).items():
+        found[EXPERTS in name] += prod(size)
+    return found[0], found[1]
 
 
 def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:

@@ -109,7 +109,8 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     sheet = None if request.hardware is None else hardware_sheet.load(request.hardware)
     passed_over: list[str] = []
     args, changed, refused = _parsed(request, sheet, passed_over)
-    given = _setting(args)
+    sizes = gpt_arguments.shape_of(args), gpt_arguments.parallel_of(args), gpt_arguments.batch_of(args)
+    given = Setting(*sizes, args.zero_stage, optimizer_settings(args))
     limits = gpt_arguments.limits_of(args)
     if sheet is None and limits.device_bytes is None:
         raise InputError("is needed: a cost table does not say what a device holds", field="--limit-device-bytes")
@@ -135,16 +136,6 @@ def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: 
         tables = [corrected_by]
         measured = next((one for one in space.settings() if one.options() == request.chosen), measured)
     return Costs.by(sheet, tables, measured, measured.workload(limits))
-
-
-def _setting(args) -> Setting:
-    return Setting(
-        gpt_arguments.shape_of(args),
-        gpt_arguments.parallel_of(args),
-        gpt_arguments.batch_of(args),
-        args.zero_stage,
-        optimizer_settings(args),
-    )
 
 
 def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):

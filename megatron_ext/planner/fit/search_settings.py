@@ -258,7 +258,7 @@ class Search:
         effort, best = PLAN_EFFORT, inf
         small = all(map(_is_small, candidates))
         for choice, one in sorted(zip(quick, candidates), key=_by_quick_plan):
-            cost = _plan_effort(one)
+            cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
                 break
             hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
@@ -284,10 +284,6 @@ def _quick_effort(one: Candidate) -> float:
     parallel, layers = one.workload.parallel, sum(chunk.num_layers for chunk in one.workload.chunks_of_rank(0))
     effort = OF_STEP * FewRounds(one.workload).steps * layers / parallel.vp
     return effort + (OF_PAIR * parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0)
-
-
-def _plan_effort(one: Candidate) -> float:
-    return PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
 
 
 def _is_small(one: Candidate) -> bool:

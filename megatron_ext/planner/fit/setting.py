@@ -62,25 +62,17 @@ class Setting(NamedTuple):
         parallel, batch = self.parallel, self.batch
         found = {"--zero-stage": str(self.zero_stage), "--micro-batch-size": str(batch.micro_batch_size)}
         found["--tensor-model-parallel-size"] = str(parallel.tensor_model_parallel_size)
-        found["--pipeline-model-parallel-size"] = str(parallel.pp)
-        found["--data-parallel-size"] = str(self.replicas)
-        if batch.sequence_parallel:
-            found["--sequence-parallel"] = ""
-        if batch.context_parallel > 1:
-            found["--context-parallel-size"] = str(batch.context_parallel)
-        if self.counts_ends:
-            found |= dict.fromkeys(COUNT_ENDS, "")
-        if parallel.vp > 1:
-            found["--num-virtual-stages-per-pipeline-rank"] = str(parallel.vp)
-        if batch.recompute is not None:
-            found["--recompute-granularity"] = batch.recompute
-        if batch.recompute == "full":
-            found |= dict(zip(RECOMPUTE[1:], (batch.recompute_method, str(batch.recompute_num_layers))))
-        if self.optimizer.on_host:
-            found |= dict(zip(OFFLOAD, ("", "1.0", "")))
-        if self.optimizer.delayed:
-            found["--delayed-parameter-update"] = DELAY_AFTER
-        return found
+        found |= {"--pipeline-model-parallel-size": str(parallel.pp), "--data-parallel-size": str(self.replicas)}
+        found |= {"--sequence-parallel": ""} if batch.sequence_parallel else {}
+        found |= {"--context-parallel-size": str(batch.context_parallel)} if batch.context_parallel > 1 else {}
+        found |= {"--expert-model-parallel-size": str(parallel.ep)} if self.shape.experts is not None else {}
+        found |= dict.fromkeys(COUNT_ENDS, "") if self.counts_ends else {}
+        found |= {"--num-virtual-stages-per-pipeline-rank": str(parallel.vp)} if parallel.vp > 1 else {}
+        found |= {"--recompute-granularity": batch.recompute} if batch.recompute is not None else {}
+        recomputed = zip(RECOMPUTE[1:], (batch.recompute_method, str(batch.recompute_num_layers)))
+        found |= dict(recomputed) if batch.recompute == "full" else {}
+        found |= dict(zip(OFFLOAD, ("", "1.0", ""))) if self.optimizer.on_host else {}
+        return found | ({"--delayed-parameter-update": DELAY_AFTER} if self.optimizer.delayed else {})
 
     def text(self, layout_too: bool = True) -> str:
         """A few words."""
@@ -97,6 +89,7 @@ class Setting(NamedTuple):
         layout = f"TP {parallel.tensor_model_parallel_size} PP {parallel.pp} VP {parallel.vp} "
         layout = layout.replace(" PP", " SP PP") if batch.sequence_parallel else layout
         layout += f"CP {batch.context_parallel} " * (batch.context_parallel > 1)
+        layout += f"EP {parallel.ep} " * (self.shape.experts is not None)
         layout = f"{layout}DP {self.replicas}, " if layout_too else ""
         return f"{layout}zero stage {self.zero_stage}, optimizer on the {place}, {recompute}, {micro}"
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.fit.setting import Setting
-from megatron_ext.workload.gpt_shapes import MicroBatch
+from megatron_ext.workload.gpt_shapes import ExpertShape, MicroBatch
 from megatron_ext.workload.parallel import Parallel, megatron_order
 
 LAYOUT = (
@@ -18,7 +18,8 @@ LAYOUT = (
     "data-parallel-size",
 )
 OTHERS = ("zero-stage", "optimizer-cpu-offload", "recompute", "micro-batch-size", "sequence-parallel")
-NAMES = (*OTHERS, *LAYOUT, "delayed-parameter-update")
+EXPERTS = "expert-model-parallel-size"
+NAMES = (*OTHERS, *LAYOUT, EXPERTS, "delayed-parameter-update")
 """What can be fixed, by the option that says it."""
 
 MOST_MICRO_BATCH = 32
@@ -54,7 +55,7 @@ class Space(NamedTuple):
         Raises:
             InputError: nothing may be changed that was asked for, or no layout divides the global batch.
         """
-        if self.layout and self.fixed.issuperset(LAYOUT):
+        if self.layout and self.fixed.issuperset((*LAYOUT, *[EXPERTS] * (self.given.shape.experts is not None))):
             raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
         layouts = list(self._layouts())
         if not layouts:
@@ -86,23 +87,29 @@ class Space(NamedTuple):
                 yield changed, size
 
     def _sizes(self) -> Iterator[Parallel]:
-        """Parallel sizes of as many GPUs that divide the model; tensor-parallel ranks within a node."""
+        """Parallel sizes of as many GPUs that divide the model; tensor-parallel ranks within a node, and, but for the
+        given number, expert-parallel ones."""
         own, shape = self.given.parallel, self.given.shape
+        experts = shape.experts or ExpertShape(1, 1, 0, ())
         powers = [1 << power for power in range(own.world_size.bit_length())]
         for tp in self._values(LAYOUT[0], own.tensor_model_parallel_size, powers):
-            matrices = (shape.heads, shape.query_groups, shape.ffn)
-            if tp > own.node_size or any(size % tp for size in matrices):
+            matrices = (shape.heads, shape.query_groups, shape.ffn, experts.shared)
+            etp = own.expert_tensor_parallel_size or tp
+            if tp > own.node_size or any(size % tp for size in matrices) or experts.ffn % etp:
                 continue
+            spread = [ep for ep in powers if experts.number % ep == 0 and ep * etp <= own.node_size]
             for pp in self._values(LAYOUT[1], own.pp, powers):
                 dp, rest = divmod(own.world_size, tp * pp)
                 if rest or dp % self.given.batch.context_parallel:
                     continue
                 if dp not in self._values(LAYOUT[3], own.data_parallel_size, [dp]):
                     continue
-                chunks = range(1, MOST_CHUNKS + 1 if pp > 1 else 2)
-                for vp in [own.vp] if LAYOUT[2] in self.fixed else chunks:
+                chunks = [own.vp] if LAYOUT[2] in self.fixed else range(1, MOST_CHUNKS + 1 if pp > 1 else 2)
+                for vp, ep in product(chunks, self._values(EXPERTS, own.ep, spread)):
                     if self._layers_of_stages(pp, vp) and (pp > 1 or vp == 1):
-                        yield Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=1, gpus_per_node=own.gpus_per_node)
+                        sizes = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, ep=ep, microbatches=1)
+                        kept = ("gpus_per_node", "expert_tensor_parallel_size")
+                        yield replace(sizes, **{name: getattr(own, name) for name in kept})
 
     def _layers_of_stages(self, pp: int, vp: int) -> tuple[int, ...]:
         """Of every stage, equally many; or with the embedding and the loss counted as a layer each, where that divides
@@ -145,7 +152,8 @@ class Space(NamedTuple):
         )
         more = self.layout and tp > 1 and given.seq_length // given.context_parallel % tp == 0
         for parts in self._values("sequence-parallel", own.sequence_parallel, [True] if more else []):
-            yield from self._recomputed(parallel, own._replace(sequence_parallel=parts))
+            if parts or tp == 1 or self.given.shape.experts is None:  # Megatron refuses experts without
+                yield from self._recomputed(parallel, own._replace(sequence_parallel=parts))
 
     def _recomputed(self, parallel: Parallel, own: MicroBatch) -> Iterator[MicroBatch]:
         yield own

@@ -53,9 +53,11 @@ def test_activations_of_local_layers(workloads):
 @pytest.mark.parametrize(
     ("layout", "name"), [("experts", "experts-bf16"), ("experts", "experts-fp32"), ("experts-tensor", "experts-bf16")]
 )
-def test_layers_with_experts_are_known_by_their_bytes(workloads, layout, name):
+def test_layers_with_experts(workloads, layout, name):
     """Shared experts, gates, and parts of experts beside tensor parallelism; other sizes are not measured."""
     options = (*ALL_LAYOUTS[layout], *model_options(EXPERTS[name]))
+    counted = by_arithmetic([*options])
+    assert without_activations(counted) == without_activations(workloads[layout, name])
     require_known_layers(options, workloads[layout, name])
     with pytest.raises(InputError, match="measure cannot build this model's layers of kind 'moe'"):
         require_known_layers((*options, "--moe-ffn-hidden-size", "48"), workloads[layout, name])

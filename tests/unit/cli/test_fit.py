@@ -122,7 +122,10 @@ def refused(capsys, *arguments: str) -> str:
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--data-parallel-size", "4"],
             "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
         ),
-        (["--hardware", "l40s", "--", *MODEL, *BATCH, "--num-experts", "8"], "then `cost estimate` and `plan`"),
+        (
+            ["--hardware", "l40s", "--", *MODEL[:-3], *MODEL[-2:], *BATCH, "--num-experts", "8"],
+            "--num-experts = 8: without --disable-bias-linear: what experts with biases keep is not known; `describe",
+        ),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
         (
             ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],

@@ -28,17 +28,22 @@ H200 = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-lengt
     --global-batch-size 16 --untie-embeddings-and-output-weights --bf16 --transformer-impl transformer_engine""".split()
 
 
+EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq [0,1]*2 --moe-ffn-hidden-size 256
+    --moe-shared-expert-intermediate-size 256 --swiglu --disable-bias-linear""".split()
+
+
 def request(words, **more) -> Request:
     return Request(**{"hardware": "l40s", "words": tuple(words), **more})
 
 
-def test_what_is_fixed_stays_and_all_train_the_same_batch():
-    given = ready(request([*SMALL, "--num-layers", "4"], search_layout=True)).space
+@pytest.mark.parametrize("experts", [[], EXPERTS])
+def test_what_is_fixed_stays_and_all_train_the_same_batch(experts):
+    given = ready(request([*SMALL, "--num-layers", "4", *experts], search_layout=True)).space
     found = given.settings()
     assert found[0] == given.given and len(set(found)) == len(found) > 300
     assert {one.samples for one in found} == {16} and {one.parallel.world_size for one in found} == {8}
     assert not any(one.optimizer.delayed for one in found)
-    for name in set(NAMES) - {"delayed-parameter-update", "recompute"}:
+    for name in set(NAMES[: None if experts else -2]) - {"delayed-parameter-update", "recompute"}:
         kept = given._replace(fixed=frozenset([name])).settings()
         assert {one.options().get(f"--{name}") for one in kept} == {given.given.options().get(f"--{name}")}, name
         assert set(kept) < set(found), name
@@ -48,6 +53,22 @@ def test_what_is_fixed_stays_and_all_train_the_same_batch():
     # Several layers recomputed together: no schedule may act between them, so not at zero stage 3.
     together = [one for one in found if one.batch.recompute_method == "uniform" and one.batch.recompute_num_layers > 1]
     assert {one.zero_stage for one in together} <= {1, 2}
+
+
+@pytest.mark.parametrize("of_their_own", [[], ["--expert-tensor-parallel-size", "1"]])
+def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
+    words = [*SMALL, "--num-layers", "4", *EXPERTS, *of_their_own]
+    assert {one.parallel.ep for one in ready(request(words)).space.settings()} == {2}
+    space = ready(request(words, hardware="h100-rdma", nodes=2, search_layout=True)).space
+    found = {(one.parallel, one.batch.recompute): one for one in space.settings() if one.zero_stage == 1}
+    assert {parallel.ep for parallel, _ in found} == {1, 2, 4}
+    for (parallel, _), one in found.items():
+        work, tp = one.workload(Limits()), parallel.tensor_model_parallel_size
+        assert one.batch.sequence_parallel == (tp > 1)  # Megatron refuses experts without
+        assert parallel.etp == (1 if of_their_own else tp) and (parallel.ep == 2 or parallel.ep * parallel.etp <= 8)
+        experts = sum(p.numel for chunk in work.chunks for p in chunk.parameters if ".experts." in p.name)
+        assert experts * parallel.ep * parallel.etp == 2 * 4 * 3 * 512 * 256
+        assert 0 < floor_bytes(one) <= least_bytes(work, one.keeps_gradients)
 
 
 def test_gradients_stay_whole_beside_sequence_parallelism():
