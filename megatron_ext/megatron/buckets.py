@@ -66,7 +66,7 @@ def lay_out(
 
     Args:
         ddp: a Megatron DistributedDataParallel whose ``__init__`` is about to end.
-        groups: the schedule's groups of this chunk, by index, in execution order.
+        groups: the schedule's groups of this chunk, by index.
         file: the schedule's path, for errors.
         bucket_group_class: what to make of each bucket.
         late: takes each group as soon as it has its values; None: all are whole.
@@ -79,7 +79,10 @@ def lay_out(
     if not groups:
         return {}
 
-    indices_of_buffers = [_indices(buffer, groups, members, file) for buffer in buffers_of(ddp)]
+    indices_of_buffers = [in_order(buffer, members) for buffer in buffers_of(ddp)]
+    for buffer, indices in zip(buffers_of(ddp), indices_of_buffers, strict=True):
+        for index in reversed(indices):
+            _check_buffer(index, groups[index], members[index], buffer, file)
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own keep whole gradients
@@ -136,13 +139,11 @@ def _instances(ddp) -> dict[bool, dict[str, object]]:
     return {experts: {name: getattr(own[0], name) for name in names} for experts, own in kinds.items() if own}
 
 
-def _indices(buffer, groups: dict[int, Group], members: dict[int, list], file) -> list[int]:
-    """Groups of a buffer. Their buckets lie in the order in which gradients get ready: backwards."""
-    own = {id(parameter) for parameter in buffer.params}
-    indices = [index for index in reversed(groups) if id(members[index][0]) in own]
-    for index in reversed(indices):
-        _check_buffer(index, groups[index], members[index], buffer, file)
-    return indices
+def in_order(buffer, members: dict[int, list[torch.nn.Parameter]]) -> list[int]:
+    """Groups of a buffer. Their buckets lie in the order in which gradients get ready, backwards, and in no other that
+    the schedule may list them in: a checkpoint keeps optimizer states by where they lie."""
+    by_first = {id(parameters[0]): index for index, parameters in members.items()}
+    return [by_first[id(parameter)] for parameter in reversed(buffer.params) if id(parameter) in by_first]
 
 
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:

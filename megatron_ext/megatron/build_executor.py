@@ -13,6 +13,7 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.chunk_state import guard_state, save_copies
 from megatron_ext.megatron.collective_routes import CollectiveRoutes, collective_routes
 from megatron_ext.megatron.copies import Copies
+from megatron_ext.megatron.late_memory import make_gradients
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.own_step_bytes import count_own_steps
 from megatron_ext.megatron.recompute import blocks_of
@@ -122,8 +123,9 @@ def _host_step(own: OwnRank, copies: Copies) -> HostStep | None:
             _say_once(
                 "the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
             )
+    units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
+    make_gradients(own.optimizers, units)
     if own.links.counts:
-        units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
         count_own_steps(own, own.links, units)
     return host_step
 

@@ -220,8 +220,7 @@ class BuildingRun:
         }
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         late_memory.tell_what_is_not_locked()
-        checkpoint_states.allow_empty_shards()
-        checkpoint_states.write_padded_buckets()
+        checkpoint_states.install()
         late = self.late  # collective on its own
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)

@@ -24,11 +24,14 @@ in host memory, when they save and when they load. Where states rest on a drive 
 the process; it is refused with the bytes that are missing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron_ext.formats.errors import option_error
 from megatron_ext.megatron.releases import has
 from megatron_ext.runtime import free_host_memory
 
@@ -45,16 +48,26 @@ GATHERED = ("param", "exp_avg", "exp_avg_sq")
 RESHARDABLE = "sharded_param_state_fully_reshardable"
 
 
-def _replace(name: str, ours: Callable[[Callable], Callable]) -> None:
-    """Let distributed optimizers have ``ours(method)`` as their method ``name``, if there is one; once."""
-    if has(DistributedOptimizer, name) and not hasattr(method := getattr(DistributedOptimizer, name), "of_megatron"):
+OTHER_GROUPS = (
+    "the checkpoint keeps optimizer states by bucket, of which this schedule makes others, one a group: load it as it "
+    "was saved, and save it once with --dist-ckpt-optim-fully-reshardable; or add --no-load-optim"
+)
+
+
+def _replace(name: str, ours: Callable[[Callable], Callable], owner: object = DistributedOptimizer) -> None:
+    """Let distributed optimizers, or another ``owner``, have ``ours(method)`` as their method ``name``, if there is
+    one; once."""
+    if has(owner, name) and not hasattr(method := getattr(owner, name), "of_megatron"):
         replaced = ours(method)
         vars(replaced)["of_megatron"] = method
-        setattr(DistributedOptimizer, name, replaced)
+        setattr(owner, name, replaced)
 
 
-def allow_empty_shards() -> None:
-    """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter."""
+def install() -> None:
+    """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter, and write
+    fully reshardable ones where they are; states of other groups are refused."""
+    _replace(RESHARDABLE, _without_padding)
+    _replace("load", _of_these_groups(), dist_checkpointing)
     if has(DistributedOptimizer, *NAMES):
         for name, ours in zip(NAMES, (_with_padding, _by_number, _with_empty), strict=True):
             _replace(name, ours)
@@ -68,6 +81,16 @@ def _by_number(write):
     return lambda optimizer, *args, **kwargs: number_shards(optimizer, write(optimizer, *args, **kwargs))
 
 
+@contextmanager
+def _of_these_groups() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # torch's CheckpointException, which all ranks raise, is no Exception
+        if ".bucket_idx_" in str(error) or "elements in each bucket" in str(error):
+            raise option_error("load", OTHER_GROUPS) from None
+        raise
+
+
 def _with_empty(load):
     def with_empty(optimizer, state: dict):
         for number, ranges in enumerate(optimizer.gbuf_ranges):
@@ -77,12 +100,7 @@ def _with_empty(load):
                     shards.update({index: () for index in range(len(buckets)) if index not in shards})
         return load(optimizer, state)
 
-    return with_empty
-
-
-def write_padded_buckets() -> None:
-    """Let distributed optimizers write the states of each parameter where they write fully reshardable ones."""
-    _replace(RESHARDABLE, _without_padding)
+    return _of_these_groups()(with_empty)
 
 
 def _without_padding(write):

@@ -17,8 +17,8 @@ buffer of them either, see late_model.py.
 # pyright: reportAttributeAccessIssue=false
 
 import gc
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Collection, Iterable
+from functools import partial, partialmethod
 from math import nan
 
 import torch
@@ -145,14 +145,17 @@ def _install(hybrid, left_out: LeftOut) -> None:
 
 
 def tell_what_is_not_locked() -> None:
-    """Host optimizers that are built from now on keep a parameter that the driver does not page-lock in other memory,
-    and :func:`flush` says so: where one rank raised, the others would wait for it in Megatron's next collective."""
+    """Host optimizers keep what the driver does not page-lock in other memory, while they are built and while a
+    checkpoint's states are made; :func:`flush` says so: where one rank raised, the others would wait for it in
+    Megatron's next collective."""
     if not hasattr(HybridDeviceOptimizer, "not_locked"):
-        build, HybridDeviceOptimizer.not_locked = HybridDeviceOptimizer._init_sub_optimizers, None
-        HybridDeviceOptimizer._init_sub_optimizers = lambda hybrid: _lock_or_tell(hybrid, build)
+        HybridDeviceOptimizer.not_locked = None
+        for name in ("_init_sub_optimizers", "dummy_step"):
+            method = getattr(HybridDeviceOptimizer, name)
+            setattr(HybridDeviceOptimizer, name, partialmethod(_lock_or_tell, method))
 
 
-def _lock_or_tell(hybrid, build) -> None:
+def _lock_or_tell(hybrid, method: Callable) -> None:
     def lock_or_tell(tensor, *given):
         try:
             return lock(tensor, *given)
@@ -160,11 +163,31 @@ def _lock_or_tell(hybrid, build) -> None:
             hybrid.not_locked = lock_refused.said(tensor.nbytes, str(error).partition("\n")[0])
             return tensor
 
-    lock, torch.Tensor.pin_memory = torch.Tensor.pin_memory, lock_or_tell
+    def make_or_tell(*shape, pin_memory=False, **options):
+        made = make(*shape, **options)
+        return lock_or_tell(made) if pin_memory else made
+
+    lock, make = torch.Tensor.pin_memory, torch.empty
+    torch.Tensor.pin_memory, torch.empty = lock_or_tell, make_or_tell
     try:
-        build(hybrid)
+        method(hybrid)
     finally:
-        torch.Tensor.pin_memory = lock
+        torch.Tensor.pin_memory, torch.empty = lock, make
+
+
+def make_gradients(optimizers: list, units: Collection[torch.optim.Optimizer]) -> None:
+    """Make what Megatron's host optimizers copy gradients to, as they would at their first step, but for ``units``.
+    Raises InputError: it cannot be page-locked."""
+
+    def make(hybrid) -> None:
+        groups = [group for one in hybrid.cpu_optimizers if one not in units for group in one.param_groups]
+        for copy in (copy for group in groups for copy in group["params"] if copy not in hybrid.cpu_copy_map_grad):
+            copy.grad = torch.empty(copy.shape, dtype=copy.dtype, pin_memory=hybrid.pin_cpu_grads)
+            hybrid.cpu_copy_map_grad[copy] = copy.grad
+
+    for hybrid in (one.optimizer for one in optimizers if isinstance(one.optimizer, HybridDeviceOptimizer)):
+        _lock_or_tell(hybrid, make)
+    flush(optimizers)
 
 
 def flush(optimizers: list) -> None:

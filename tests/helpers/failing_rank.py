@@ -2,7 +2,8 @@
 
 ``python failing_rank.py RANK FAULT NUMBER [OPTIONS]``. FAULT: one of ``drive_faults.FAULTS``, at the first request from
 the NUMBER-th iteration on; ``saving``: killed in the middle of the NUMBER-th file from the second checkpoint on;
-``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``none``. Numbers begin at 0.
+``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``lock gradients``: it is asked for gradients alone;
+``none``. Numbers begin at 0.
 """
 
 import itertools
@@ -12,6 +13,7 @@ import sys
 
 import drive_faults
 import torch
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from parity_worker import pretrain_gpt_hybrid
 from random_rows import Rows
 
@@ -59,8 +61,11 @@ if __name__ == "__main__":
     rank, fault, number, *options = sys.argv[1:]
     if int(os.environ["RANK"]) == int(rank) and fault == "saving":
         at_iteration(1, lambda: kill_while_saving(int(number)))
-    elif int(os.environ["RANK"]) == int(rank) and fault == "lock":
+    elif int(os.environ["RANK"]) == int(rank) and fault.startswith("lock"):
         lock_no_more_than(int(number))
+        if fault == "lock gradients":  # the CPU bench asks for no locks of them
+            HybridDeviceOptimizer.pin_cpu_grads = property(lambda _: True, lambda *_: None)
+            HybridDeviceOptimizer.pin_cpu_params = property(lambda _: False, lambda *_: None)
     elif int(os.environ["RANK"]) == int(rank) and fault != "none":
         at_iteration(int(number), lambda: drive_faults.install(fault, 0))
     pretrain_gpt_hybrid.build_datasets = lambda args: (Rows(args), Rows(args))

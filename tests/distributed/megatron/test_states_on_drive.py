@@ -121,10 +121,12 @@ def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, f
     assert os.listdir(tmp_path / "drive") == [] and not (tmp_path / "metrics.json").exists()
 
 
-def test_an_optimizer_whose_parameters_one_rank_cannot_lock_is_one_line_on_all(workloads, tmp_path):
-    """Before the setup Megatron looks for a checkpoint, together: the rank goes there, too."""
+@pytest.mark.parametrize("fault", ["lock", "lock gradients"])
+def test_an_optimizer_whose_memory_one_rank_cannot_lock_is_one_line_on_all(workloads, tmp_path, fault):
+    """Of parameters: before the setup Megatron looks for a checkpoint, together: the rank goes there, too. Of copies of
+    gradients: Megatron would ask for them in its first step."""
     on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1)  # all in memory
-    failed = failing_run(tmp_path, "1", "lock", 1, "--train-iters", "1")
+    failed = failing_run(tmp_path, "1", fault, 1, "--train-iters", "1")
     refused = (
         r"^.*page-locked memory: rank 1: \d+ bytes of host memory cannot be page-locked \(CUDA error: out of memory\)"
     )

@@ -42,6 +42,13 @@ def test_what_a_kernel_reads_at_once_begins_where_it_does_in_megatron_s_buffer(r
     assert buffer.grad_data.numel() == used and (used == needed if dp <= 32 else used < needed + 4 * len(KEPT))
 
 
+def test_buckets_lie_as_the_models_parameters_do_whatever_the_order_of_groups():
+    """Or a schedule that lists equal layers in another order loads the optimizer states of one as those of another."""
+    one, two, three = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
+    buffer = SimpleNamespace(params=[one, two, three])
+    assert buckets.in_order(buffer, {4: [two], 5: [three], 6: [one]}) == [5, 4, 6]
+
+
 def test_a_gradient_that_is_brought_to_the_device_begins_there_as_in_megatron_s_buffer():
     gradient = torch.arange(100.0)
     standing = ShardOf(gradient, -66, 166, torch.device("cpu"))  # a parameter of which the shard has the end

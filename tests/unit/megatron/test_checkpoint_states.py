@@ -1,12 +1,16 @@
 """States in distributed checkpoints: Megatron's own code on groups so small that a rank's shard is padding alone."""
 
+import traceback
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import checkpoint_states
@@ -85,15 +89,15 @@ def megatron_as_it_is(monkeypatch):
 def test_each_element_is_written_once(megatron_as_it_is, ranks, buckets):
     with pytest.raises(AssertionError, match="empty bucket"):
         megatrons(1)(optimizer_of(ranks - 1, ranks, buckets), {})
-    checkpoint_states.allow_empty_shards()
-    checkpoint_states.allow_empty_shards()  # of every chunk
+    checkpoint_states.install()
+    checkpoint_states.install()  # of every chunk
     for count in written(ranks, buckets):
         assert count.eq(1).all(), count
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_was_written_is_loaded(megatron_as_it_is, rank):
-    checkpoint_states.allow_empty_shards()
+    checkpoint_states.install()
     optimizer = optimizer_of(rank, 2, [[64], [640, 64], [64]])
     read = {0: {torch.float32: {1: [{"padding": False, "exp_avg": torch.ones(1)}] * (2 - rank)}}}
     if rank == 0:
@@ -102,10 +106,22 @@ def test_what_was_written_is_loaded(megatron_as_it_is, rank):
     assert optimizer.loaded == [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
 
 
+@pytest.mark.parametrize("what, error", [("p.bucket_idx_0.exp_avg", InputError), ("p.weight", CheckpointException)])
+def test_states_of_other_groups_are_refused_in_one_line(megatron_as_it_is, monkeypatch, what, error):
+    """By size, where all ranks read; by number, where each sets its own."""
+    failed = CheckpointException("plan", {1: (ValueError(f"Global shape mismatch: {what}"), traceback.extract_stack())})
+    monkeypatch.setattr(dist_checkpointing, "load", MagicMock(spec=[], side_effect=failed))
+    checkpoint_states.install()
+    with pytest.raises(error, match="^--load: the checkpoint keeps" if error is InputError else what):
+        dist_checkpointing.load({}, "iter_4")
+    with pytest.raises(InputError, match="^--load: the checkpoint keeps"):
+        megatrons(2)(optimizer_of(0, 2, [[64]]), {"per_bucket_numel_unpadded": [{torch.float32: [64, 64]}]})
+
+
 def test_states_without_empty_shards_are_megatrons(megatron_as_it_is):
     optimizer = optimizer_of(1, 2, [[256], [300, 300]])
     as_it_is = optimizer.get_parameter_state_dp_reshardable()
-    checkpoint_states.allow_empty_shards()
+    checkpoint_states.install()
     assert str(optimizer.get_parameter_state_dp_reshardable()) == str(as_it_is)
 
 
@@ -130,8 +146,8 @@ def test_states_of_padded_buckets_are_those_of_their_parameters(megatron_as_it_i
 
     right = [0, 64, 704, 768]
     assert firsts() != right
-    checkpoint_states.write_padded_buckets()
-    checkpoint_states.write_padded_buckets()  # of every chunk
+    checkpoint_states.install()
+    checkpoint_states.install()  # of every chunk
     assert firsts() == right and buffer.param_index_map is places
 
 

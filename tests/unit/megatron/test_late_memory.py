@@ -115,6 +115,19 @@ def test_states_are_made_without_a_step_of_megatrons(hybrid, monkeypatch):
     assert not stepped and not optimizer.cpu_copy_map_grad and all(map(torch.equal, before, after))
 
 
+def test_memory_that_cannot_be_locked_while_a_checkpoints_states_are_made_is_told_behind_it(monkeypatch):
+    """Where the ranks load they meet."""
+    made = {"not_locked": None, "_init_sub_optimizers": HybridDeviceOptimizer._init_sub_optimizers}
+    for name, value in {**made, "dummy_step": lambda _: torch.empty(15, pin_memory=True)}.items():
+        monkeypatch.setattr(HybridDeviceOptimizer, name, value, raising=False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", MagicMock(side_effect=RuntimeError("CUDA error: out of memory")))
+    del HybridDeviceOptimizer.not_locked
+    late_memory.tell_what_is_not_locked()
+    optimizer = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
+    optimizer.dummy_step()
+    assert "60 bytes of host memory cannot be page-locked" in optimizer.not_locked
+
+
 def test_another_model_in_the_same_process_has_all_its_copies(hybrid):
     """Its parameters may have the addresses of those that were left out before."""
     late = hybrid[1]
