@@ -14,6 +14,7 @@ compute, a transfer was measured to take tens to hundreds of milliseconds longer
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -267,7 +268,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
 
 
 def _end(ranks: list[Rank]) -> None:
-    """End every rank that still runs: first asked, then killed."""
+    """End every rank that still runs: first asked, then killed; and what ranks have started that did not end well."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -278,6 +279,10 @@ def _end(ranks: list[Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
+    for rank in ranks:
+        if rank.returncode:  # after a checkpoint Megatron keeps a process that waits for ever
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -1,6 +1,8 @@
 """What ranks find in their environment."""
 
+import contextlib
 import os
+import select
 import subprocess
 import sys
 
@@ -87,6 +89,25 @@ PLACE = (
 def test_ranks_share_a_session_and_are_signalled_each(tmp_path):
     assert launch([sys.executable, "-c", PLACE, str(tmp_path / "rank")], 2) == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [f"{os.getsid(0)} True ''"] * 2
+
+
+STARTING = """
+import os, subprocess, sys, time
+place = sys.argv[1]
+if os.environ["RANK"] == "0":
+    print(subprocess.Popen(["sleep", "600"]).pid, file=open(place + "~", "w"))
+    os.rename(place + "~", place)
+    time.sleep(600)
+while not os.path.exists(place): time.sleep(0.01)
+sys.exit(1)
+"""
+
+
+def test_what_a_rank_has_started_ends_with_it(tmp_path):
+    """The first rank is ended because the second one failed."""
+    assert launch([sys.executable, "-c", STARTING, str(tmp_path / "child")], 2) == 1
+    with contextlib.suppress(ProcessLookupError):
+        assert select.select([os.pidfd_open(int((tmp_path / "child").read_text()))], [], [], 10)[0]
 
 
 LISTENING = """
