@@ -2,8 +2,8 @@
 
 ``python failing_rank.py RANK FAULT NUMBER [OPTIONS]``. FAULT: one of ``drive_faults.FAULTS``, at the first request from
 the NUMBER-th iteration on; ``saving``: killed in the middle of the NUMBER-th file from the second checkpoint on;
-``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``lock gradients``: it is asked for gradients alone;
-``none``. Numbers begin at 0.
+``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``lock later``: so many from the setup on; ``none``.
+Numbers begin at 0.
 """
 
 import itertools
@@ -16,6 +16,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from parity_worker import pretrain_gpt_hybrid
 from random_rows import Rows
+
+from megatron_ext.megatron import hooks
 
 
 def kill_while_saving(number: int) -> None:
@@ -61,11 +63,12 @@ if __name__ == "__main__":
     rank, fault, number, *options = sys.argv[1:]
     if int(os.environ["RANK"]) == int(rank) and fault == "saving":
         at_iteration(1, lambda: kill_while_saving(int(number)))
-    elif int(os.environ["RANK"]) == int(rank) and fault.startswith("lock"):
+    elif int(os.environ["RANK"]) == int(rank) and fault == "lock":
         lock_no_more_than(int(number))
-        if fault == "lock gradients":  # the CPU bench asks for no locks of them
-            HybridDeviceOptimizer.pin_cpu_grads = property(lambda _: True, lambda *_: None)
-            HybridDeviceOptimizer.pin_cpu_params = property(lambda _: False, lambda *_: None)
+    elif int(os.environ["RANK"]) == int(rank) and fault == "lock later":
+        HybridDeviceOptimizer.pin_cpu_grads = property(lambda _: True, lambda *_: None)  # the CPU bench locks none
+        set_up = hooks.on_train_setup
+        hooks.on_train_setup = lambda *given: (lock_no_more_than(int(number)), set_up(*given))
     elif int(os.environ["RANK"]) == int(rank) and fault != "none":
         at_iteration(int(number), lambda: drive_faults.install(fault, 0))
     pretrain_gpt_hybrid.build_datasets = lambda args: (Rows(args), Rows(args))

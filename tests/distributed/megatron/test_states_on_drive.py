@@ -121,10 +121,10 @@ def test_a_drive_that_fails_ends_every_rank_with_one_line(workloads, tmp_path, f
     assert os.listdir(tmp_path / "drive") == [] and not (tmp_path / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("fault", ["lock", "lock gradients"])
+@pytest.mark.parametrize("fault", ["lock", "lock later"])
 def test_an_optimizer_whose_memory_one_rank_cannot_lock_is_one_line_on_all(workloads, tmp_path, fault):
     """Of parameters: before the setup Megatron looks for a checkpoint, together: the rank goes there, too. Of copies of
-    gradients: Megatron would ask for them in its first step."""
+    gradients: Megatron would make them in its first step."""
     on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1)  # all in memory
     failed = failing_run(tmp_path, "1", fault, 1, "--train-iters", "1")
     refused = (
