@@ -68,6 +68,7 @@ def install() -> None:
     fully reshardable ones where they are; states of other groups are refused."""
     _replace(RESHARDABLE, _without_padding)
     _replace("load", _of_these_groups(), dist_checkpointing)
+    _replace("load_parameter_state_from_dp_zero", _of_these_groups())
     if has(DistributedOptimizer, *NAMES):
         for name, ours in zip(NAMES, (_with_padding, _by_number, _with_empty), strict=True):
             _replace(name, ours)
@@ -86,7 +87,7 @@ def _of_these_groups() -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # torch's CheckpointException, which all ranks raise, is no Exception
-        if ".bucket_idx_" in str(error) or "elements in each bucket" in str(error):
+        if ".bucket_idx_" in str(error) or "unpadded elements" in str(error):
             raise option_error("load", OTHER_GROUPS) from None
         raise
 

@@ -17,6 +17,7 @@ from megatron_ext.megatron import checkpoint_states
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
+WHOLE = "load_parameter_state_from_dp_zero"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
@@ -111,11 +112,15 @@ def test_states_of_other_groups_are_refused_in_one_line(megatron_as_it_is, monke
     """By size, where all ranks read; by number, where each sets its own."""
     failed = CheckpointException("plan", {1: (ValueError(f"Global shape mismatch: {what}"), traceback.extract_stack())})
     monkeypatch.setattr(dist_checkpointing, "load", MagicMock(spec=[], side_effect=failed))
+    by_buffer = AssertionError("Number of unpadded elements must be same")  # of --ckpt-format torch
+    monkeypatch.setattr(DistributedOptimizer, WHOLE, MagicMock(spec=[], side_effect=by_buffer))
     checkpoint_states.install()
     with pytest.raises(error, match="^--load: the checkpoint keeps" if error is InputError else what):
         dist_checkpointing.load({}, "iter_4")
-    with pytest.raises(InputError, match="^--load: the checkpoint keeps"):
-        megatrons(2)(optimizer_of(0, 2, [[64]]), {"per_bucket_numel_unpadded": [{torch.float32: [64, 64]}]})
+    by_bucket = {"per_bucket_numel_unpadded": [{torch.float32: [64, 64]}]}
+    for load in (megatrons(2), getattr(DistributedOptimizer, WHOLE)):
+        with pytest.raises(InputError, match="^--load: the checkpoint keeps"):
+            load(optimizer_of(0, 2, [[64]]), by_bucket)
 
 
 def test_states_without_empty_shards_are_megatrons(megatron_as_it_is):
