@@ -340,4 +340,5 @@ def batch_of(args):
         recompute_modules=tuple(said("recompute_modules") or ("core_attn",)),
         attention_dropout=args.attention_dropout > 0,
         local=args.transformer_impl == "local",
+        fused_swiglu="no_bias_swiglu_fusion" not in vars(args),
     )

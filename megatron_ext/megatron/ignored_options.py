@@ -104,7 +104,7 @@ def sizes_taken(options) -> dict[str, int]:
     return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
 
 
-MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1"}
+MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1", "--attention-dropout": "0.1"}
 """Megatron's own defaults where the example has others."""
 
 

@@ -52,6 +52,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
     sizes["seq_length"] //= context_ranks(args)  # of one rank
     sizes["on_gpu"] = getattr(args, "distributed_backend", None) in (None, "nccl")
+    sizes["fused_swiglu"] = getattr(args, "bias_swiglu_fusion", "no_bias_swiglu_fusion" not in vars(args))
     config = bare(module).config
     settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
     layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
@@ -63,7 +64,7 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
 
 
 def saved_activations(
-    chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu: bool = True
+    chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu=True, fused_swiglu=True
 ) -> Saved | None:
     """Count what a chunk on the ``meta`` device saves where it trains; None where it cannot run there, with the reason
     on stderr."""
@@ -78,7 +79,7 @@ def saved_activations(
             _decisions_are_true(fake_tensor.DataDependentOutputException),
             torch.enable_grad(),
             _recomputes(),
-            _fused_kernels(chunk, on_gpu),
+            _fused_kernels(chunk, on_gpu, fused_swiglu),
         ):
             chunk.to_empty(device="cpu")
             _move_other_tensors(chunk)
@@ -184,13 +185,13 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
 
 
 @contextlib.contextmanager
-def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool):
+def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
     """Save what a GPU does. Megatron computes SwiGLU by a kernel unless it is told not to, and PyTorch RMSNorm: both
     save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
     Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
     dropout its kernels save the state of a random generator. Only its unfused attention saves scores."""
     config: Any = bare(chunk).config
-    gated = config.gated_linear_unit and config.activation_func is F.silu
+    gated = fused_swiglu and config.gated_linear_unit and config.activation_func is F.silu
 
     def swiglu(x, *bias):
         gate, other = torch.chunk(x + bias[0] if bias else x, 2, -1)

@@ -33,6 +33,7 @@ class MicroBatch(NamedTuple):
         recompute_modules: of ``selective``.
         context_parallel: ranks that a sequence is divided among; each attends to all of it.
         local: layers are Megatron's local ones, not Transformer Engine's.
+        fused_swiglu: not with ``--no-bias-swiglu-fusion``.
     """
 
     seq_length: int
@@ -48,6 +49,7 @@ class MicroBatch(NamedTuple):
     recompute_modules: tuple[str, ...] = ("core_attn",)
     attention_dropout: bool = False
     local: bool = False
+    fused_swiglu: bool = True
 
     def recompute_of(self, number: int) -> str | None:
         """What backward runs again in transformer layer ``number`` of a chunk."""

@@ -72,6 +72,7 @@ SHAPES = {
     "experts-tensor": "--bf16 --disable-bias-linear --tensor-model-parallel-size 2 --sequence-parallel --num-experts 4",
     "gate-with-bias": "--swiglu --ffn-hidden-size 96 --make-vocab-size-divisible-by 64 --micro-batch-size 3 "
     "--pipeline-model-parallel-size 4 --untie-embeddings-and-output-weights",
+    "gate-not-fused": "--swiglu --no-bias-swiglu-fusion --bf16 --disable-bias-linear --attention-dropout 0.1",
 }
 """Models that are described and not trained, on layouts of their own."""
 

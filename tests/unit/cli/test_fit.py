@@ -203,9 +203,11 @@ def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):
 
     (default, said), (given, nothing), (without, _) = (
         asked(),
-        asked("--hidden-dropout=0.1"),
+        asked("--hidden-dropout=0.1", "--attention-dropout=0.1"),
         asked("--hidden-dropout", "0"),
     )
     assert default == given > without
+    local = ("--transformer-impl", "local")  # whose scores are not fused
+    assert asked(*local)[0] == asked(*local, "--attention-dropout=0.1")[0] > asked(*local, "--attention-dropout=0")[0]
     said_so = "taken to be Megatron's default: --transformer-impl transformer_engine"
-    assert f"{said_so} --hidden-dropout 0.1\n" in said and f"{said_so}\n" in nothing
+    assert f"{said_so} --hidden-dropout 0.1 --attention-dropout 0.1\n" in said and f"{said_so}\n" in nothing
