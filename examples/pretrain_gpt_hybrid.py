@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_ext.formats import json_files
 from megatron_ext.megatron import cpu_compat, gpt_arguments, hooks, one_line_end
-from megatron_ext.runtime import own_device
+from megatron_ext.runtime import free_host_memory, own_device
 from megatron_ext.runtime.device import has_cuda
 
 cpu_compat.install()  # does nothing where there is a CUDA device
@@ -255,6 +255,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     if to_save:
         checkpoint.save(args.save, iteration, model, optimizer)
     metrics["parameter_sha256"] = parameter_hash(model) if args.metrics_path else None
+    metrics["host_limit_bytes"] = free_host_memory.limit_bytes()
     metrics["cuda_peak_bytes"] = torch.cuda.max_memory_allocated() if has_cuda() else 0
     return metrics
 

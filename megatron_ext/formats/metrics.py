@@ -17,6 +17,7 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     each global rank held in the iteration in which its device held most. ``device_bytes`` has one entry an iteration:
     the most that any rank's census says. ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global
     rank. ``turn_iterations``: the run took turns of so many iterations with another one; None where it ran alone.
+    ``host_limit_bytes``: of host memory or address space, that the system holds the run to; None: all of the machine's.
     """
 
     loss: tuple[float | None, ...]
@@ -29,6 +30,7 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     cuda_peak_bytes: tuple[int, ...] = ()
     parameter_sha256: tuple[str, ...]
     turn_iterations: int | None = None
+    host_limit_bytes: int | None = None
 
     @property
     def iterations(self) -> int:

@@ -29,28 +29,17 @@ OTHER_LAYOUT = (
 )
 
 EXPLAINED = {
-    "gather time in training": (
-        "the training thread's time in issuing gathers, publishing and waiting, per iteration the largest over ranks"
-    ),
+    "gather time in training": "the training thread's, issuing, publishing and waiting; the largest over ranks",
     "ratio": "scheduled over the run that it is compared with, of the medians",
     "exposed time": "the part of it that a step waited for a group",
     "iteration time": "from a barrier to the end of the optimizer step, the slowest rank",
-    "the pause before it": (
-        "between two iterations ranks average the loss, log and meet; gathers and publishing may run there"
-    ),
+    "the pause before it": "ranks average the loss, log and meet; gathers and publishing may run there",
     "the lower bound": "an iteration time below which no schedule of this workload comes, by the same costs",
-    "links": (
-        "the mean over ranks; an all-gather counts from when all of its ranks have issued it, `nvme` is the drive and "
-        "`cpu` the host link"
-    ),
-    "hidden": (
-        "how long each rank was at it, the mean, and the share of that in which a step of its computed; on a GPU "
-        "all-gathers and reduces are not recorded"
-    ),
-    "bytes moved": (
-        "as billed before training, and as counted where the run issued them; `host memory` is what the processor "
-        "reads and writes and each byte of other copies once, `network` what a rank receives of collectives"
-    ),
+    "links": "means over ranks; an all-gather counts from when all have issued it; `nvme`: the drive, `cpu`: host link",
+    "hidden": "how long each rank was at it, the mean, and the share in which a step of its computed; on a GPU "
+    "all-gathers and reduces are not recorded",
+    "bytes moved": "as billed, and as counted where the run issued them; `host memory` is what the processor reads and "
+    "writes and each byte of other copies once, `network` what a rank receives of collectives",
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
 
@@ -71,7 +60,6 @@ def as_json(report: Report) -> dict:
         "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
         "verdict_was": report.verdict_was,
         "verdict": {name: report.verdict.figures[name] for name in ("answer", "gain", "gain_low", "gain_high")},
-        "states_bytes_per_s": report.states_bytes_per_s,
         "links_busy": report.links_busy,
         "hidden": {how: {name: one._asdict() for name, one in own.items()} for how, own in report.hidden.items()},
         "moved_bytes": moved.as_json(report.moved),
@@ -152,8 +140,6 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
     lines.append(times("iteration time, ms, predicted", stock, ours))
     errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
     lines.append(("  error of the prediction", errors[0], errors[1], ""))
-    if report.states_bytes_per_s is not None:
-        lines.append(("states through the drive, MB/s", "", f"{report.states_bytes_per_s / 1e6:.0f}", ""))
     return lines
 
 
@@ -201,18 +187,25 @@ def verdict_line(report: Report) -> str:
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
     if ratio is None:
         turns = "too few turns" if report.run.turn_iterations else "no turns"
-        line = f"{answer}; not held to a measured ratio: the runs took {turns}"
+        line = f"{answer}; not held to a measured ratio: the runs took {turns}, so the machine's drift is in it"
     else:
         was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
         measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
         line = f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
     if took > 1:
         line += f"; this run took LONGER, {took:.2f} times {_whose(report)} iteration time"
+    limits = [_limit_text(run.host_limit_bytes) for run in (report.run.scheduled, report.run.stock)]
+    if limits[0] != limits[1]:
+        line += f"; measured {limits[0]}, {_whose(report)} {limits[1]}"
     predicted = ours.median_us / report.predicted_iteration_time_us.scheduled
     if predicted > MUCH_LONGER:
         line += f"; it took {predicted:.2f} times the predicted time"
         line += f". {LIMIT_UNKNOWN}" if report.run.workload.limits.host_bytes is not None else ""
     return line
+
+
+def _limit_text(limit_bytes: int | None) -> str:
+    return "without a limit on memory" if limit_bytes is None else f"within a limit of {limit_bytes / 2**20:.0f} MiB"
 
 
 def ending(report: Report) -> list[str]:
@@ -254,7 +247,6 @@ def _whose(report: Report) -> str:
 
 def cautions(report: Report) -> list[str]:
     """Warnings about what the measured times do not show."""
-    stock, ours = report.iteration_time_us
     found = []
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
@@ -262,22 +254,6 @@ def cautions(report: Report) -> list[str]:
         found.append(shared_device(hardware[RANKS_PER_DEVICE]))
     if CAUTION in hardware:
         found.append(str(hardware[CAUTION]))
-    differ, predicted = (
-        abs(stock.median_us - ours.median_us),
-        abs(report.predicted_iteration_time_us.stock - report.predicted_iteration_time_us.scheduled),
-    )
-    gathers = max(report.gather_us.stock.median_us, report.gather_us.scheduled.median_us)
-    if report.measured_ratio is None and differ > 3 * max(gathers, predicted):
-        found.append(
-            f"the iteration times differ by {_ms(differ)} ms, where the plan predicted {_ms(predicted)} and all "
-            "gathers "
-            f"take {_ms(gathers)}: most of that is the machine, which changed between the runs, not the schedule"
-        )
-    if report.measured_ratio is None and stock.p10_us < ours.p90_us and ours.p10_us < stock.p90_us:
-        found.append(
-            "the iteration times of the runs overlap (p10 - p90), and the runs were made one after the other: "
-            "what the machine changed meanwhile is in their ratio"
-        )
     return found
 
 

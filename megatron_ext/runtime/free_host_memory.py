@@ -5,6 +5,7 @@ kernel ends a process. So what is needed is compared with the room before it is 
 Source: the kernel's documentation of cgroup v2 (memory.max, memory.current, memory.stat) and v1.
 """
 
+import resource
 from pathlib import Path, PurePosixPath
 
 from megatron_ext.formats.errors import InputError
@@ -19,8 +20,14 @@ V1_NAMES = tuple(f"total_{name}" for name in ("inactive_file", "active_file", "m
 
 def available_bytes() -> int | None:
     """Bytes that can be allocated without swapping; None where the system does not say."""
-    known = [figure for figure in (_machine(), *_cgroups()) if figure is not None]
-    return min(known, default=None)
+    known = [_machine("MemAvailable"), *(limit - held for limit, held in _cgroups())]
+    return min((figure for figure in known if figure is not None), default=None)
+
+
+def limit_bytes() -> int | None:
+    """What a cgroup, or the address space that this process may have, leaves of the machine's memory; None: all."""
+    limits = [resource.getrlimit(resource.RLIMIT_AS)[0], *(limit for limit, _ in _cgroups())]
+    return min((limit for limit in limits if 0 <= limit < (_machine("MemTotal") or 0)), default=None)
 
 
 def require(need_bytes: int, what: str) -> None:
@@ -35,16 +42,16 @@ def require(need_bytes: int, what: str) -> None:
         raise InputError(said, field="host memory", value=available)
 
 
-def _machine() -> int | None:
+def _machine(what: str) -> int | None:
     try:
         lines = MEMINFO.read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:")), None)
 
 
-def _cgroups() -> list[int | None]:
-    """Room in the process's cgroup and in all above it, of both versions."""
+def _cgroups() -> list[tuple[int, int]]:
+    """Limits on the process's cgroup and on all above it, of both versions, and what they hold."""
     try:
         lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
@@ -54,18 +61,18 @@ def _cgroups() -> list[int | None]:
         # "0::/path", or "4:memory:/path": seen from a container the path may be one that is not mounted here.
         paths = [line.split(":", 2)[2] for line in lines if ("memory" in line.split(":", 2)[1]) == (version == 1)]
         own = PurePosixPath(paths[0].lstrip("/")) if paths and ".." not in paths[0] else PurePosixPath()
-        found += [_room(root / place, version) for place in {own, *own.parents, PurePosixPath()}]
-    return found
+        found += [_limit(root / place, version) for place in {own, *own.parents, PurePosixPath()}]
+    return [pair for pair in found if pair is not None]
 
 
-def _room(place: Path, version: int) -> int | None:
+def _limit(place: Path, version: int) -> tuple[int, int] | None:
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     try:
         limit, used = ((place / name).read_text().strip() for name in names)
     except OSError:
         return None
     # The kernel gives up cached files before it refuses memory.
-    return int(limit) - int(used) + _cached_files(place, version) if limit.isdecimal() else None
+    return (int(limit), int(used) - _cached_files(place, version)) if limit.isdecimal() else None
 
 
 def _cached_files(place: Path, version: int) -> int:

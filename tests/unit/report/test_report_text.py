@@ -49,7 +49,10 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
     assert cautions(report(device="NVIDIA H200")) == []
 
 
-def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iterations=None):
+FREE, HELD = SimpleNamespace(host_limit_bytes=None), SimpleNamespace(host_limit_bytes=1250 << 20)
+
+
+def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iterations=None, scheduled=FREE):
     limits = SimpleNamespace(host_bytes=host_bytes)
     return verdict_line(
         SimpleNamespace(
@@ -59,7 +62,11 @@ def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iteratio
             iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=ours_us)),
             predicted_iteration_time_us=SimpleNamespace(scheduled=predicted_us),
             run=SimpleNamespace(
-                gathers_only=None, workload=SimpleNamespace(limits=limits), turn_iterations=turn_iterations
+                gathers_only=None,
+                workload=SimpleNamespace(limits=limits),
+                turn_iterations=turn_iterations,
+                scheduled=scheduled,
+                stock=FREE,
             ),
         )
     )
@@ -78,6 +85,14 @@ def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
     assert "LONGER" not in verdict_of(90.0, 100.0, TurnRatio(0.9, 0.01, 8))
 
 
+def test_a_limit_on_one_of_both_runs_is_said_in_the_verdict_s_line():
+    held = verdict_of(310.0, 300.0, TurnRatio(3.1, 0.01, 8), scheduled=HELD)
+    assert held.endswith(
+        "stock's iteration time; measured within a limit of 1250 MiB, stock's without a limit on memory"
+    )
+    assert "limit" not in verdict_of(310.0, 300.0, TurnRatio(3.1, 0.01, 8))
+
+
 def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
     rule = SimpleNamespace(metadata=SimpleNamespace(planner="gathers-only"))
     report = SimpleNamespace(
@@ -85,7 +100,14 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
         measured_ratio=None,
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=SimpleNamespace(scheduled=90.0),
-        run=SimpleNamespace(gathers_only=rule, turn_iterations=None, path=Path("runs/x"), file=lambda name: name),
+        run=SimpleNamespace(
+            gathers_only=rule,
+            turn_iterations=None,
+            path=Path("runs/x"),
+            file=lambda name: name,
+            scheduled=FREE,
+            stock=FREE,
+        ),
     )
     fastest, host, add, _ = ending(report)
     assert fastest.startswith("fastest: 0.100 ms, measured by the best plan by all-gathers alone")

@@ -48,7 +48,9 @@ def test_limits_of_the_first_version_of_cgroups_count(machine):
     (machine / "cgroup").write_text("4:memory:/box\n0::/\n")
     (box / "memory.limit_in_bytes").write_text("7000\n")
     (box / "memory.usage_in_bytes").write_text("1000\n")
-    assert free_host_memory.available_bytes() == 6000
+    assert free_host_memory.available_bytes() == 6000 and free_host_memory.limit_bytes() == 7000
+    (box / "memory.limit_in_bytes").write_text(f"{1 << 62}\n")  # none is set
+    assert free_host_memory.limit_bytes() is None
 
 
 def test_too_little_is_refused(machine):
