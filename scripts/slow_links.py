@@ -75,25 +75,34 @@ def slow_streams(module) -> None:
 def slow_drive(module) -> None:
     """``runtime/drive.py``: a transfer ends behind the time that a slow drive takes for its bytes, and for all that it
     was given before."""
-    start = module.DriveFile.start
+    start, write_through = module.DriveFile.start, module.DriveFile.write
+
+    def wait_behind(size_bytes: int):
+        global _drive_free_at
+        rate, end = rates().get("drive_mb"), 0.0
+        if rate is not None:
+            with _DRIVE:
+                _drive_free_at = end = max(_drive_free_at, time.perf_counter()) + size_bytes / rate / 1e6
+        return lambda: time.sleep(max(end - time.perf_counter(), 0.0))
 
     @wraps(start)
     def slow(self, memory, offset, what, transfer, before_end=None, *, write=False):
-        global _drive_free_at
-        rate = rates().get("drive_mb")
-        if rate is None:
-            return start(self, memory, offset, what, transfer, before_end, write=write)
-        with _DRIVE:
-            _drive_free_at = end = max(_drive_free_at, time.perf_counter()) + len(memory) / rate / 1e6
+        wait = wait_behind(len(memory))
 
         def ending() -> None:
-            time.sleep(max(end - time.perf_counter(), 0.0))
+            wait()
             if before_end is not None:
                 before_end()
 
         start(self, memory, offset, what, transfer, ending, write=write)
 
-    module.DriveFile.start = slow
+    @wraps(write_through)
+    def slow_write(self, memory, offset, what):
+        wait = wait_behind(memoryview(memory).nbytes)
+        write_through(self, memory, offset, what)
+        wait()
+
+    module.DriveFile.start, module.DriveFile.write = slow, slow_write
 
 
 def say_so(module) -> None:

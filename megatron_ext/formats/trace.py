@@ -7,14 +7,14 @@ Source: "Trace Event Format" of the Chromium project.
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
-LANES = (
+Lane = Literal[
     "compute",
     "wait",
     "gpu",
@@ -27,16 +27,17 @@ LANES = (
     "issue",
     "host_step",
     "host_add",
-)
+    "reduce_wait",
+]
+LANES = get_args(Lane)
 """``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
 ``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
-host's optimizer steps a group. Copies of gradients and new parameters to the host are in ``publish``, those of new
-parameters to the device in ``cpu``."""
+host's optimizer steps a group, without waits for its states from a drive; ``reduce_wait``: the training thread waits
+until a gradient that comes and goes is reduced. Copies of gradients and new parameters to the host are in ``publish``,
+those of new parameters to the device in ``cpu``."""
 
-Lane = Literal[
-    "compute", "wait", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "optimizer", "issue", "host_step", "host_add"
-]
-
+WAITS: tuple[Lane, ...] = ("wait", "reduce_wait")
+"""Lanes in which the training thread, or the stream of compute, waits."""
 
 END_NOT_KNOWN = "unshard, end not known"
 """Name of a gather of which only a later moment is known: the return of the wait for it."""
@@ -92,17 +93,9 @@ def save(path, events: list[Event], *, about: dict | None = None, processes: Map
         for tid, lane in enumerate(LANES):
             rows.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": lane}})
     for event in events:
-        rows.append(
-            {
-                "name": event.name,
-                "ph": "X",
-                "pid": event.rank,
-                "tid": LANES.index(event.lane),
-                "ts": round(event.start_us, 3),
-                "dur": round(event.duration_us, 3),
-                "args": {"iteration": event.iteration},
-            }
-        )
+        place = {"pid": event.rank, "tid": LANES.index(event.lane), "args": {"iteration": event.iteration}}
+        times = {"ts": round(event.start_us, 3), "dur": round(event.duration_us, 3)}
+        rows.append({"name": event.name, "ph": "X", **place, **times})
     json_files.save(path, {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": about or {}})
 
 
@@ -118,12 +111,10 @@ def load(path) -> tuple[list[Event], dict]:
         if row.ph != "X":
             continue
         if not 0 <= row.tid < len(LANES):
-            raise InputError(
-                f"there are {len(LANES)} lanes", file=path, field=f"traceEvents[{index}].tid", value=row.tid
-            )
+            said = f"there are {len(LANES)} lanes"
+            raise InputError(said, file=path, field=f"traceEvents[{index}].tid", value=row.tid)
         if row.dur < 0:
-            raise InputError(
-                "an interval cannot end before it begins", file=path, field=f"traceEvents[{index}].dur", value=row.dur
-            )
+            said = "an interval cannot end before it begins"
+            raise InputError(said, file=path, field=f"traceEvents[{index}].dur", value=row.dur)
         events.append(Event(row.pid, LANES[row.tid], row.name, row.ts, row.dur, row.args.iteration))
     return events, trace.otherData

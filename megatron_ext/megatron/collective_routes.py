@@ -94,8 +94,6 @@ class _RecordedGather:
     def issue(self, group):
         start = perf_counter_ns()
         work = self.route.issue(group)
-        name = f"unshard {group.index}"
         self.recorder.moved("gather", "network", group.bytes - group.shard.nbytes)
-        if group.whole.device.type == "cpu":  # on CUDA a work's future completes when it is queued
-            work.get_future().add_done_callback(lambda _: self.recorder.add("gpu", name, start, perf_counter_ns()))
+        self.recorder.add_end("gpu", f"unshard {group.index}", start, work)
         return work

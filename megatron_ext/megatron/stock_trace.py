@@ -5,7 +5,6 @@ Only used when a trace is asked for; scheduled and stock runs are recorded the s
 
 from time import perf_counter_ns
 
-import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 from megatron.core.pipeline_parallel import schedules
 
@@ -39,9 +38,8 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
         start, self._issued = perf_counter_ns(), self.recorder.now()
         super().start_param_sync(*args, **kwargs)
         self.recorder.add("issue", "unshard gpu", start, perf_counter_ns())
-        if self.param_gather_handle is not None and not self.recorder.on_device:
-            assert isinstance(self._issued, int)  # an event on a device only
-            _record_end(self.param_gather_handle, self.recorder, self._issued)
+        if self.param_gather_handle is not None:
+            self.recorder.add_end("gpu", "unshard", self._issued, self.param_gather_handle)
 
     def finish_param_sync(self, *args, **kwargs):
         if not self.param_gather_dispatched:
@@ -54,13 +52,6 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
             if self.recorder.on_device:  # a collective's future is done when it is queued
                 self.recorder.add("gpu", END_NOT_KNOWN, self._issued, end)
         super().finish_param_sync(*args, **kwargs)
-
-
-def _record_end(handle, recorder: Recorder, issued: int | torch.cuda.Event) -> None:
-    """Record the gather of ``handle`` (one work, or several that were coalesced) as it ends, on a thread of torch's."""
-    works = getattr(handle, "works", None) or [handle]
-    ended = torch.futures.collect_all([work.get_future() for work in works])
-    ended.add_done_callback(lambda _: recorder.add("gpu", "unshard", issued, perf_counter_ns()))
 
 
 def record_gathers(ddp, recorder: Recorder) -> None:

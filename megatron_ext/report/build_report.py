@@ -21,7 +21,6 @@ from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
 from megatron_ext.report.verdict_check import check_verdict
-from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.workload.parallel import Parallel
@@ -55,8 +54,7 @@ class Report(NamedTuple):
     whether it bears the verdict out (:func:`megatron_ext.report.verdict_check.check_verdict`). ``routes``: groups that
     the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
     the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
-    ``states_bytes_per_s``: at which all ranks together read and wrote optimizer states on drives while they did; None
-    where none rest there. ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
+    ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
     in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
     ``hidden``: of it, ``measured`` and ``simulated``, what was hidden behind compute
     (:mod:`megatron_ext.report.hidden_work`). ``moved``: by rank, the bytes that it moves as billed and as counted;
@@ -82,7 +80,6 @@ class Report(NamedTuple):
     hidden: dict[str, dict[str, Hidden]]
     moved: list[Moved]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
-    states_bytes_per_s: float | None = None
     parts: tuple[Part, ...] = ()
 
     @property
@@ -136,12 +133,12 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         routes=_groups_by_route(run.schedule),
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
-        states_bytes_per_s=_states_bytes_per_s(run),
         parts=parts(
             ours.events,
             ours.iteration_time_us,
             [window.events for window in windows],
             spread(run.scheduled.iteration_us).median_us,
+            *_grouped(run),
             on_device=run.on_device,
         ),
         links_busy={
@@ -160,7 +157,7 @@ def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
 def _hidden(run: RunDir, windows: list[Window], simulated: Sequence[Event]) -> dict[str, dict[str, Hidden]]:
     return {
         "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
-        "simulated": hidden(simulated, *_grouped(run), run.workload.optimizer.on_host),
+        "simulated": hidden(simulated, *_grouped(run)),
     }
 
 
@@ -168,18 +165,6 @@ def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
     found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
     # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
-
-
-def _states_bytes_per_s(run: RunDir) -> float | None:
-    busy_us = run.scheduled_trace.busy_us("nvme", "states ")
-    if run.schedule.state_slots is None or not busy_us:
-        return None
-    parallel = run.workload.parallel
-    held = sum(
-        states_on_drive_bytes([group for group in run.schedule.groups if group.pp_rank == pp_rank], run.workload)
-        for pp_rank in range(parallel.pp)
-    )
-    return 2 * held * parallel.world_size // parallel.pp * run.iterations / busy_us * 1e6
 
 
 def _workload_of_stock(run: RunDir) -> Workload:

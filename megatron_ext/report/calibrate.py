@@ -4,9 +4,11 @@
 The run's schedule is simulated on the table. Where a part was measured, the figures of the table that it was simulated
 from are multiplied by what was measured over what was simulated: compute of each chunk and direction, each route, the
 reduce, messages, publishing, the optimizer and the host's step. So what a run does with a curve counts, with all that
-runs at the same time, and the shape of the curve stays. An all-gather or a reduce that waits for its slowest rank
-counts as the run has met it. Links slow each other down, so one call may not be enough: calibrate, plan and run again
-until the error is that of the machine.
+runs at the same time, and the shape of the curve stays. An all-gather counts from when its slowest rank has issued it.
+Reads and writes of optimizer states on a drive are corrected alike. Of Megatron's optimizer step that is corrected
+which is not in the run's own steps of groups. Of a reduce a run records how long it is waited for: what that differs by
+is the reduce's. Links slow each other down, so one call may not be enough: calibrate, plan and run again until the
+error is that of the machine.
 """
 
 from collections import defaultdict
@@ -17,22 +19,25 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.cost_table import Compute, CostTable
+from megatron_ext.cost.cost_table import Compute, CostTable, Point, Routes
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
+from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.scaled_table import scaled_row, with_factors
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.report.links_busy import LINKS, moving
-from megatron_ext.report.parts import BACKWARD, FORWARD, apart, part_of
+from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, part_of
 from megatron_ext.report.run_dir import RunDir, TracedRun
 from megatron_ext.report.turn_ratio import counted
+from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 CURVES = {
     "gpu": "routes.gpu",
     "cpu": "routes.cpu",
     "nvme": "routes.nvme",
+    "states": "publish.nvme",
     "publish": "publish.cpu",
     "p2p": "p2p",
     "reduce": "reduce",
@@ -84,6 +89,7 @@ def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrap
         return _times(result.events or (), run), result.iteration_time_us
 
     predicted, before_us = simulated(given)
+    _count_alike(measured, predicted, run.workload, Timing(run.workload, given, extrapolate=extrapolate))
     factors = _factors(measured, predicted)
     if not factors:
         raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
@@ -97,9 +103,8 @@ def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrap
 
 def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
     """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
-    parallel, given = run.workload.parallel, apart(events, run.on_device)
-    links = [event for event in moving(given, parallel, run.schedule.groups) if not event.name.startswith("states ")]
-    given = [event for event in given if event.lane not in LINKS] + links
+    parallel = run.workload.parallel
+    given = apart(events, parallel, run.schedule.groups, run.on_device, by_optimizer=("host_step", "nvme"))
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for event in given:
@@ -108,7 +113,21 @@ def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
         chunk = _stage(event.name) // parallel.pp if part in (FORWARD, BACKWARD) else 0
         ranks[pp_rank].add(event.rank)
         found[part, pp_rank, chunk] += event.duration_us
+        if part == "nvme" and run.schedule.state_slots is not None:
+            found["states", pp_rank, chunk] += event.duration_us
     return {key: us / len(ranks[key[1]]) for key, us in found.items()}
+
+
+def _count_alike(measured: Times, predicted: Times, workload: Workload, timing: Timing) -> None:
+    """Of the optimizer, all of the curve's time; of a reduce that is not recorded, what the waits for it tell."""
+    for pp_rank in range(workload.parallel.pp):
+        step, reduce, wait = ((part, pp_rank, 0) for part in (OPTIMIZER, "reduce", "reduce_wait"))
+        if step in predicted:
+            besides = timing.optimizer_us(optimizer_bytes(workload, pp_rank)) - predicted[step]
+            predicted[step] += besides
+            measured[step] = measured.get(step, 0.0) + besides
+        if reduce in predicted and reduce not in measured and wait in measured:
+            measured[reduce] = predicted[reduce] + measured[wait] - predicted.get(wait, 0.0)
 
 
 def _stage(step: str) -> int:
@@ -140,7 +159,21 @@ def _scaled(table: CostTable, factors: Times, left: tuple[str, ...]) -> CostTabl
     metadata = replace(table.metadata, notes=(*table.metadata.notes, *notes))
     # Of the host's step the run made its own; Megatron's is in the optimizer's.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
-    return cost.check(replace(made, metadata=metadata))
+    return cost.check(replace(made, metadata=metadata, routes=scaled_routes(table, made, by_curve)))
+
+
+def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:
+    """Those of ``made``. The drive's route as measured ends with a copy to the device, which has its own factor."""
+    nvme, copies = table.routes.nvme, [Costs(each, extrapolate=True) for each in (table, made)]
+    if nvme is None or not has_points(table.routes.cpu):
+        return made.routes
+
+    def whole(point: Point) -> Point:
+        before, after = (each.estimate("routes.cpu", point.size_bytes).us for each in copies)
+        us = max(point.p50_us - before, 0.0) * by_curve.get("routes.nvme", 1.0) + after
+        return replace(point, p50_us=us, p95_us=None)
+
+    return replace(made.routes, nvme=cost.with_points(nvme, lambda _, points: tuple(map(whole, points))))
 
 
 def _row(row: Compute, factors: Times) -> Compute:

@@ -2,9 +2,8 @@
 
 [Note: What is hidden]
 A rank's work on a link, or on the host, is hidden as far as one of its steps computes meanwhile: forwards and
-backwards without the time in which they wait for a group. The simulator makes a step of the host that nothing hides in
-the lane of the optimizer, a trace in that of the host's steps. Of all-gathers see links_busy.py, [Note: When an
-all-gather moves bytes].
+backwards without the time in which they wait for a group or a gradient. Of all-gathers see links_busy.py, [Note: When
+an all-gather moves bytes].
 """
 
 from collections import defaultdict
@@ -12,8 +11,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from megatron_ext.formats.trace import Event
-from megatron_ext.report.links_busy import LINKS, Intervals, in_all, moving, union
+from megatron_ext.formats.trace import WAITS, Event
+from megatron_ext.report.links_busy import Intervals, in_all, moving, union
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.parallel import Parallel
 
@@ -42,14 +41,13 @@ class Hidden(NamedTuple):
     share: float
 
 
-def hidden(
-    events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] = (), simulated_on_host: bool = False
-) -> dict[str, Hidden]:
-    """By name of :data:`NAMES`. ``simulated_on_host``: the lane of the optimizer is the host's step."""
+def hidden(events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> dict[str, Hidden]:
+    """By name of :data:`NAMES`."""
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
-    links = moving(events, parallel, groups)
-    for event in (*(event for event in events if event.lane not in LINKS), *links):
-        spans[_name(event, simulated_on_host)][event.rank].append((event.start_us, event.end_us))
+    for event in moving(events, parallel, groups):
+        lane = "wait" if event.lane in WAITS else event.lane
+        name = NAMES.get(f"{lane} {event.name.partition(' ')[0]}") or NAMES.get(lane, lane)
+        spans[name][event.rank].append((event.start_us, event.end_us))
     compute, waits = spans.pop("compute", {}), spans.pop("wait", {})
     ranks, found = len({rank for own in (compute, *spans.values()) for rank in own}), {}
     for name in (name for name in NAMES.values() if name in spans):
@@ -68,11 +66,6 @@ def over_iterations(found: list[dict[str, Hidden]]) -> dict[str, Hidden]:
     """Medians of several iterations. What is not in each of them is left out."""
     names = [name for name in NAMES.values() if all(name in one for one in found)]
     return {name: Hidden(*(median(one[name][n] for one in found) for n in range(2))) for name in names}
-
-
-def _name(event: Event, simulated_on_host: bool) -> str:
-    lane = "host_step" if event.lane == "optimizer" and simulated_on_host else event.lane
-    return NAMES.get(f"{lane} {event.name.partition(' ')[0]}") or NAMES.get(lane, lane)
 
 
 def _length(intervals: Intervals) -> float:

@@ -1,8 +1,8 @@
 """How long each link of a rank carries bytes, and how long all of them do so at once.
 
 [Note: When an all-gather moves bytes]
-A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its group
-has issued it no byte moves, so it counts from there. Ranks issue the same all-gathers in the same order.
+A trace holds when a rank issued an all-gather or a reduce and when it was complete. Before the last rank of its group
+has issued it no byte moves, so it counts from there. Ranks issue the same ones in the same order.
 """
 
 from collections import Counter, defaultdict
@@ -30,7 +30,7 @@ def busy(
     spans: dict[tuple[int, str], Intervals] = defaultdict(list)
     for event in moving(events, parallel, groups):
         begin, end = max(event.start_us, 0.0), min(event.end_us, end_us)
-        if begin < end:
+        if begin < end and event.lane in LINKS:
             spans[event.rank, event.lane].append((begin, end))
     used = [link for link in LINKS if any(link == lane for _, lane in spans)]
     for rank in {rank for rank, _ in spans}:
@@ -53,18 +53,19 @@ def shares(
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:
-    """Transfers by the three links, the last first; of all-gathers see [Note: When an all-gather moves bytes].
+    """The events whose end is known, the last first; of collectives see [Note: When an all-gather moves bytes].
     ``groups`` of the schedule say which ranks gather one together; without them the data-parallel ranks do."""
-    transfers = sorted((e for e in events if e.lane in LINKS and e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
+    known = sorted((e for e in events if e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
     of_instance = parallel.of_instance
     sets = {str(index): of_instance // group.ranks for index, group in enumerate(groups)}
     times, issued, found = Counter(), {}, []
-    for event in reversed(transfers):  # the last rank to issue one comes first
+    for event in reversed(known):  # the last rank to issue one comes first
         begin, end = event.start_us, event.end_us
-        if event.lane == "gpu":
-            times[event.rank, event.name] += 1
+        if event.lane in ("gpu", "reduce"):
+            times[event.rank, event.lane, event.name] += 1
             own = event.rank % sets.get(event.name.rpartition(" ")[2], parallel.tensor_model_parallel_size)
-            which = event.rank // of_instance, own, event.name, times[event.rank, event.name]
+            which = (event.rank // of_instance, own, event.lane, event.name)
+            which += (times[event.rank, event.lane, event.name],)
             begin = min(issued.setdefault(which, begin), end)
         found.append(event._replace(start_us=begin, duration_us=end - begin))
     return found

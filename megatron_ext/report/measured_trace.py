@@ -17,11 +17,10 @@ from megatron_ext.formats import trace as traces
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.moved_bytes import MovedBytes
 from megatron_ext.formats.trace import Event
-from megatron_ext.report.links_busy import union
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import steps_of_ranks
 
-THREAD_LANES = ("compute", "wait", "issue", "optimizer")
+THREAD_LANES = ("compute", *traces.WAITS, "issue", "optimizer")
 """Lanes of the training thread; every other lane is a link's."""
 
 
@@ -77,11 +76,6 @@ class MeasuredTrace:
             max(sum(e.duration_us for e in trace.thread[i] if e.lane in lanes) for trace in self._ranks.values())
             for i in range(1, self.iterations + 1)
         ]
-
-    def busy_us(self, lane: str, name: str) -> float:
-        """Microseconds in which at least one rank was at an event of ``lane`` whose name begins with ``name``."""
-        found = [e for trace in self._ranks.values() for e in trace.links if e.lane == lane and e.name.startswith(name)]
-        return sum(end - begin for begin, end in union((e.start_us, e.end_us) for e in found))
 
     def periods_us(self) -> dict[int, float]:
         """By iteration: microseconds since the end of the one before, that is the pause, in

@@ -2,26 +2,31 @@
 
 [Note: Parts]
 A part is one kind of activity: forwards, backwards, each lane of a trace. Its time is the largest over ranks of the sum
-of its durations, of a measured iteration as of the simulated one. Forwards, backwards, waits, issuing and the optimizer
-are the training thread's, one after another; on a device they are the compute stream's, while the thread issues.
-A step that is recorded holds its waits and what it issues, which are taken out of it. What of an iteration is in none
-of these parts is ``rest``: the pipeline's bubble, and what no table knows. The parts of links overlap them: where
-waits differ most, the link that differs most is named, too.
+of its durations, of a link of the time in which it is busy, of a measured iteration as of the simulated one. Forwards,
+backwards, waits for groups and for gradients, issuing and the optimizer are the training thread's, one after another;
+on a device they are the compute stream's, while the thread issues. A step that is recorded holds its waits and what it
+issues, which are taken out of it. What of an iteration is in none of these parts is ``rest``: the pipeline's bubble,
+and what no table knows. The parts of links overlap them: where waits for groups or the optimizer differ most, the
+link that differs most is named, too. ``nvme`` holds stage-ins and states of the optimizer, ``host_step`` no waits for
+these.
 """
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from statistics import median
 from typing import NamedTuple
 
-from megatron_ext.formats.trace import Event
-from megatron_ext.report.links_busy import union
+from megatron_ext.formats.trace import WAITS, Event, Lane
+from megatron_ext.report.links_busy import Intervals, moving, union
+from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.workload.parallel import Parallel
 
-FORWARD, BACKWARD, REST, WAIT = "forward", "backward", "rest", "wait"
-ON_THREAD = (FORWARD, BACKWARD, WAIT, "optimizer")
+FORWARD, BACKWARD, REST, OPTIMIZER = "forward", "backward", "rest", "optimizer"
+ON_THREAD = (FORWARD, BACKWARD, *WAITS, OPTIMIZER)
 """One after another; issuing too, without a device."""
-ISSUE = "issue"
+ISSUE: Lane = "issue"
 BY_LINK = ("gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_add")
 PARTS = (*ON_THREAD, ISSUE, REST, *BY_LINK)
 
@@ -45,31 +50,48 @@ def part_of(event: Event) -> str:
     return BACKWARD if "B" in event.name else FORWARD
 
 
-def apart(events: Iterable[Event], on_device: bool) -> list[Event]:
-    """The events with steps and the optimizer without the waits and the issuing inside them."""
-    events, inner = list(events), defaultdict(list)
-    for event in events:
-        if event.lane == WAIT or (event.lane == ISSUE and not on_device):
-            inner[event.rank].append((event.start_us, event.end_us))
-    spans = {rank: union(found) for rank, found in inner.items()}
-    ends = {rank: [end for _, end in found] for rank, found in spans.items()}
+def apart(
+    events: Iterable[Event],
+    parallel: Parallel,
+    groups: Sequence[Group],
+    on_device: bool,
+    by_optimizer: tuple[Lane, ...] = (),
+) -> list[Event]:
+    """The events with steps and the optimizer without the waits and the issuing inside them, the optimizer also without
+    the lanes ``by_optimizer``; of links the times in which they are busy."""
+    steps, spans = [], defaultdict[tuple[int, Lane], Intervals](list)
+    for event in moving(events, parallel, groups):
+        if event.lane in ("compute", OPTIMIZER):
+            steps.append(event)
+        else:
+            spans[event.rank, event.lane].append((event.start_us, event.end_us))
+    thread: tuple[Lane, ...] = WAITS if on_device else (*WAITS, ISSUE)
+
+    @cache
+    def inside(rank: int, lane: Lane) -> tuple[Intervals, list[float]]:
+        lanes = (*thread, *by_optimizer) if lane == OPTIMIZER else thread
+        own = union(span for one in lanes for span in spans.get((rank, one), ()))
+        return own, [end for _, end in own]
 
     def alone(event: Event) -> Event:
         begin, end, within = event.start_us, event.end_us, 0.0
-        own = spans.get(event.rank, [])
-        for place in range(bisect_right(ends.get(event.rank, []), begin), len(own)):
+        own, ends = inside(event.rank, event.lane)
+        for place in range(bisect_right(ends, begin), len(own)):
             if own[place][0] >= end:
                 break
             within += min(own[place][1], end) - max(own[place][0], begin)
         return event._replace(duration_us=event.duration_us - within)
 
-    return [alone(event) if event.lane in ("compute", "optimizer") else event for event in events]
+    busy = [Event(*key, key[1], begin, end - begin) for key, own in spans.items() for begin, end in union(own)]
+    return [*map(alone, steps), *busy]
 
 
-def totals(events: Iterable[Event], on_device: bool) -> dict[str, float]:
+def totals(
+    events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = (), on_device: bool = False
+) -> dict[str, float]:
     """By part, the largest over ranks of the sum of its durations."""
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
-    for event in apart(events, on_device):
+    for event in apart(events, parallel, groups, on_device):
         found[part_of(event), event.rank] += event.duration_us
     return {name: max(us for (part, _), us in found.items() if part == name) for name, _ in found}
 
@@ -79,12 +101,14 @@ def parts(
     predicted_us: float,
     measured: Iterable[Iterable[Event]],
     measured_us: float,
+    parallel: Parallel,
+    groups: Sequence[Group],
     *,
     on_device: bool = False,
 ) -> tuple[Part, ...]:
     """Parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured ones, of which
     the median takes ``measured_us``."""
-    own, others = totals(predicted, on_device), [totals(events, on_device) for events in measured]
+    own, *others = (totals(events, parallel, groups, on_device) for events in (predicted, *measured))
     path = (*ON_THREAD, *[ISSUE] * (not on_device))
     seen = {name for found in others for name in found}
     found = {name: median(each.get(name, 0.0) for each in others) for name in seen}
@@ -94,8 +118,8 @@ def parts(
 
 
 def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | None] | None:
-    """The part that explains most of a difference (measured less predicted), and where that is waiting the link that
-    differs most the same way; None where no part differs that way."""
+    """The part that explains most of a difference (measured less predicted), and where that is a wait for groups or
+    the optimizer the link that differs most the same way; None where no part differs that way."""
     sign = 1.0 if difference_us >= 0 else -1.0
     by_name = {part.name: part for part in found}
 
@@ -106,7 +130,7 @@ def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | 
     part = most((*ON_THREAD, ISSUE, REST))
     if part is None:
         return None
-    return part, most(BY_LINK) if part.name == WAIT else None
+    return part, most(BY_LINK) if part.name in ("wait", OPTIMIZER) else None
 
 
 def lines(found: Iterable[Part], difference_us: float) -> list[str]:

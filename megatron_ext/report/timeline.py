@@ -1,6 +1,7 @@
 """The picture of one pipeline iteration: simulated above measured, on one time scale."""
 
 from megatron_ext.formats import picture
+from megatron_ext.formats.trace import WAITS
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.timeline_panels import Panel, panels, zoom_us
 from megatron_ext.report.timeline_rows import Row
@@ -12,12 +13,13 @@ THREAD = {
     "B": ("#3f7fb5", "backward step"),
     "optimizer": ("#8c8c8c", "optimizer step"),
     "wait": ("#e31a1c", "exposed: waits for a gather"),
+    "reduce_wait": ("#fb9a99", "waits for a reduce"),
     "issue": ("#1a1a1a", "thread issues gathers"),
 }
 KINDS = THREAD | {
     "gpu": ("#33a02c", "gather, route gpu (all-gather)"),
     "cpu": ("#ff7f00", "gather, route cpu (copy from host)"),
-    "nvme": ("#6a3d9a", "stage in from nvme"),
+    "nvme": ("#6a3d9a", "drive: stage-ins, optimizer states"),
     "publish": ("#b15928", "publish to the host copy"),
     "reduce": ("#e7a6c8", "gradient reduction"),
     "host_step": ("#a98fd0", "host's step of a group"),
@@ -124,15 +126,8 @@ def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> 
         # The title is on the left: where the step ends below it, its time stands right of both.
         late = end > TITLE_TO * until_us
         place_us = end if late else max(end, (TITLE_TO - ITERATION_TIME) * until_us)
-        axes.annotate(
-            f"iteration time {(end - begin) / 1e3:.1f} ms",
-            (place_us / 1e3, height),
-            xytext=(3, 4),
-            textcoords="offset points",
-            ha="right" if late else "left",
-            va="bottom",
-            fontsize=10,
-        )
+        how = {"xycoords": "data", "ha": "right" if late else "left", "va": "bottom", "fontsize": 10}
+        _write(axes, f"iteration time {(end - begin) / 1e3:.1f} ms", place_us / 1e3, height, (3, 4), **how)
     axes.set_yticks([])
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", color="#dddddd", linewidth=0.6)
@@ -150,7 +145,7 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
     for (kind, known), bars in by_kind.items():
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
         edge = "white" if kind in "FB" else "none"
-        part = STRIP if kind == "wait" else 1.0
+        part = STRIP if kind in WAITS else 1.0
         style = dict(facecolors=KINDS[kind][0], edgecolor=edge)
         if not known:
             style = dict(facecolors="white", edgecolor=KINDS[kind][0], hatch=HATCH)
@@ -158,32 +153,27 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
     for bar in row.bars:
         start, end = max(bar.start_us, from_us), min(bar.end_us, until_us)
         if bar.kind in "FB" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
-            color = "white" if bar.kind == "B" else "black"
-            axes.text(
-                (start + end) / 2e3,
-                y + tall * 0.52,
-                bar.name,
-                ha="center",
-                va="center",
-                fontsize=7.5,
-                color=color,
-                zorder=4,
-            )
+            how = {
+                "xycoords": "data",
+                "ha": "center",
+                "fontsize": 7.5,
+                "color": "white" if bar.kind == "B" else "black",
+            }
+            _write(axes, bar.name, (start + end) / 2e3, y + tall * 0.52, zorder=4, **how)
+
+
+def _write(axes, text: str, x: float, y: float, offset=(0, 0), **how) -> None:
+    """At a place, of which ``x`` is a share of the width, and ``offset`` points from there."""
+    how = {"xycoords": axes.get_yaxis_transform(), "ha": "left", "va": "center", "fontsize": 8, **how}
+    axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", **how)
 
 
 def _name_rows(axes, panel: Panel) -> None:
     for row, y in _places(panel):
-        thread = row.lane == "thread"
-        axes.text(
-            -0.008,
-            y + _tall(row) / 2,
-            f"rank {row.rank}" if thread else row.lane,
-            transform=axes.get_yaxis_transform(),
-            ha="right",
-            va="center",
-            fontsize=9.5 if thread else 8,
-            fontweight="bold" if thread else "normal",
-        )
+        name, how = row.lane, {}
+        if row.lane == "thread":
+            name, how = f"rank {row.rank}", {"fontsize": 9.5, "fontweight": "bold"}
+        _write(axes, name, -0.008, y + _tall(row) / 2, ha="right", **how)
 
 
 def _sum_up_rows(axes, panel: Panel) -> None:
@@ -193,17 +183,7 @@ def _sum_up_rows(axes, panel: Panel) -> None:
         said = f"{len(row.bars)} x, {at_most}{row.total_us(row.lane) / 1e3:.2f} ms"
         if row.lane == "thread":
             said = f"exposed {row.total_us('wait') / 1e3:.2f} ms\nissuing {row.total_us('issue') / 1e3:.2f} ms"
-        axes.annotate(
-            said,
-            (1, y + _tall(row) / 2),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(8, 0),
-            textcoords="offset points",
-            ha="left",
-            va="center",
-            fontsize=8,
-            color="#333333",
-        )
+        _write(axes, said, 1, y + _tall(row) / 2, (8, 0), color="#333333")
 
 
 def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> None:

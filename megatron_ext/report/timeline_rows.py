@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_ext.formats.trace import END_NOT_KNOWN, LANES, Event
+from megatron_ext.formats.trace import END_NOT_KNOWN, LANES, WAITS, Event
 from megatron_ext.report.measured_trace import THREAD_LANES
 from megatron_ext.workload.parallel import Parallel
 
@@ -65,7 +65,7 @@ def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
     for rank in ranks:
         thread = _steps(by_place[rank, "compute"])
         # Later bars lie on top: what a step waits for is seen within the step.
-        for lane in ("optimizer", "issue", "wait"):
+        for lane in ("optimizer", "issue", *WAITS):
             thread += [Bar(lane, e.name, e.start_us, e.duration_us) for e in by_place[rank, lane]]
         found.append(Row(rank, "thread", thread))
         for lane in LANES:

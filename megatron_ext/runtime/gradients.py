@@ -222,8 +222,11 @@ class Reducer(Part):
 
     def finish_reduce(self) -> None:
         """Wait for the reduce that is on its way, add its part to the shard, and free the whole gradient."""
-        if self._in_flight is None:
-            return
+        if self._in_flight is not None:
+            self._recorder.timed("reduce_wait", "a gradient", self._finish_reduce)()
+
+    def _finish_reduce(self) -> None:
+        assert self._in_flight is not None
         (gradient, reduced, last), self._in_flight = self._in_flight, None
         if gradient.index in self.on_host:
             assert self._to_host is not None

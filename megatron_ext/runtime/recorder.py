@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.formats.moved_bytes import Kind, Link, MovedBytes, Row, add_up
-from megatron_ext.formats.trace import Event, Lane
+from megatron_ext.formats.trace import WAITS, Event, Lane
 
 
 class Recorder:
@@ -76,7 +76,7 @@ class Recorder:
     def timed(self, lane: str, name: str, function):
         """``function`` (no arguments), wrapped so that every call is recorded; waits are timed on the device,
         everything else on the thread."""
-        clock, rows = self.now if lane == "wait" else time.perf_counter_ns, self.rows
+        clock, rows = self.now if lane in WAITS else time.perf_counter_ns, self.rows
 
         def run():
             if not self.recording:
@@ -87,6 +87,14 @@ class Recorder:
             rows.append((lane, name, start, clock(), self.iteration))
 
         return run
+
+    def add_end(self, lane: str, name: str, start, handle) -> None:
+        """Record the collective of ``handle`` (one work, or several that were coalesced) from ``start`` on, when it
+        ends. Not on a device, where a work's future is done when it is queued."""
+        if self.recording and not self.on_device:
+            works = getattr(handle, "works", None) or [handle]
+            ended = torch.futures.collect_all([work.get_future() for work in works])
+            ended.add_done_callback(lambda _: self.add(lane, name, start, time.perf_counter_ns()))
 
     def moved(self, kind: Kind, link: Link, size_bytes: int) -> None:
         """Count bytes that move once; where everything is recorded."""

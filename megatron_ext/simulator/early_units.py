@@ -31,12 +31,17 @@ class EarlySteps(NamedTuple):
 
 
 class DelayedStep(NamedTuple):
-    """The host's step of one rank during the next iteration, of ``us``; what the optimizer takes between the two takes
-    ``rest_us``."""
+    """The host's step of one rank during the next iteration, of ``us``: the longer of ``step_us`` and ``drive_us``, in
+    which its states pass to the drive and back. What the optimizer takes between the two takes ``rest_us``."""
 
     bytes: int
-    us: float
+    step_us: float
+    drive_us: float
     rest_us: float
+
+    @property
+    def us(self) -> float:
+        return max(self.step_us, self.drive_us)
 
 
 def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float] = ()) -> list[DelayedStep]:
@@ -54,7 +59,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
         step_us, (copy_us, _) = timing.host_step_us(size), timing.to_host_us(2 * size)
         apply_us = timing.to_host_us(size)[0]
         rest_us = max(timing.optimizer_us(size) - step_us, 0.0) + copy_us + apply_us
-        found.append(DelayedStep(size, max(step_us - copy_us, *states_us[rank : rank + 1], 0.0), rest_us))
+        found.append(DelayedStep(size, max(step_us - copy_us, 0.0), sum(states_us[rank : rank + 1]), rest_us))
     return found
 
 

@@ -31,6 +31,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from operator import mul
 
+from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
@@ -66,7 +67,8 @@ class Engine:
         early: groups that the host's optimizer steps during the backward, or None.
         delayed: by pipeline rank, its step during the next iteration; empty where none is delayed.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written during the step.
-        optimizer_us: by pipeline rank, the optimizer's step, and the part of it that none during the backward spares.
+        optimizer_us: by pipeline rank, the optimizer's step, the part of it that none during the backward spares, and
+            the host's steps of groups in it.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Engine:
         states_us: Sequence[float] = (),
         early: EarlySteps | None = None,
         delayed: Sequence[DelayedStep] = (),
-        optimizer_us: Sequence[tuple[float, float]],
+        optimizer_us: Sequence[tuple[float, float, float]],
     ):
         self.workload, self.timing, self.publish = workload, timing, publish
         self.states_us, self.early, self.delayed = states_us, early, delayed
@@ -161,7 +163,7 @@ class Engine:
             rank.index += 1
             rank.position = 0
             if rank.index == len(rank.program.steps):
-                rank.steps_done = True
+                rank.steps_done, rank.blocked_since = True, self.now
                 self.start_optimizer(rank)
                 return
             rank.operations = rank.program.steps[rank.index][3]
@@ -182,7 +184,7 @@ class Engine:
                 rank.blocked_on, rank.blocked_since = operation[1], self.now
             return False
         if code in (REDUCE_VISIT, SETTLE) and rank.whole_gradient:
-            rank.settling = True
+            rank.settling, rank.blocked_since = True, self.now
             return False
         rank.position += 1
         if code == SETTLE:
@@ -235,9 +237,19 @@ class Engine:
             rank.blocked_on = -1
             self._run_thread(rank)
 
+    def host_stepped(self, rank: RankState, name: str, begin: float, step_us: float, drive_us: float) -> None:
+        """The host has stepped groups, and meanwhile the drive has read and written states."""
+        rank.busy[NVME] += drive_us
+        if step_us > 0:
+            self.record(rank, "host_step", name, begin, step_us)
+        if drive_us > 0:
+            self.record(rank, KINDS[NVME], f"states {name}", begin, drive_us)
+
     def gradient_freed(self, rank: RankState) -> None:
         """A gradient that comes and goes is reduced, and copied if it is added up on the host: its whole is freed."""
         rank.whole_gradient = False
+        if rank.settling or rank.steps_done:
+            self.record(rank, "reduce_wait", "a gradient", rank.blocked_since, self.now - rank.blocked_since)
         if rank.settling:
             rank.settling = False
             self._run_thread(rank)
@@ -260,13 +272,15 @@ class Engine:
     def step_optimizer(self, rank: RankState, begin: float) -> None:
         """The norm is known, and no step during the backward runs any more: all that is left is stepped."""
         begin = max(begin, rank.norm_at)
-        all_us, least_us = self.optimizer_us[rank.pp_rank]
+        all_us, least_us, step_us = self.optimizer_us[rank.pp_rank]
         drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0
         if self.delayed:
             us = max(self.delayed[rank.pp_rank].rest_us, least_us)
             rank.early_us = all_us - us - (begin - rank.norm_at)
         else:
             us = max(all_us - rank.early_us, drive_us - rank.early_drive_us, least_us)
+            left_us = max(drive_us - rank.early_drive_us, 0.0)
+            self.host_stepped(rank, "at the end", begin, step_us - rank.early_us, left_us)
             rank.early_us = max(all_us, drive_us) - us
         rank.finished_at, rank.optimizer_us = begin + us, us
         if us:

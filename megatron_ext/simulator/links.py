@@ -107,7 +107,8 @@ def _added_up(engine: EngineView, rank: RankState, group: int, *, freed: bool = 
     if unit is not None:
         rank.visits[group] = rank.visits.get(group, 0) + 1
         if rank.visits[group] == unit.visits:
-            rank.queues[HOST_STEP].append((group, unit.bytes, unit.us))
+            step_us = unit.spared_us if unit.spared_drive_us else unit.us
+            rank.queues[HOST_STEP].append((group, unit.bytes, unit.us, step_us, unit.spared_drive_us))
             serve(engine, rank, HOST_STEP)
     engine.start_optimizer(rank)
 
@@ -115,8 +116,8 @@ def _added_up(engine: EngineView, rank: RankState, group: int, *, freed: bool = 
 def delay_step(engine: EngineView, rank: RankState) -> None:
     """The host makes the step of a delayed update, once the parameters before it are published."""
     if engine.delayed and len(rank.published) == len(engine.publish[rank.pp_rank]):
-        size, us, _ = engine.delayed[rank.pp_rank]
-        rank.queues[HOST_STEP].append((-1, size, us))
+        step = engine.delayed[rank.pp_rank]
+        rank.queues[HOST_STEP].append((-1, step.bytes, step.us, step.step_us, step.drive_us))
         serve(engine, rank, HOST_STEP)
 
 
@@ -146,7 +147,12 @@ def _name_of(engine: EngineView, kind: int, item) -> str:
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
     """Start what has waited for this transport."""
     item = activity.item
-    if engine.events is not None:  # names are made for a trace alone: most simulations keep none
+    if kind == HOST_STEP:
+        *_, us, step_us, drive_us = item
+        share = lasted / us if us else 0.0
+        rank.busy[HOST_STEP] += share * step_us - lasted
+        engine.host_stepped(rank, _name_of(engine, kind, item), activity.started, share * step_us, share * drive_us)
+    elif engine.events is not None:  # names are made for a trace alone: most simulations keep none
         engine.record(rank, KINDS[kind], _name_of(engine, kind, item), activity.started, lasted)
     if kind in (GPU, CPU):
         if item.flat:

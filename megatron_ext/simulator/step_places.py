@@ -10,9 +10,10 @@ AROUND_ADD = 4 / 3
 another to it takes."""
 
 
-def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float]]:
+def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float, float]]:
     """By pipeline rank, microseconds of the optimizer's whole step, and of the part that no step during the backward
-    spares: that of the groups whose states are on the device, and what is done with gradients in host memory.
+    spares: that of the groups whose states are on the device, and what is done with gradients in host memory. And of
+    its part that the run steps on the host, group by group.
 
     Where the schedule says how the host steps, or some states are elsewhere, Megatron's own step of these groups is
     replaced by the run's, or by the device's, each of them as one step. Megatron issues the device's step first and
@@ -26,17 +27,17 @@ def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list
     return [_of_rank(rank, schedule, workload, timing) for rank in range(workload.parallel.pp)]
 
 
-def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[float, float]:
-    whole_us = timing.optimizer_us(optimizer_bytes(workload, pp_rank))
+def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[float, float, float]:
+    whole_us, run_us = timing.optimizer_us(optimizer_bytes(workload, pp_rank)), 0.0
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     rest_us = sum(_around_us(group, workload, timing.among(group.ranks)) for group in own if group.gradients == "host")
     if not workload.optimizer.on_host:
         rest_us += sum(_moved_us(group, timing.among(group.ranks)) for group in own)
-        return whole_us + rest_us, rest_us
+        return whole_us + rest_us, rest_us, 0.0
     on_device = [group for group in own if group.states_rest == "device"]
     if on_device and not timing.offers_device_step:
         timing.leave_out("device_step")
-        return whole_us, 0.0
+        return whole_us, 0.0, 0.0
     slots = schedule.step_slots
     in_units = slots is not None or schedule.rollback_bytes is not None
     by_run = [group for group in own if group.states_rest == "nvme" or (group.states_rest is None and in_units)]
@@ -51,7 +52,7 @@ def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timin
     if device_bytes:
         rest_us += timing.device_step_us(device_bytes)
         rest_us += sum(_moved_us(group, timing.among(group.ranks)) for group in on_device)
-    return whole_us + rest_us, rest_us
+    return whole_us + rest_us, rest_us, run_us
 
 
 def _around_us(group: Group, workload: Workload, timing: Timing) -> float:

@@ -52,7 +52,7 @@ def _path_us(workload: Workload, timing: Timing) -> float:
             backward = step.kind == "B"
             us = of_rank[step.stage // workload.parallel.pp][backward]
             program.steps.append((step.stage, backward, step.microbatch, ((RUN, us),)))
-    nothing = [(0.0, 0.0)] * len(programs)
+    nothing = [(0.0, 0.0, 0.0)] * len(programs)
     return Engine(programs, workload, timing, [[] for _ in programs], optimizer_us=nothing).run()
 
 

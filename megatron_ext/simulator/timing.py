@@ -349,20 +349,24 @@ class Timing:
         """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of
         ``slot_bytes``.
 
-        Reads and writes share the drive, so their times add up. A piece of a size that was not measured has the rate
-        of the nearest size that was. Where reads or writes were not measured this time is left out and named in
+        Reads and writes share the drive, so their times add up. A rank reads a piece as it stages in a group, whole,
+        and writes one as the shard of a group ``ranks`` times as large. A piece of a size that was not measured has the
+        rate of the nearest size that was. Where reads or writes were not measured this time is left out and named in
         ``left_out``.
         """
         if not size_bytes:
             return 0.0
-        total = 0.0
-        for what, curve in (("routes.nvme", self.table.routes.nvme), ("publish.nvme", self.table.publish.nvme)):
+        total, write_us = 0.0, lambda size: self._estimate("publish.nvme", size).us
+        for what, curve, ranks, alone_us in (
+            ("routes.nvme", self.table.routes.nvme, 1, self.stage_us),
+            ("publish.nvme", self.table.publish.nvme, self.ranks, write_us),
+        ):
             sizes = [point.size_bytes for point in points_of(curve)]
             if not sizes:
                 self.leave_out(what)
                 continue
-            piece = min(max(slot_bytes, min(sizes)), max(sizes))
-            total += size_bytes / piece * self._estimate(what, piece).us
+            size = min(max(slot_bytes * ranks, min(sizes)), max(sizes))
+            total += size_bytes * ranks / size * alone_us(size)
         return total
 
 

@@ -20,6 +20,7 @@ Source: ZeRO-Infinity (arXiv 2104.07857), section 5.2.2, which pipelines the opt
 """
 
 from collections.abc import Iterable
+from time import perf_counter_ns
 
 import torch
 
@@ -58,7 +59,9 @@ class DriveUnit(HostUnit):
         self._states = states
 
     def _before_step(self) -> None:
+        begin = perf_counter_ns()
         self._states.fetch(self)
+        self.read_ns = perf_counter_ns() - begin
         super()._before_step()
 
     def _after_step(self) -> None:

@@ -237,7 +237,7 @@ class EarlySteps(Part):
         self._stepped.append(unit)
         host.step_early(memory)
         self.taken += 1
-        self._link.recorder.add("host_step", str(host.group), begin, perf_counter_ns())
+        self._link.recorder.add("host_step", str(host.group), begin + host.read_ns, perf_counter_ns())
 
     def close(self) -> None:
         """Take back what no step of the optimizer has followed, and end the thread."""

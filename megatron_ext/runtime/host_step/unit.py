@@ -35,9 +35,10 @@ class HostUnit:
     Attributes:
         stepped: called behind each step of the optimizer, on the thread that has made it.
         begun_ns: when the last step began.
+        read_ns: how long it has waited for its states.
     """
 
-    begun_ns = 0
+    begun_ns = read_ns = 0
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ def test_the_plan_trains_where_stock_megatron_is_ended(tmp_path, limit_by):
         assert ours["loss"] == reference["loss"] and ours["parameter_sha256"] == reference["parameter_sha256"]
         schedule = json.loads((run / "schedule.json").read_text())
         assert sum(group.get("states_rest") == "nvme" for group in schedule["groups"]) > len(schedule["groups"]) // 2
-        for title in ("host in all", "device in all", "states through the drive"):
+        for title in ("host in all", "device in all", "states, drive read", "nvme: "):
             assert title in done.stdout
         assert (run / "timeline.png").exists()
         if "EMULATED links" in done.stderr:

@@ -1,11 +1,14 @@
 """Parts of an iteration next to their predictions; a run's own figures go back into its table, and the error falls."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from early_step_cases import case, on_drive
 from event_rows import events
 from msgspec.structs import replace
-from planning_cases import WHOLE, make_table, make_workload
+from planning_cases import WHOLE, line, make_table, make_workload
 from run_files import EPOCH_US, make_metrics, make_run
 
 from megatron_ext import planner, report
@@ -17,7 +20,9 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report import parts
-from megatron_ext.report.calibrate import calibrate
+from megatron_ext.report.calibrate import calibrate, scaled_routes
+from megatron_ext.report.measured_trace import Window
+from megatron_ext.report.run_dir import TracedRun
 from megatron_ext.schedule import user_defined_schedule as schedule
 from megatron_ext.workload import workload
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -132,6 +137,46 @@ def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
         report.load_measured(run.path)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
+    """The drive takes twice as long as the table says, the host's step as long; what is neither is as it was."""
+    work, truth, schedule = on_drive(300.0, 200.0)
+    _, wrong, _ = on_drive(150.0, 100.0)
+    schedule = schedule if early else replace(schedule, rollback_bytes=None)
+    made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
+    trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, made.events, made.iteration_time_us))
+    found = calibrate(TracedRun(Path("runs/x"), wrong, work, schedule, trace), extrapolate=True)
+    assert found.factors.pop("routes.nvme") == found.factors.pop("publish.nvme") == pytest.approx(2.0)
+    assert list(found.factors.values()) == pytest.approx([1.0] * len(found.factors)) and found.factors
+    assert found.error_before < -0.1 and found.error_after == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_reduce_is_corrected_by_the_waits_for_it():
+    """A run does not record when a reduce ends."""
+    work, truth, schedule = case(150.0, gradients="sharded")
+    size = schedule.groups[0].bytes
+    truth, wrong = (replace(truth, reduce=line(0.0, size / us)) for us in (600.0, 300.0))
+    made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
+    seen = [event for event in made.events if event.lane != "reduce"]
+    trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, seen, made.iteration_time_us))
+    run = TracedRun(Path("runs/x"), wrong, work, schedule, trace)
+    first = calibrate(run, extrapolate=True)
+    again = calibrate(run, first.table, extrapolate=True)
+    assert first.factors["reduce"] == pytest.approx(2.0, rel=0.1)  # the compute hides a part
+    assert first.error_before < -0.2 and abs(first.error_after) < 0.06 and abs(again.error_after) < 0.01
+
+
+def test_a_copy_from_a_staging_slot_has_the_factor_of_copies():
+    """The drive's route as measured ends with one."""
+    _, table, _ = on_drive(300.0, 200.0)
+    copies = replace(table, routes=replace(table.routes, cpu=line(0.0, 100.0), nvme=line(0.0, 20.0)))
+    made = scaled_routes(
+        copies, replace(copies, routes=replace(copies.routes, cpu=line(0.0, 25.0))), {"routes.nvme": 2.0}
+    )
+    rates = {point.size_bytes / point.p50_us for point in made.nvme.points}
+    assert max(rates) == pytest.approx(1 / (2 * (1 / 20 - 1 / 100) + 1 / 25)) == pytest.approx(min(rates))
+
+
 def test_what_explains_the_difference_is_named(tmp_path):
     slow = replace(TRUTH, compute=tuple(replace(row, backward_us=row.backward_us / 3) for row in TRUTH.compute))
     built = report.build(trained(tmp_path, slow, 0))
@@ -149,8 +194,9 @@ def test_waits_and_issuing_are_no_compute():
         *events(0, "issue", ("unshard 0", 50.0, 5.0)),
         *events(1, "wait", ("wait 0", 100.0, 50.0)),
     ]
-    assert parts.totals(seen, False) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
-    assert parts.totals(seen, True)["forward"] == 70.0
+    parallel = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
+    assert parts.totals(seen, parallel) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
+    assert parts.totals(seen, parallel, on_device=True)["forward"] == 70.0
 
 
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])

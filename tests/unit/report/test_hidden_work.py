@@ -6,7 +6,7 @@ from planning_cases import make_workload
 from run_files import make_run
 
 from megatron_ext import report
-from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.formats.trace import END_NOT_KNOWN
 from megatron_ext.report import report_text
 from megatron_ext.report.hidden_work import NAMES, STEP, Hidden, hidden, over_iterations
 
@@ -40,16 +40,6 @@ def test_work_is_hidden_while_its_own_rank_computes_and_does_not_wait():
         STEP: Hidden(5.0, 1.0),
     }
     assert list(found) == [name for name in NAMES.values() if name in found]
-
-
-def test_a_simulated_step_between_two_iterations_is_the_hosts_where_it_steps():
-    events = [
-        Event(0, "compute", "0F0", 0.0, 40.0),
-        Event(0, "host_step", "2", 20.0, 10.0),
-        Event(0, "optimizer", "optimizer", 40.0, 30.0),
-    ]
-    assert hidden(events, PARALLEL, simulated_on_host=True) == {STEP: Hidden(40.0, 0.25)}
-    assert hidden(events, PARALLEL) == {STEP: Hidden(10.0, 1.0)}
 
 
 def test_iterations_are_told_by_their_median():

@@ -31,16 +31,6 @@ def test_thread_time_is_that_of_the_largest_rank(tmp_path):
     assert trace.thread_us(("issue", "wait")) == [i + 30.0 + 1.0 for i in range(1, 5)]
 
 
-def test_a_link_is_busy_while_any_rank_uses_it(tmp_path):
-    events = make_events(PARALLEL, 4, issue_us=lambda i, rank: 1.0, wait_us=lambda i, rank: 1.0)
-    before = MeasuredTrace(saved(tmp_path, events), PARALLEL, 4).busy_us("nvme", "states ")
-    spans = [(0, "states read", 10.0, 5.0), (1, "states write", 12.0, 8.0), (0, "states read", 13.0, 1.0)]
-    spans += [(1, "states read", 30.0, 2.0), (0, "stage in 3", 40.0, 9.0)]
-    events += [Event(rank, "nvme", name, EPOCH_US + start, us, iteration=1) for rank, name, start, us in spans]
-    trace = MeasuredTrace(saved(tmp_path, events), PARALLEL, 4)
-    assert before == 0 and trace.busy_us("nvme", "states ") == pytest.approx(10.0 + 2.0)
-
-
 def test_what_follows_the_optimizer_step_is_no_training(tmp_path):
     plain = MeasuredTrace(saved(tmp_path), PARALLEL, 4)
     evaluated = MeasuredTrace(saved(tmp_path, evaluated=2), PARALLEL, 4)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 
 import drive_faults
 import faults
@@ -17,6 +18,7 @@ from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
 from megatron_ext.runtime.host_step.room import Link
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.workload.drive_reads import DriveReads
 
 SHAPES = [(3, 5), (7,), (64, 33), (1,), (2048,), (129, 2)]
@@ -63,10 +65,10 @@ class InMemory(Training):
 
 
 class OnDrive(Training):
-    def __init__(self, directory, slots: int):
+    def __init__(self, directory, slots: int, recorder=NOTHING):
         super().__init__()
         issuer, device = Issuer(), HostDevice()
-        self.link = Link(device, device.device)
+        self.link = Link(device, device.device, recorder=recorder)
         self.after_norm = AfterNorm(self.link)
         settings = DriveReads(block_bytes=4096, queue_depth=2)
         how = dict(settings=settings, link=self.link, issuer=issuer, early=True)
@@ -173,6 +175,17 @@ def test_units_are_read_ahead_in_the_order_of_the_last_iteration(tmp_path):
     assert [unit for unit, write in moved if write][-4:] == [3, 0, 1, 2]
     # Behind two units that are read ahead when the iteration begins, and up to two of the next one.
     assert [unit for unit, write in moved if not write][-6:] == [3, 0, 1, 2, 3, 0]
+
+
+def test_waiting_for_the_drive_is_no_part_of_a_step(tmp_path):
+    recorder = Recorder(0)
+    ours = OnDrive(tmp_path, 3, recorder)
+    fetch = ours.drive.fetch
+    ours.drive.fetch = lambda unit: (time.sleep(0.2), fetch(unit))
+    ours.iteration(1.0, [2, 0], [1])
+    ours.close()
+    early_and_late = [event.duration_us for event in recorder.events() if event.lane == "host_step"][-len(UNITS) :]
+    assert len(early_and_late) == len(UNITS) and max(early_and_late) < 0.1e6
 
 
 def test_the_drive_has_two_places_for_each_unit(tmp_path):

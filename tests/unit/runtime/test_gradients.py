@@ -1,6 +1,7 @@
 """Gradients that come and go: bytes only from allocation to the end of the reduce, sums in the shard, refusals."""
 
 import threading
+import time
 
 import faults
 import pytest
@@ -10,6 +11,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.gradients import Gradient, Reducer
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 
 
@@ -21,14 +23,15 @@ class Scattered:
 
     def wait(self) -> None:
         self.gradient.part.add_(1)
+        time.sleep(0.01)
 
 
-def made(on_host=(), count: int = 2) -> Reducer:
+def made(on_host=(), count: int = 2, recorder=NOTHING) -> Reducer:
     gradients = {}
     for index in range(count):
         gradient = gradients[index] = Gradient(index, torch.zeros(8), torch.zeros(4), shard_start=4)
         gradient.issue = lambda gradient=gradient: Scattered(gradient)
-    return Reducer(gradients, on_host, HostDevice(), Issuer())
+    return Reducer(gradients, on_host, HostDevice(), Issuer(), recorder=recorder)
 
 
 @pytest.fixture(params=[False, True], ids=["sharded", "host"])
@@ -59,6 +62,16 @@ def test_whole_gradients_have_bytes_until_the_next_reduce_and_sums_stay(reducer)
     assert sizes(reducer) == [0, 0] and reducer.residency.bytes == 0
     for gradient in (first, second):
         assert gradient.shard.tolist() == [10, 12, 14, 16]
+
+
+def test_a_trace_tells_waits_for_reduces():
+    recorder = Recorder(0)
+    reducer = made(recorder=recorder)
+    for gradient in reducer.gradients.values():
+        reducer.allocate(gradient)
+        reducer.reduce(gradient)
+    reducer.end()
+    assert [event.lane for event in recorder.events() if event.duration_us > 1e4] == 2 * ["reduce_wait"]
 
 
 def test_alone_there_is_one_whole_gradient_at_a_time(reducer):

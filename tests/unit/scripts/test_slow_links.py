@@ -18,7 +18,8 @@ BYTES = 1 << 20
 
 @pytest.fixture
 def rates(monkeypatch):
-    for owner, name in ((host_device, "copy_now"), (drive.DriveFile, "start"), (machine, "environment")):
+    wrapped = ((host_device, "copy_now"), (drive.DriveFile, "start"), (drive.DriveFile, "write"))
+    for owner, name in (*wrapped, (machine, "environment")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # what is wrapped here is as it was afterwards
     for module in (host_device, drive, machine):
         slow_links.WRAPPED[module.__name__](module)
@@ -64,6 +65,7 @@ def test_the_drive_moves_one_after_the_other(rates, tmp_path):
             transfer.wait()
 
     assert seconds(move) >= 2 * BYTES / 10e6
+    assert seconds(lambda: file.write(memory, 0, "bytes")) >= BYTES / 10e6  # what is published
     file.close()
 
 

@@ -2,45 +2,17 @@
 takes in memory."""
 
 import pytest
+from early_step_cases import LAYER_US, LAYERS, NORM_US, ON_HOST, case, on_drive
 from msgspec.structs import replace
-from planning_cases import line, make_table, make_workload
+from planning_cases import line
 
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
-from megatron_ext.schedule.memory_bill import states_on_drive_bytes
-from megatron_ext.schedule.user_defined_schedule import PublishGroup, StateSlots
+from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.early_units import delayed_steps
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.step_order import steps_of_ranks
-
-LAYERS, LAYER_US, NORM_US = 4, 200.0, 50.0
-ON_HOST = OptimizerSettings(on_host=True)
-
-
-def case(step_us: float, *, save_us: float = 0.01, groups: float = LAYERS, gradients=None, contention=()):
-    """A layer's backward takes 200 us. The host's step of a layer takes ``step_us``, one that does not wait as long and
-    ``save_us`` more; there is memory for so many ``groups``."""
-    work = make_workload(
-        pp=1, vp=1, microbatches=2, order="no_pipeline", layers=LAYERS, zero_stage=2 if gradients else 1, p2p_bytes=0
-    )
-    work = replace(work, optimizer=ON_HOST)
-    schedule = stock_schedule(work, layer_buckets)
-    size = schedule.groups[0].bytes
-    table = make_table(work, gpu=(0.001, 1e9), forward=400.0, backward=LAYERS * LAYER_US, contention=contention)
-    table = replace(
-        table,
-        reduce=line(0.0, size / 1e-3),
-        host_step=line(0.0, size / step_us),
-        host_add=line(0.0, size / (save_us / 3)),  # of a float32 shard: as many bytes as two ranks' parameters have
-        optimizer=line(NORM_US, size / step_us),
-    )
-    room = int(groups * saved_bytes(schedule.groups[0], work))
-    kept = tuple(replace(group, gradients=gradients) for group in schedule.groups)
-    return work, table, validate(replace(schedule, groups=kept, rollback_bytes=room))
 
 
 def simulated(*args, **how):
@@ -90,26 +62,17 @@ def test_a_table_without_the_host_s_step_has_everything_wait():
     assert waits.iteration_time_us == pytest.approx(COMPUTE_US + 600.0 + NORM_US, rel=1e-3)
 
 
-def on_drive(read_us: float, write_us: float, groups=range(LAYERS), **how):
-    """Layers whose host's step takes 150 us and whose states the drive reads and writes in so long; those of ``groups``
-    stand there, and there is no memory for the states of others."""
-    work, table, schedule = case(150.0, **how)
-    (piece,) = {states_on_drive_bytes([replace(group, states_rest="nvme")], work) for group in schedule.groups}
-    table = replace(
-        table,
-        routes=replace(table.routes, nvme=line(0.0, piece / read_us)),
-        publish=replace(table.publish, nvme=line(0.0, piece / write_us)),
-    )
-    rest = tuple(replace(g, states_rest="nvme" if i in groups else None) for i, g in enumerate(schedule.groups))
-    slots = StateSlots(slots=3, slot_bytes=piece)
-    return work, table, validate(replace(schedule, groups=rest, state_slots=slots, rollback_bytes=0))
-
-
 @pytest.mark.parametrize("read_us, write_us", [(60.0, 40.0), (120.0, 60.0), (300.0, 200.0)])
 def test_states_on_the_drive_are_read_stepped_and_written_beside_the_backward(read_us, write_us):
     """A layer takes the longer of the step, 150 us, and the drive. At 500 us two begin in three layers' backwards."""
     work, table, schedule = on_drive(read_us, write_us)
-    waits, result = (evaluate(work, table, replace(schedule, rollback_bytes=r), extrapolate=True) for r in (None, 0))
+    waits, result = (
+        evaluate(work, table, replace(schedule, rollback_bytes=r), extrapolate=True, trace=True) for r in (None, 0)
+    )
+    for each in (waits, result):
+        busy = {lane: sum(e.duration_us for e in each.events if e.lane == lane) for lane in ("host_step", "nvme")}
+        assert busy == pytest.approx({"host_step": LAYERS * 150.0, "nvme": LAYERS * (read_us + write_us)}, rel=1e-3)
+        assert each.busy_us["nvme"] == pytest.approx(busy["nvme"])
     drive_us = read_us + write_us
     at_end = max(LAYERS * 150.0 + NORM_US, LAYERS * drive_us)
     assert waits.iteration_time_us == pytest.approx(COMPUTE_US + at_end, rel=1e-3)
@@ -186,7 +149,7 @@ def test_a_step_that_begins_when_an_addition_in_host_memory_ends_runs_too():
     work, table, schedule = case(150.0, gradients="host")
     table = replace(table, host_add=line(0.0, 2 * schedule.groups[0].bytes / work.parallel.dp / 900.0))
     result = evaluate(work, table, schedule, trace=True)
-    steps = [event for event in result.events if event.lane == "host_step"]
+    steps = [event for event in result.events if event.lane == "host_step" and event.name != "at the end"]
     added = [event.start_us + event.duration_us for event in result.events if event.lane == "host_add"]
     assert len(added) == 2 * LAYERS and steps and all(any(s.start_us == a for a in added[LAYERS:]) for s in steps[:1])
     (optimizer,) = [event for event in result.events if event.lane == "optimizer"]
