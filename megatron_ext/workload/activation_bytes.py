@@ -61,9 +61,9 @@ def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
     if kind == "output":  # the norm's and the matrix's input, the softmax in 32 bits, labels and which are others'
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
-    # Times the columns: inputs of the second matrix and of the activation, of which one that is not fused keeps a part of
+    # Times the columns: inputs of the second matrix and of the activation; one that is not fused keeps both factors of
     # its output, too.
-    inner = 2 + shape.gated + (shape.gated and not batch.fused_swiglu)
+    inner = 2 + shape.gated * (1 if batch.fused_swiglu else 3)
     behind = width + inner * shape.ffn
     if kind == "moe":  # inputs of the first matrix, too; the token's weight is applied to what the activation gives
         number, topk, ffn, _, shared = shape.experts
