@@ -133,14 +133,12 @@ def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
     return True
 
 
-def _name_of(engine: EngineView, kind: int, item) -> str:
+def _name_of(kind: int, item) -> str:
     """Of a transport, in a trace."""
     if kind in (GPU, CPU):
         return str(item.group)
     if kind in (NVME, REDUCE):
         return str(item[1])
-    if kind == HOST_STEP and engine.delayed:
-        return "delayed"
     return f"gradient {item[0]}" if kind == PUBLISH and len(item) == 4 else str(item[0])
 
 
@@ -149,11 +147,11 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     item = activity.item
     if kind == HOST_STEP:
         *_, us, step_us, drive_us = item
-        share = lasted / us if us else 0.0
+        share, name = lasted / us if us else 0.0, "delayed" if engine.delayed else str(item[0])
         rank.busy[HOST_STEP] += share * step_us - lasted
-        engine.host_stepped(rank, _name_of(engine, kind, item), activity.started, share * step_us, share * drive_us)
+        engine.host_stepped(rank, name, activity.started, share * step_us, share * drive_us)
     elif engine.events is not None:  # names are made for a trace alone: most simulations keep none
-        engine.record(rank, KINDS[kind], _name_of(engine, kind, item), activity.started, lasted)
+        engine.record(rank, KINDS[kind], _name_of(kind, item), activity.started, lasted)
     if kind in (GPU, CPU):
         if item.flat:
             rank.communicator_of(item.group).popleft()
