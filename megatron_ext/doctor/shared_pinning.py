@@ -20,6 +20,10 @@ SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 PLACES = Path("/proc/self/numa_maps")
 
+SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+ALLOWING = ("always", "within_size", "advise", "force")
+"""Settings of this file with which pages of shared memory that asks for it are large."""
+
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Share, make and page-lock a block. Collective over the node."""
@@ -33,7 +37,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         advice = "run the ranks of a node in one container, or with --pid=host and --cap-add SYS_PTRACE"
         return [failed(name, error.message, advice), not_tried("pinning", "memory cannot be shared")]
     found = [passed(name, f"{place.ranks_per_node} ranks of a node share memory")]
-    found.append(huge_pages(block_pages.SHARED_PAGES))
+    found.append(huge_pages(SHARED_PAGES))
     with contextlib.closing(_mapped(descriptor, size)) as block:
         found += _pages(place, block)
         found.append(_pin(place, block))
@@ -72,10 +76,11 @@ def huge_pages(setting: Path) -> Finding:
     """Whether shared memory may have large pages: page-locking them takes a small part of what it takes otherwise."""
     name = "huge pages"
     try:
-        large, chosen = block_pages.large_pages(setting)
+        text = setting.read_text().strip()
     except OSError as error:
         return not_tried(name, f"{setting}: {error.strerror}")
-    if large:
+    chosen = text.partition("[")[2].partition("]")[0] or text
+    if chosen in ALLOWING:
         return passed(name, f"shared memory: {chosen}")
     advice = f"faster set-up, as root on the host: echo advise > {setting}"
     return passed(name, f"shared memory: {chosen}; pages have {mmap.PAGESIZE} bytes", advice)

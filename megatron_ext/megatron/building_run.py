@@ -40,7 +40,7 @@ from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.resting_storages import held_on_host
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
-from megatron_ext.runtime import block_pages, free_host_memory, host_threads
+from megatron_ext.runtime import free_host_memory, host_threads
 from megatron_ext.runtime.device import Device, device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.objects import gather_objects
@@ -335,9 +335,6 @@ class BuildingRun:
             lines += self.check.start_lines()
         if has_cuda():
             lines += refusals.warnings_at_start(args, self.schedule)
-            groups, entries = self.schedule.groups, self.schedule.publish
-            shared = min(sum(groups[one.group].bytes for one in entries if "cpu" in one.to), self._host_bytes)
-            lines += block_pages.small_page_lines(self._host_bytes - shared, shared)
         run_summary.say(*lines)
 
 

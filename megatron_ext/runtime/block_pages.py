@@ -34,10 +34,6 @@ import numpy as np
 from megatron_ext.runtime import host_threads
 
 STATUS = Path("/proc/self/status")
-SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-OWN_PAGES = SHARED_PAGES.with_name("enabled")
-ALLOWING = ("always", "within_size", "advise", "madvise", "force")
-"""Settings of these files with which pages of memory that asks for it are large."""
 
 PIECE_BYTES = 1 << 30
 """Pages are made in pieces of so many bytes, so that progress can be said."""
@@ -61,28 +57,6 @@ def memory_nodes() -> list[int]:
         return []
     text = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
     return host_threads.numbers(text)
-
-
-def large_pages(setting: Path) -> tuple[bool, str]:
-    """Whether pages may be large by ``setting``, one of the files above, and what it says. Raises OSError."""
-    text = setting.read_text().strip()
-    chosen = text.partition("[")[2].partition("]")[0] or text
-    return chosen in ALLOWING, chosen
-
-
-def small_page_lines(own_bytes: int, shared_bytes: int) -> list[str]:
-    """What small pages cost where so many bytes are needed, in one line each; none where pages may be large."""
-    lines = []
-    for setting, size, value in ((OWN_PAGES, own_bytes, "madvise"), (SHARED_PAGES, shared_bytes, "advise")):
-        with contextlib.suppress(OSError):
-            large, chosen = large_pages(setting)
-            if size and not large:
-                lines.append(
-                    f"up to {size / 2**30:.1f} GiB of host memory are {size // mmap.PAGESIZE:,} pages to make and lock "
-                    f"before the first step, not {-(-size // LARGE_PAGE_BYTES):,}, because {setting} is {chosen}; as "
-                    f"root on the host: echo {value} > {setting}"
-                )
-    return lines
 
 
 def private(size: int, *, wiped: bool = True) -> mmap.mmap:

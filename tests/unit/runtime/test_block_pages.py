@@ -117,16 +117,3 @@ def test_pages_that_several_threads_make_are_large_where_they_may_be(monkeypatch
     resident = int(text[0].partition("Rss:")[2].split()[0]) * 1024
     assert {"wf", "hg"} <= {*flags} and "sh" not in flags
     assert resident >= size and not memory.any()
-
-
-def test_small_pages_cost_a_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_pages, "OWN_PAGES", tmp_path / "enabled")
-    monkeypatch.setattr(block_pages, "SHARED_PAGES", tmp_path / "shmem_enabled")
-    assert block_pages.small_page_lines(1 << 30, 1 << 30) == []  # the system does not say
-    (tmp_path / "enabled").write_text("always [madvise] never\n")
-    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
-    assert block_pages.small_page_lines(1 << 30, 0) == []
-    assert block_pages.small_page_lines(1 << 30, 2 << 30) == [
-        "up to 2.0 GiB of host memory are 524,288 pages to make and lock before the first step, not 1,024, because "
-        f"{tmp_path}/shmem_enabled is never; as root on the host: echo advise > {tmp_path}/shmem_enabled"
-    ]
