@@ -18,8 +18,10 @@ import torch
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.releases import first_to_skip
 from megatron_ext.megatron.run_summary import LAYOUT_NOTE, Measured
+
+LEAVE_OUT = ("iterations_to_skip", "phase_transition_iterations")
+"""Options by which Megatron does not train every iteration."""
 
 
 class ReferenceRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -112,22 +114,13 @@ class EqualityCheck:
 
 
 def iterations_ahead(args) -> int | None:
-    """How many iterations a run is to train by Megatron's validated arguments; None where they do not say."""
+    """How many iterations a run is to train by Megatron's validated arguments; None where they do not say, or leave
+    some out."""
     begun, last = getattr(args, "iteration", None) or 0, getattr(args, "train_iters", None)
-    if last is None:
+    if not last or any(getattr(args, name, None) for name in LEAVE_OUT):
         return None
-    interval, first = getattr(args, "exit_interval", None) or last, first_to_skip()
-    skipped, phases = (
-        set(getattr(args, name, None) or ()) for name in ("iterations_to_skip", "phase_transition_iterations")
-    )
-    trained = 0
-    for ended in range(begun + 1, last + 1):
-        if ended - 1 + first in skipped:
-            continue  # Megatron does not ask here whether to exit
-        trained += 1
-        if ended % interval == 0 or ended in phases:
-            break
-    return trained
+    interval = getattr(args, "exit_interval", None) or last
+    return min(last, (begun // interval + 1) * interval) - begun
 
 
 def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:

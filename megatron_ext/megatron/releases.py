@@ -17,7 +17,6 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has | checkpoint_states.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |
-| 0.17 | the first iteration to skip is 1, not 0 | first_to_skip | equality_check.py |
 | 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |
 | 0.18 | --rampup-batch-size is ignored | ramps_up | workload_of_run.py, refusals.py |
 | 0.18 | NullTokenizer has no end of document besides its vocabulary | null_tokenizer_adds | ignored_options.py |
@@ -29,7 +28,6 @@ their neutral value. What the CPU test bench needs of each release is said in me
 
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,12 +58,6 @@ def ramps_up() -> bool:
     from megatron.core import num_microbatches_calculator
 
     return has(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
-
-
-def first_to_skip() -> int:
-    """The number that --iterations-to-skip knows the first iteration by."""
-    training = sys.modules.get("megatron.training.training")
-    return int(training is None or " iteration in args.iterations_to_skip" not in inspect.getsource(training.train))
 
 
 def null_tokenizer_adds() -> int:

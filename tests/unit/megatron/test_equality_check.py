@@ -1,7 +1,5 @@
 """Two runs are compared to the last bit."""
 
-import importlib
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -69,24 +67,15 @@ def test_a_run_that_was_aborted_is_no_reference_and_is_compared_with_none(tmp_pa
         ({"train_iters": 10, "iteration": 4}, 6),
         ({"train_iters": 10, "iteration": 4, "exit_interval": 4}, 4),
         ({"train_iters": 10, "iteration": 4, "exit_interval": 100}, 6),
-        ({"train_iters": 10, "iteration": 4, "iterations_to_skip": [3, 4, 9, 10]}, 4),
-        ({"train_iters": 10, "iterations_to_skip": [10]}, 9),
-        ({"train_iters": 10, "exit_interval": 4, "iterations_to_skip": [4]}, 7),
-        ({"train_iters": 10, "exit_interval": 4, "iterations_to_skip": [3, 4]}, 6),
-        ({"train_iters": 10, "iteration": 4, "phase_transition_iterations": [2, 4, 7]}, 3),
+        ({"train_iters": 10, "iteration": 10}, 0),
+        ({"train_iters": 10, "iterations_to_skip": [10]}, None),
+        ({"train_iters": 10, "iteration": 4, "phase_transition_iterations": [2, 4, 7]}, None),
         ({"train_iters": None}, None),
         ({}, None),
     ],
 )
 def test_how_long_a_run_is_to_train(given, ahead):
     assert iterations_ahead(SimpleNamespace(**given)) == ahead
-
-
-def test_releases_that_count_iterations_to_skip_from_0(monkeypatch, tmp_path):
-    (tmp_path / "old.py").write_text("def train(args):\n    if iteration in args.iterations_to_skip: pass\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(sys.modules, "megatron.training.training", importlib.import_module("old"))
-    assert iterations_ahead(SimpleNamespace(train_iters=10, iterations_to_skip=[0, 10])) == 9
 
 
 def test_a_reference_of_another_schedule_is_refused_at_the_start(tmp_path):
