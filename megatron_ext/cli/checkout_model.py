@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.measure.options import Options
-from megatron_ext.megatron import ignored_options, script_arguments
+from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.script_arguments import ScriptArguments
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
@@ -53,11 +53,8 @@ def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
         raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
 
 
-def refuse_script(script: ScriptArguments, verb: str):
-    """Refuse what the text of a checkout's arguments already shows to be impossible.
-
-    Returns:
-        Its options as of ``gpt_arguments``; None where the text does not say all.
+def refuse_script(script: ScriptArguments, verb: str) -> None:
+    """Refuse arguments of which nothing can be described or, where ``verb`` runs the layers, timed here.
 
     Raises:
         InputError: naming the option and its value.
@@ -66,8 +63,6 @@ def refuse_script(script: ScriptArguments, verb: str):
     if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
         script_arguments.refuse_absent_engine(script.transformer_impl)
         _refuse_parts_of_sequences(script, verb)
-    known = {"data_parallel_size": said(script)["data_parallel_size"], "gpus_per_node": script.ours.gpus_per_node}
-    return ignored_options.refuse_at_once(script.megatron, verb=verb, **known)
 
 
 def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:

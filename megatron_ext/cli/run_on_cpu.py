@@ -45,7 +45,10 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
         )
     tree = path.parent if checkout is None else Path(checkout).resolve()
     if given.schedule is not None:
-        _refuse_other_run(tree, given, nproc)
+        from megatron_ext.checkout import check
+
+        if check(tree).state == "clean":
+            raise InputError(f"has no hooks yet; run `megatron-ext patch apply {tree}`", file=tree)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     os.environ.update({"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"})
     command = [str(path), *script_arguments]
@@ -73,20 +76,3 @@ def _ranks_of_schedule(path: str) -> int:
     from megatron_ext.schedule import user_defined_schedule
 
     return user_defined_schedule.decode(path).parallel.world_size
-
-
-def _refuse_other_run(tree: Path, given, nproc: int) -> None:
-    """Say at once what every rank would refuse after a while: no hooks, or a schedule for another run."""
-    from megatron_ext.checkout import check
-    from megatron_ext.megatron import gpt_arguments, ignored_options
-    from megatron_ext.schedule import match, validate
-
-    if check(tree).state == "clean":
-        raise InputError(f"has no hooks yet; run `megatron-ext patch apply {tree}`", file=tree)
-    replicas = nproc // given.replica_size
-    options = ignored_options.refuse_at_once(given.megatron, verb="run-on-cpu", data_parallel_size=replicas)
-    if options is None:
-        return
-    schedule = validate.load(given.schedule)
-    match.match_layers(schedule, options.num_layers, file=given.schedule)
-    match.match_parallel(schedule, gpt_arguments.parallel_of(options), file=given.schedule)

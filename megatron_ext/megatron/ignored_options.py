@@ -148,16 +148,16 @@ def parse(
     return args
 
 
-def batch_of_words(options) -> MicroBatch:
+def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     """What one step computes on by a launch script's options, whatever else these say. Raises InputError where a size
     is not given."""
     parser = _parser("cost estimate")
-    parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"])
+    parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"], tensor_model_parallel_size=tensor_parallel)
     args, _ = parser.parse_known_args(list(options))
     batch = gpt_arguments.batch_of(args)
     for option in ("--seq-length", *["--num-attention-heads"] * (batch.score_heads > 0)):
         if option in sizes_taken(options):
-            raise InputError("is needed, behind --", field=option)
+            raise InputError("is needed: the workload does not say it", field=option)
     return batch
 
 
@@ -165,43 +165,6 @@ def _grads_in_fp32(args: argparse.Namespace) -> bool:
     """As Megatron's ``validate_args`` takes it: with --bf16 unless told not to, with --fp16 where it is asked for."""
     asked, dtype = "accumulate_allreduce_grads_in_fp32" in args, getattr(args, "main_grads_dtype", "fp32")
     return not (args.bf16 and "grad_reduce_in_bf16" in args) and (asked or (args.bf16 and dtype == "fp32"))
-
-
-def refuse_at_once(options, *, verb: str, **known) -> argparse.Namespace | None:
-    """Refuse what the text of a checkout's options already shows to be impossible with a schedule.
-
-    Args:
-        options: of Megatron, as its own parser will read them.
-        known: values that are known from elsewhere, e.g. ``data_parallel_size``.
-
-    Returns:
-        The options, checked; None where a size is not given, or only Megatron can work out what they mean.
-
-    Raises:
-        InputError: naming the option and its value.
-    """
-    parser = _parser(verb)
-    for action in parser._actions:
-        action.choices = None  # a checkout may know more of them
-    try:
-        args, _ = parser.parse_known_args(list(options))
-    except InputError:
-        return None  # the checkout's own parser says what is wrong
-    given = vars(args)
-    _refuse_neutral(given)
-    if "yaml_cfg" in given:
-        return None
-    for name in ("use_distributed_optimizer", "overlap_param_gather"):
-        if name not in given:
-            raise option_error(name, "is needed: a schedule takes the place of its gathers")
-    uneven = any(given.get(name) for name in gpt_arguments.UNEVEN)
-    if sizes_taken(options) or uneven or args.num_experts or any(name in given for name in (*REFUSED, *BATCH)):
-        return None
-    given |= {name: value for name, value in known.items() if value is not None}
-    if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * (args.data_parallel_size or 1)  # as Megatron takes it
-    gpt_arguments.check(args)
-    return args
 
 
 def _parser(verb: str) -> argparse.ArgumentParser:
