@@ -106,12 +106,11 @@ def apply(path, *, dry_run: bool = False) -> Report:
 def revert(path, *, dry_run: bool = False) -> Report:
     """Take out the lines that ``apply`` wrote.
 
-    They are known by their whole text and, where the owner has copied one, by their place. All else
-    stays, so the tree is byte for byte as it was.
+    They are known by their whole text. All else stays, so the tree is byte for byte as it was.
 
     Raises:
         InputError: as in :func:`check`, a file that cannot be written, a line of ours that was
-            edited, or copies of one that cannot be told apart. The tree is then untouched.
+            edited, or copies of one. The tree is then untouched.
     """
     tree = Tree(path)
     with locked(tree.root):

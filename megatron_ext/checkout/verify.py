@@ -102,11 +102,8 @@ def _check_statements(file: str, text: str, without: str, ours: set[int]) -> Non
 def strip_hooks(file: str, text: str) -> str:
     """``text`` without the lines that ``apply`` wrote: byte for byte what it was before.
 
-    A line is taken out where the file has no more lines of its text than ``apply`` writes there. Where
-    it has more, some are the owner's copies: then those in their place are taken out.
-
     Raises:
-        PlaceError: more lines of one text than ``apply`` writes, and not all of its own are in place.
+        PlaceError: more lines of one text than ``apply`` writes.
     """
     # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
     rows = text.split("\n")
@@ -117,25 +114,13 @@ def strip_hooks(file: str, text: str) -> str:
     written = Counter(hook.text for hook in hooks_of(file))
     going: set[int] = set()
     for hook_text, lines in numbers.items():
-        if len(lines) <= written[hook_text]:
-            going.update(lines)
-        elif written[hook_text]:
-            going.update(_of_ours(file, text, lines, written[hook_text]))
+        if len(lines) > written[hook_text]:
+            raise PlaceError(
+                f"lines {', '.join(map(str, lines))} are the same hook line, which belongs in "
+                f"{written[hook_text]} places; delete those that you have added"
+            )
+        going.update(lines)
     return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
-
-
-def _of_ours(file: str, text: str, lines: list[int], count: int) -> list[int]:
-    """Those of ``lines``, which all have the same text, that ``apply`` wrote."""
-    try:
-        found = [number for number in lines if number in hook_lines(file, text)]
-    except PlaceError:
-        found = []
-    if len(found) != count:
-        raise PlaceError(
-            f"lines {', '.join(map(str, lines))} are the same hook line, which belongs in {count} "
-            f"place{'s' if count > 1 else ''}; delete those that you have added"
-        )
-    return found
 
 
 def verify_text(file: str, text: str) -> list[Problem]:

@@ -42,8 +42,6 @@ def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     return {
         "search_note": planner.search_note(planned),
         "step_note": planner.step_note(planned),
-        "device_note": planner.device_note(planned, work, table, extrapolate=extrapolate),
-        "offload_note": planner.offload_note(planned, work, table),
         "limit_note": LIMIT_UNKNOWN if work.limits.host_bytes is not None else None,
         "reserve_note": None if work.limits.device_bytes is None else beside_the_bill(work),
     }

@@ -1,7 +1,7 @@
 """Costs in, schedule out."""
 
 from megatron_ext.planner.explain import explain
-from megatron_ext.planner.host_notes import delay, device_note, offload_note, step_note
+from megatron_ext.planner.host_notes import delay, step_note
 from megatron_ext.planner.policies import POLICIES, plan, planned, search_note
 from megatron_ext.planner.ramp import plan_ramp, ramp_note, ramp_us
 from megatron_ext.planner.set_up_time import never_whole_line, set_up_line
@@ -11,10 +11,8 @@ __all__ = [
     "POLICIES",
     "Verdict",
     "delay",
-    "device_note",
     "explain",
     "never_whole_line",
-    "offload_note",
     "plan",
     "planned",
     "plan_ramp",

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
-from megatron_ext.planner import delay, offload_note, plan, policies, step_note, verdict
+from megatron_ext.planner import delay, plan, policies, step_note, verdict
 from megatron_ext.planner.baselines import all_cpu
 from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.evaluate import evaluate
@@ -173,21 +173,6 @@ def test_delayed_updates_are_planned_and_compared_with_states_on_the_drive():
     gradients = 4 * sum(p.numel for chunk in chunks for p in chunk.parameters) // work.parallel.dp
     assert found.delayed_us == evaluate(delayed, table, at_once).iteration_time_us < found.at_once_us
     assert 0.7 * gradients < found.host_bytes < gradients  # but for the rooms of the slots of a step at once
-
-
-def test_where_only_the_optimizer_leaves_no_room_for_whole_gradients_the_plan_says_so():
-    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", layers=8, zero_stage=3)
-    table, whole = make_table(work), stock_schedule(work)
-    comes = replace(whole, groups=tuple(replace(group, gradients="sharded") for group in whole.groups))
-    memory = evaluate(replace(work, zero_stage=1), table).memory[0].memory
-    on_host = replace(work, optimizer=OptimizerSettings(on_host=True))
-    gradients = memory.device_bytes["gradients"]
-    said = lambda schedule, of, limit: offload_note(schedule, replace(of, limits=Limits(device_bytes=limit)), table)
-    assert memory.device_total_bytes // 2 > 1.1 * gradients
-    assert "--optimizer-cpu-offload" in said(comes, work, memory.device_total_bytes // 2)
-    assert said(comes, work, gradients) is None  # not with the optimizer on the host either
-    assert said(whole, work, memory.device_total_bytes // 2) is None
-    assert said(comes, on_host, memory.device_total_bytes // 2) is None
 
 
 def test_what_a_plan_is_compared_with_steps_as_the_plan_does():
