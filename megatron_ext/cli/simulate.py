@@ -31,7 +31,6 @@ def simulate(
     from megatron_ext.schedule.memory_bill import host_bytes_of_nodes
     from megatron_ext.simulator.simulation import Result
     from megatron_ext.workload import workload
-    from megatron_ext.workload.step_order import in_flight
 
     table, work = cost.load(cost_table), workload.load(workload_path)
     by = schedule_path or rule_of(work)
@@ -51,11 +50,9 @@ def simulate(
         about = {"kind": "simulated", "schedule": by, "iteration_time_us": result.iteration_time_us}
         assert result.events is not None  # asked for above
         traces.save(trace, result.events, about=about)
-    order, kept = work.parallel.order, in_flight(work.parallel)
-    in_order = {"order": order, "microbatches_in_flight": kept}
-    text = f"order        {order}; in flight, by rank: {', '.join(map(str, kept))} micro-batches"
-    figures = {"by": by, **in_order, **result.as_json(), "interval": interval and interval._asdict()}
-    lines = [f"by           {by}", text, result.as_text(), *([interval.text()] if interval else [])]
+    figures = {"by": by, "order": work.parallel.order, **result.as_json(), "interval": interval and interval._asdict()}
+    lines = [f"by           {by}", f"order        {work.parallel.order}", result.as_text()]
+    lines += [interval.text()] if interval else []
     known = f"{result.iteration_time_us / 1e3:.3f} ms by {by}"
     if interval:
         known = f"{interval.low_us / 1e3:.3f} to {interval.high_us / 1e3:.3f} ms by {by}, since not all was measured"

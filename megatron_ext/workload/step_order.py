@@ -7,7 +7,6 @@ Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step import Step
@@ -99,8 +98,3 @@ def run_in_order(
             position[rank] += 1
             if step in waiting:
                 ready.append(waiting.pop(step))
-
-
-def in_flight(parallel: Parallel) -> tuple[int, ...]:
-    """By pipeline rank: micro-batches (of one chunk) that have begun their forward and not ended their backward."""
-    return tuple(max(accumulate(1 if step.kind == "F" else -1 for step in steps)) for steps in steps_of_ranks(parallel))

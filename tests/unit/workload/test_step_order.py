@@ -4,7 +4,7 @@ import pytest
 
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step import Step
-from megatron_ext.workload.step_order import in_flight, num_warmup, schedule_table, steps_of_ranks
+from megatron_ext.workload.step_order import num_warmup, schedule_table, steps_of_ranks
 
 
 def parallel(pp, vp, microbatches, order, group=None):
@@ -22,12 +22,6 @@ def test_interleaved_order_is_that_of_a_traced_run():
         microbatch = table[number][0]
         expected.append(f"{chunk * 2}{entry[0].upper()}{microbatch}")
     assert [str(step) for step in steps_of_ranks(parallel(2, 2, 4, "interleaved"))[0]] == expected
-
-
-def test_micro_batches_in_flight_by_order():
-    assert in_flight(parallel(4, 1, 8, "1f1b")) == (4, 3, 2, 1)
-    assert in_flight(parallel(4, 1, 8, "gpipe")) == (8, 8, 8, 8)
-    assert in_flight(parallel(1, 1, 8, "no_pipeline")) == (1,)
 
 
 def test_last_micro_batch_group_may_be_smaller():
