@@ -182,7 +182,7 @@ def test_a_checkout_reads_the_command_line_itself(checkout, described):
         [
             (["--lr", "2"], "Megatron refuses the options: AssertionError: assert args.lr < 1"),
             (["--hidden-size", "65"], "--num-attention-heads = 4: does not divide --hidden-size 65"),
-            (["--use-megatron-fsdp"], "--use-megatron-fsdp: cannot be combined"),
+            (["--use-megatron-fsdp"], "--use-megatron-fsdp = True: cannot be combined"),
             (["--data-parallel-size", "0"], "--data-parallel-size = 0: must be at least 1"),
             (["--lrr", "3"], "unrecognized arguments: --lrr 3"),
             (["--seed", "1"], "without building a model"),
