@@ -17,7 +17,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import (
     buckets,
-    checkpoint_experts,
+    checkpoint_layout,
     checkpoint_states,
     host_optimizers,
     late_memory,
@@ -227,6 +227,8 @@ class BuildingRun:
             refusals.refuse_model(bare(ddp))
             refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
+            if chunk == 0:
+                checkpoint_layout.refuse_other_groups(self.schedule.groups)
             if not self.stock_gather:
                 parallel = self.schedule.parallel
                 buckets.require_host_memory(ddp, groups, min(parallel.node_size, parallel.world_size))
@@ -239,7 +241,7 @@ class BuildingRun:
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
             first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
-            checkpoint_experts.refuse_other_experts(first)
+            checkpoint_layout.refuse_other_experts(first)
         on_device = [index for index in groups if groups[index].states_rest == "device"]
         if on_device:
             states_on_device.keep_states_on_device(map(self._stored, on_device))

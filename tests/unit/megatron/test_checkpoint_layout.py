@@ -1,4 +1,4 @@
-"""A checkpoint of other expert-parallel sizes is refused before Megatron fails at files and shapes."""
+"""A checkpoint of other expert-parallel sizes, or of other groups, is refused before Megatron loads it."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.checkpoint_experts import refuse_other_experts
+from megatron_ext.megatron.checkpoint_layout import GROUPS, refuse_other_experts, refuse_other_groups
 
 SIZES = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 
@@ -64,3 +64,40 @@ def test_parameters_alone_can_be_spread_anew(saved):
 def test_what_cannot_be_read_is_left_to_megatron(saved):
     saved(None).load += "/elsewhere"
     refuse_other_experts(7)
+
+
+def groups(*names: str) -> list[SimpleNamespace]:
+    return [SimpleNamespace(pp_rank=0, model_chunk_id=0, parameters=tuple(own)) for own in names]
+
+
+@pytest.fixture
+def layout(saved) -> str:
+    """What a run with groups ``ab`` and ``cd`` saves of them."""
+    args = saved(None)
+    refuse_other_groups(groups("ab", "cd"))
+    return getattr(args, GROUPS)
+
+
+@pytest.mark.parametrize("form", [None, "dp_reshardable"])
+@pytest.mark.parametrize("other", [("ac", "bd"), ("ba", "cd"), ("abcd",)])
+def test_states_of_other_groups_are_refused(saved, layout, form, other):
+    saved(form, **{GROUPS: layout})
+    with pytest.raises(InputError, match="^--load = .*optimizer states by bucket"):
+        refuse_other_groups(groups(*other))
+
+
+@pytest.mark.parametrize("form", [None, "dp_reshardable"])
+def test_the_same_groups_in_another_order_are_loaded(saved, layout, form):
+    saved(form, **{GROUPS: layout})
+    refuse_other_groups(groups("cd", "ab"))
+
+
+@pytest.mark.parametrize("how", ["no_load_optim", "finetune"])
+def test_parameters_alone_are_loaded_into_other_groups(saved, layout, how):
+    setattr(saved(None, **{GROUPS: layout}), how, True)
+    refuse_other_groups(groups("ac", "bd"))
+
+
+def test_states_of_each_parameter_are_loaded_into_other_groups(saved, layout):
+    saved("fully_reshardable", **{GROUPS: layout})
+    refuse_other_groups(groups("ac", "bd"))

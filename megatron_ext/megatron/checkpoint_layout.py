@@ -1,8 +1,10 @@
-"""Checkpoints whose experts were spread over other ranks."""
+"""Checkpoints whose experts were spread over other ranks, or whose optimizer states lie in buckets of other groups."""
 
 import contextlib
+import hashlib
 import pickle
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_ext.formats.errors import option_error
+from megatron_ext.megatron.checkpoint_states import OTHER_GROUPS
+from megatron_ext.schedule.user_defined_schedule import Group
 
 LATEST = "latest_checkpointed_iteration.txt"
 SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+
+GROUPS = "user_defined_schedule_groups"
+"""The argument of a run, saved with the others, that tells its groups from other ones."""
 
 
 def refuse_other_experts(group: int) -> None:
@@ -27,17 +34,44 @@ def refuse_other_experts(group: int) -> None:
     Raises:
         InputError: naming the option and the group; on all ranks that see the checkpoint.
     """
-    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    if args is None or getattr(args, "load", None) is None:
-        return
-    saved = how = None
-    with contextlib.suppress(OSError, ValueError, LookupError, RuntimeError, pickle.PickleError):
-        saved, how = _saved(args)  # what is wrong with it, Megatron says
+    args = _own()
+    saved, how = _loaded(args)
     for name in SIZES:
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if theirs not in (None, ours):
             why = f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew"
             raise option_error(name, f"{why}; load it with {theirs}, {how}", ours)
+
+
+def refuse_other_groups(groups: Iterable[Group]) -> None:
+    """Refuse to load optimizer states that lie in buckets of other groups than ``groups``, which are all of the
+    schedule: where buckets are equally large, Megatron would take the states of one parameter for those of another.
+
+    Raises:
+        InputError: on all ranks that see the checkpoint.
+    """
+    args = _own()
+    if args is None:
+        return
+    layout = sorted((group.pp_rank, group.model_chunk_id, group.parameters) for group in groups)
+    vars(args)[GROUPS] = hashlib.sha256(repr(layout).encode()).hexdigest()
+    without_states = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
+    theirs = None if without_states else getattr(_loaded(args)[0], GROUPS, None)
+    if theirs not in (None, vars(args)[GROUPS]):
+        raise option_error("load", OTHER_GROUPS, args.load)
+
+
+def _own():
+    """The arguments of this run; None where no script of Megatron's has parsed any."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def _loaded(args) -> tuple[Any, str]:
+    """As :func:`_saved`; None for the former also where nothing is loaded, or what is loaded cannot be read."""
+    with contextlib.suppress(OSError, ValueError, LookupError, RuntimeError, pickle.PickleError):
+        if getattr(args, "load", None) is not None:
+            return _saved(args)  # what is wrong with it, Megatron says
+    return None, ""
 
 
 def _saved(args) -> tuple[Any, str]:
