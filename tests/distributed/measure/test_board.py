@@ -66,7 +66,7 @@ def test_who_waits_leaves_the_processor_to_others(monkeypatch):
         used[rank] = time.process_time() - start
 
     in_ranks(wait)
-    assert (used[1:] < 0.1).all()  # it sleeps between two looks
+    assert (used[1:] < 0.25).all()  # of 0.5 s: it sleeps between two looks
 
 
 def test_all_ranks_agree_on_what_the_first_says():

@@ -63,10 +63,11 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     assert (
         result.returncode == 0
         and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
-        "(Megatron itself: transformer_engine), --hidden-dropout 0.0 (Megatron itself: 0.1)\n"
+        "(Megatron itself: transformer_engine), --hidden-dropout 0.0 (Megatron itself: 0.1), "
+        "--attention-dropout 0.0 (Megatron itself: 0.1)\n"
         in result.stderr
     )
-    said = ["--transformer-impl", "local", "--hidden-dropout", "0"]
+    said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
     assert "not given" not in command_line("describe", "--out", out, *MODEL, *said).stderr
 
 
