@@ -1,4 +1,4 @@
-"""Tests of the other tiers that run some of their variations there: here all of them."""
+"""Tests of the other tiers that run some of their variations there, or leave a test to this one: here all of them."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ FILES = sorted(
     path.relative_to(ROOT).as_posix()
     for tier in ("unit", "distributed", "end_to_end")
     for path in (ROOT / "tests" / tier).rglob("test_*.py")
-    if "\nfrom variations import" in path.read_text()
+    if any(text in path.read_text() for text in ("\nfrom variations import", "\n@pytest.mark.nightly"))
 )
 
 

@@ -257,6 +257,7 @@ def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.nightly
 def test_a_measurement_that_does_not_start_ends_and_says_in_one_line_what_it_is_at(tmp_path):
     command = verb("measure", "--out", tmp_path / "T.json", "--dp 1 --links compute --modules layers:hanging")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -78,6 +78,7 @@ def test_experts_are_marked_counted_and_planned(describe, tmp_path):
     assert "of that experts, sharded among 2 ranks: " in result.stdout
 
 
+@pytest.mark.nightly
 def test_a_tensor_parallel_size_of_their_own(describe, tmp_path):
     sizes = "--data-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
     sizes.append("--sequence-parallel")

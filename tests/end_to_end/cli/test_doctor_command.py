@@ -4,6 +4,7 @@ import json
 import os
 import sys
 
+import pytest
 from places import MEGATRON
 from training import run
 from variations import ALL
@@ -104,6 +105,7 @@ stream_operations.check = lambda *arguments: time.sleep(1000)
 """
 
 
+@pytest.mark.nightly
 def test_what_there_was_no_time_for_is_said(megatron_tree, tmp_path):
     env = in_the_ranks(tmp_path / "slow", SLOW)
     for seconds in (8, 40, 120):  # ranks that have not even started, because the machine is busy, write no report

@@ -126,6 +126,7 @@ def test_interrupt_ends_all_ranks(training):
     assert nothing_left(marker, 5)
 
 
+@pytest.mark.nightly
 def test_a_killed_launcher_takes_its_ranks_along(training):
     process, marker = training
     assert len(ranks_of(process)) == 2

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from msgspec.structs import replace
 from plans import describe, made_up_table
 from training import PP2_VP2_DP2, SMALL, launch_training
@@ -13,6 +14,7 @@ from megatron_ext.workload.workload import Limits
 COMMON = [*SMALL, "--init-by-name", "--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "10"]
 
 
+@pytest.mark.nightly
 def test_loss_equals_that_of_one_process_within_rounding(corpus_prefix, tmp_path):
     one, four = tmp_path / "one.json", tmp_path / "four.json"
     data = ["--data-path", corpus_prefix]

@@ -35,6 +35,7 @@ def test_gathers_keep_out_of_the_way_of_gradients_that_are_reduced():
     assert found_us < 1.1 * lower_bound(work, Timing(work, table))
 
 
+@pytest.mark.nightly
 def test_unequal_layers_in_room_for_the_largest_alone_are_searched():
     """Blocks of about equal bytes would join layers that do not fit together; a rule would be 5 % slower and more."""
     base = make_workload(pp=1, vp=1, order="no_pipeline", layers=4, microbatches=2, zero_stage=3)
