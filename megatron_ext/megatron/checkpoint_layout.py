@@ -61,7 +61,7 @@ def refuse_other_groups(groups: Iterable[Group]) -> None:
         raise option_error("load", OTHER_GROUPS, args.load)
 
 
-def _own():
+def _own() -> Any:
     """The arguments of this run; None where no script of Megatron's has parsed any."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
