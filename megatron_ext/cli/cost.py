@@ -8,7 +8,6 @@ import msgspec
 
 from megatron_ext.cli import hidden_devices
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import BareScriptCommand
 from megatron_ext.cli.table_check import ALLOW, naming_files
 from megatron_ext.cost import (
     combine_tables,
@@ -23,6 +22,7 @@ from megatron_ext.cost import (
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
+from megatron_ext.workload.gpt_shapes import MicroBatch
 
 
 @click.group("cost")
@@ -137,23 +137,40 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 
 
-@cost_group.command("estimate", cls=BareScriptCommand)
+@cost_group.command("estimate")
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the cost table is written.")
+@click.option("--seq-length", type=click.IntRange(1), help="Needed, here or behind --.")
+@click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--sequence-parallel", is_flag=True)
+@click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
+@click.option("--context-parallel-size", "context_parallel", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
+@click.option("--recompute-modules", default="core_attn", show_default=True, help="Of selective; with commas.")
+@click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)
+@click.option("--recompute-num-layers", type=click.IntRange(1), default=1, show_default=True)
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def cost_estimate(hardware: str, workload_path: str, out: str, megatron_options, as_json: bool) -> None:
+def cost_estimate(
+    hardware: str, workload_path: str, out: str, megatron_options, recompute_granularity, as_json: bool, **sizes
+) -> None:
     """Make a cost table for a machine that nobody has measured, from its data sheet.
 
-    Every layer's operations and bytes are counted. MEGATRON_OPTIONS, those of the launch script, say what the workload
-    does not: --seq-length, which is needed, the micro-batch, recompute, and whether attention is fused, as it is taken
-    to be without them. Measured parts replace estimated ones by: cost combine measured.json estimated.json
+    Every layer's operations and bytes are counted. MEGATRON_OPTIONS (after --), those of the launch script, say what
+    the options here say, and of attention whether it is fused, as it is taken to be without them. Measured parts
+    replace estimated ones by: cost combine measured.json estimated.json
     """
     from megatron_ext.megatron.ignored_options import batch_of_words
 
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
-    batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
+    if megatron_options:
+        batch = batch_of_words(megatron_options)
+    elif sizes["seq_length"] is None:
+        raise InputError("is needed, here or behind --", field="--seq-length")
+    else:
+        sizes["recompute_modules"] = tuple(sizes["recompute_modules"].split(","))
+        batch = MicroBatch(**sizes, recompute=recompute_granularity)
     estimated_table.refuse_batch(work, batch, file=workload_path)
     table = estimated_table.estimate(sheet, work, batch, name=hardware)
     cost_table.save(out, table)
