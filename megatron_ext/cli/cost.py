@@ -165,7 +165,7 @@ def cost_estimate(
 
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
     if megatron_options:
-        batch = batch_of_words(megatron_options)
+        batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
     elif sizes["seq_length"] is None:
         raise InputError("is needed, here or behind --", field="--seq-length")
     else:

@@ -139,6 +139,14 @@ def _instances(ddp) -> dict[bool, dict[str, object]]:
     return {experts: {name: getattr(own[0], name) for name in names} for experts, own in kinds.items() if own}
 
 
+def lie_in_order(ddp, groups: dict[int, Group]) -> bool:
+    """Whether the parameters of each group follow each other in Megatron's buffers."""
+    names = parameter_names(ddp)
+    places = {id(one): place for buffer in buffers_of(ddp) for place, one in enumerate(buffer.params)}
+    own = [sorted(places[id(names[name])] for name in group.parameters if name in names) for group in groups.values()]
+    return all(found[-1] - found[0] < len(found) for found in own if found)
+
+
 def in_order(buffer, members: dict[int, list[torch.nn.Parameter]]) -> list[int]:
     """Groups of a buffer. Their buckets lie in the order in which gradients get ready, backwards, and in no other that
     the schedule may list them in: a checkpoint keeps optimizer states by where they lie."""

@@ -227,8 +227,7 @@ class BuildingRun:
             refusals.refuse_model(bare(ddp))
             refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
-            if chunk == 0:
-                checkpoint_layout.refuse_other_groups(self.schedule.groups)
+            checkpoint_layout.refuse_other_groups(self.schedule.groups, buckets.lie_in_order(ddp, groups))
             if not self.stock_gather:
                 parallel = self.schedule.parallel
                 buckets.require_host_memory(ddp, groups, min(parallel.node_size, parallel.world_size))

@@ -18,6 +18,9 @@ from megatron_ext.schedule.user_defined_schedule import Group
 LATEST = "latest_checkpointed_iteration.txt"
 SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
+BY_TORCH = "and save it once with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+"""What is said of a checkpoint of format torch."""
+
 GROUPS = "user_defined_schedule_groups"
 """The argument of a run, saved with the others, that tells its groups from other ones."""
 
@@ -43,9 +46,13 @@ def refuse_other_experts(group: int) -> None:
             raise option_error(name, f"{why}; load it with {theirs}, {how}", ours)
 
 
-def refuse_other_groups(groups: Iterable[Group]) -> None:
+def refuse_other_groups(groups: Iterable[Group], in_order: bool) -> None:
     """Refuse to load optimizer states that lie in buckets of other groups than ``groups``, which are all of the
     schedule: where buckets are equally large, Megatron would take the states of one parameter for those of another.
+
+    Args:
+        in_order: the groups of this chunk hold parameters that follow each other, as Megatron's buckets do. Then a
+            checkpoint of format torch, which keeps a whole buffer, is loaded if it does not say of which groups it is.
 
     Raises:
         InputError: on all ranks that see the checkpoint.
@@ -56,8 +63,9 @@ def refuse_other_groups(groups: Iterable[Group]) -> None:
     layout = sorted((group.pp_rank, group.model_chunk_id, group.parameters) for group in groups)
     vars(args)[GROUPS] = hashlib.sha256(repr(layout).encode()).hexdigest()
     without_states = getattr(args, "no_load_optim", False) or getattr(args, "finetune", False)
-    theirs = None if without_states else getattr(_loaded(args)[0], GROUPS, None)
-    if theirs not in (None, vars(args)[GROUPS]):
+    saved, how = (None, "") if without_states else _loaded(args)
+    unknown = None if in_order or how != BY_TORCH else "not said"
+    if saved is not None and getattr(saved, GROUPS, unknown) not in (None, vars(args)[GROUPS]):
         raise option_error("load", OTHER_GROUPS, args.load)
 
 
@@ -83,7 +91,7 @@ def _saved(args) -> tuple[Any, str]:
         file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))
         # As Megatron reads it.
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"]
-        return saved, "and save it once with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+        return saved, BY_TORCH
     common = dist_checkpointing.load_common_state_dict(str(folder))
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", "")
     if form.startswith("fully") or getattr(args, "no_load_optim", False) or getattr(args, "finetune", False):

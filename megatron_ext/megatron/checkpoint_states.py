@@ -88,7 +88,7 @@ def _of_these_groups() -> Iterator[None]:
         yield
     except BaseException as error:  # torch's CheckpointException, which all ranks raise, is no Exception
         if ".bucket_idx_" in str(error) or "unpadded elements" in str(error):
-            raise option_error("load", OTHER_GROUPS) from None
+            raise option_error("load", f"{OTHER_GROUPS} ({str(error).splitlines()[0][:200]})") from None
         raise
 
 

@@ -157,7 +157,7 @@ def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     batch = gpt_arguments.batch_of(args)
     for option in ("--seq-length", *["--num-attention-heads"] * (batch.score_heads > 0)):
         if option in sizes_taken(options):
-            raise InputError("is needed: the workload does not say it", field=option)
+            raise InputError("is needed, behind --", field=option)
     return batch
 
 
@@ -212,6 +212,9 @@ def check_other_options(args, verb: str = "describe") -> None:
         if given.get(name) not in without:
             _refuse(given, name, f"changes parameters or the order of steps; {how}")
         given.pop(name, None)
+    if verb == "fit" and args.num_experts and "no_bias_swiglu_fusion" in vars(args):
+        why = f"what experts keep whose activation is not fused is not known; {_CHECKOUT[verb]}"
+        raise InputError(why, field="--no-bias-swiglu-fusion")
     if verb == "fit" and args.num_experts and args.add_bias_linear:
         why = f"without --disable-bias-linear: what experts with biases keep is not known; {_CHECKOUT[verb]}"
         raise option_error("num_experts", why, args.num_experts)

@@ -182,7 +182,7 @@ def make_gradients(optimizers: list, units: Collection[torch.optim.Optimizer]) -
     def make(hybrid) -> None:
         groups = [group for one in hybrid.cpu_optimizers if one not in units for group in one.param_groups]
         for copy in (copy for group in groups for copy in group["params"] if copy not in hybrid.cpu_copy_map_grad):
-            copy.grad = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=hybrid.pin_cpu_grads)
+            copy.grad = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=hybrid.pin_cpu_grads).zero_()
             hybrid.cpu_copy_map_grad[copy] = copy.grad
 
     for hybrid in (one.optimizer for one in optimizers if isinstance(one.optimizer, HybridDeviceOptimizer)):

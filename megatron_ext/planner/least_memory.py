@@ -8,7 +8,7 @@ shard on the device or in host memory. The model has one inequality for every la
 node. So where it has no solution nothing fits that is cut this way, and the refusal is true.
 
 Most refusals need no solver. The bytes of a moment are a sum over groups, so the sum of what each group needs at least
-is a bound, and keeping every group in the way that leaves least on the device between its uses reaches it.
+is a bound. Mostly it is reached by keeping every group in the way that leaves least on the device between its uses.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class _Model:
     @cached_property
     def least(self) -> tuple[float, Schedule | None]:
         """Bytes that the fullest rank holds on its device at least, whatever the host has room for; and the plan that
-        keeps every group so that it leaves the fewest bytes there between its uses, which then holds no more. Infinite
-        and None where a group can be kept in no way.
+        keeps every group so that it leaves the fewest bytes there between its uses, which mostly holds no more.
+        Infinite and None where a group can be kept in no way.
 
         For given buffers, a moment needs at least the sum of what each group needs then.
         """

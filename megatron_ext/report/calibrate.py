@@ -5,6 +5,7 @@ The run's schedule is simulated on the table. Where a part was measured, the fig
 from are multiplied by what was measured over what was simulated: compute of each chunk and direction, each route, the
 reduce, messages, publishing, the optimizer and the host's step. So what a run does with a curve counts, with all that
 runs at the same time, and the shape of the curve stays. An all-gather counts from when its slowest rank has issued it.
+A reduce that waits for its slowest rank counts as the run has met it.
 Reads and writes of optimizer states on a drive are corrected alike. Of Megatron's optimizer step that is corrected
 which is not in the run's own steps of groups. Of a reduce a run records how long it is waited for: what that differs by
 is the reduce's. Links slow each other down, so one call may not be enough: calibrate, plan and run again until the
@@ -165,7 +166,8 @@ def _scaled(table: CostTable, factors: Times, left: tuple[str, ...]) -> CostTabl
 def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:
     """Those of ``made``. The drive's route as measured ends with a copy to the device, which has its own factor."""
     nvme, copies = table.routes.nvme, [Costs(each, extrapolate=True) for each in (table, made)]
-    if nvme is None or not has_points(table.routes.cpu):
+    scaled = {"routes.cpu", "routes.nvme"} & by_curve.keys()
+    if nvme is None or not scaled or not has_points(table.routes.cpu):
         return made.routes
 
     def whole(point: Point) -> Point:

@@ -101,7 +101,7 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     """Nothing is laid out; what is wrong is told when all ranks agree, behind the chunk."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     ddp = torch.nn.Module()
-    ddp.module, ddp.config = model, SimpleNamespace(num_layers=4)
+    ddp.module, ddp.buffers, ddp.config = model, [], SimpleNamespace(num_layers=4)
     ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
     monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     laid_out = []
