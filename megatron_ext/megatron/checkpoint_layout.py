@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -76,9 +75,9 @@ def _own() -> Any:
 
 def _loaded(args) -> tuple[Any, str]:
     """As :func:`_saved`; None for the former also where nothing is loaded, or what is loaded cannot be read."""
-    with contextlib.suppress(OSError, ValueError, LookupError, RuntimeError, pickle.PickleError):
+    with contextlib.suppress(Exception):  # of formats that are Megatron's own: what is wrong with it, Megatron says
         if getattr(args, "load", None) is not None:
-            return _saved(args)  # what is wrong with it, Megatron says
+            return _saved(args)
     return None, ""
 
 

@@ -222,21 +222,18 @@ class Reducer(Part):
 
     def finish_reduce(self) -> None:
         """Wait for the reduce that is on its way, add its part to the shard, and free the whole gradient."""
-        if self._in_flight is not None:
-            self._recorder.timed("reduce_wait", "a gradient", self._finish_reduce)()
-
-    def _finish_reduce(self) -> None:
-        assert self._in_flight is not None
-        (gradient, reduced, last), self._in_flight = self._in_flight, None
-        if gradient.index in self.on_host:
-            assert self._to_host is not None
-            self._to_host.wait_for_copy()
-            self._free(gradient)
+        if self._in_flight is None:
             return
-        reduced.wait()
-        self._add(gradient, gradient.part)
+        (gradient, reduced, last), self._in_flight = self._in_flight, None
+        begin = self._recorder.now() if self._recorder.recording else None
+        to_host = self._to_host if gradient.index in self.on_host else None
+        reduced.wait() if to_host is None else to_host.wait_for_copy()
+        if begin is not None:
+            self._recorder.add("reduce_wait", "a gradient", begin, self._recorder.now())
+        if to_host is None:
+            self._add(gradient, gradient.part)
         self._free(gradient)
-        if last and self.complete is not None:
+        if to_host is None and last and self.complete is not None:
             self.complete(gradient.index, None)
 
     def _free(self, gradient: Gradient) -> None:

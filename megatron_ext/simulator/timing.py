@@ -357,8 +357,9 @@ class Timing:
         if not size_bytes:
             return 0.0
         total, write_us = 0.0, lambda size: self._estimate("publish.nvme", size).us
+        read_us = lambda size: self.stage_us(size) or self.gather_us(STAGED_COPY, size)  # a copy as slow as the route
         for what, curve, ranks, alone_us in (
-            ("routes.nvme", self.table.routes.nvme, 1, self.stage_us),
+            ("routes.nvme", self.table.routes.nvme, 1, read_us),
             ("publish.nvme", self.table.publish.nvme, self.ranks, write_us),
         ):
             sizes = [point.size_bytes for point in points_of(curve)]

@@ -1,6 +1,7 @@
 """A checkpoint of other expert-parallel sizes, or of other groups, is refused before Megatron loads it."""
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -110,3 +111,9 @@ def test_a_checkpoint_that_does_not_say_its_groups_is_loaded_into_groups_in_orde
         refuse_other_groups(groups("ac", "bd"), in_order=False)
     saved(None).no_load_optim = True
     refuse_other_groups(groups("ac", "bd"), in_order=False)
+
+
+def test_a_format_that_megatron_alone_knows_is_left_to_megatron(saved):
+    args = saved("dp_reshardable")
+    (Path(args.load) / "iter_0000012" / "metadata.json").write_text('{"sharded_backend": "other"}')
+    refuse_other_groups(groups("ab", "cd"), in_order=True)

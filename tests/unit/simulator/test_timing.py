@@ -154,3 +154,12 @@ def test_one_table_tells_the_steps_of_a_group_apart():
     assert not fewer.offers_device_step
     assert fewer.host_step_us(size, "device") == fewer.host_step_us(size) == fewer.own_host_step_us(size)
     assert fewer.left_out[1:] == ("host_step.algorithms.cast_on_device", "host_step.algorithms.joined")
+
+
+def test_reads_of_states_are_not_free_where_the_copy_is_as_slow_as_the_whole_route():
+    work = make_workload(**SHAPE)
+    reads = [
+        Timing(work, make_table(work, cpu=cpu, nvme=(20.0, 2e3))).states_us(1 << 20, 1 << 20)
+        for cpu in (None, (20.0, 2e3))
+    ]
+    assert reads[1] == pytest.approx(reads[0]) and reads[0] > (1 << 20) / 2e3
