@@ -317,7 +317,7 @@ class Engine:
         us, size = self.timing.p2p_us, self.workload.p2p_bytes
         if self.slowdowns.disturbed[P2P]:
             # A message is short: its slowdown is that of the moment at which it leaves.
-            busy = [activity is not None for activity in sender.active]
+            busy = [0.0 if activity is None else 1.0 / activity.slack for activity in sender.active]
             us *= 1.0 + sum(map(mul, self.slowdowns.excess(P2P, size), busy))
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
@@ -357,7 +357,7 @@ class Engine:
         memory = self.host_memory
         speed = 1.0
         if memory is not None:
-            speed = memory.speed(sum(activity.memory for activity in running))
+            speed = memory.speed(running)
             if rank.memory_full:
                 rank.memory_full_us += self.now - rank.memory_since
             rank.memory_full, rank.memory_since = speed < 1.0, self.now
@@ -372,9 +372,12 @@ class Engine:
             slower = 1.0
             active = rank.active
             for other, excess in enumerate(self.slowdowns.excess(kind, activity.size)):
-                if excess and other != kind and (active[other] is not None or (other == P2P and rank.messages)):
-                    slower += excess
+                beside = active[other]
+                if excess and other != kind and (beside is not None or (other == P2P and rank.messages)):
+                    slower += excess if beside is None else excess / beside.slack
             rate /= slower
+        if activity.slack > 1.0:  # the drive goes on meanwhile
+            rate = min(rate * activity.slack, 1.0)
         if rate == activity.rate:
             return
         now = self.now

@@ -4,8 +4,11 @@ Where the activities of a rank ask for more than its share of the bandwidth, eac
 for.
 """
 
+from collections.abc import Sequence
+
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.simulator.activity_kinds import CPU, HOST_ADD, HOST_STEP, NVME, PUBLISH
+from megatron_ext.simulator.rank_state import Activity
 from megatron_ext.workload.workload import Workload
 
 STEP_BYTES = 36
@@ -40,9 +43,14 @@ class HostMemoryLink:
             return size_bytes * STEP_BYTES / 2 * self._shard / us
         return size_bytes * 3 * self._gradient / us if kind == HOST_ADD else 0.0
 
-    def speed(self, asked: float) -> float:
-        """The part of what activities ask for together that each of them gets."""
-        return self.bytes_per_us / asked if asked > self.bytes_per_us else 1.0
+    def speed(self, running: Sequence[Activity]) -> float:
+        """The part of what activities ask for together that each of them gets. What waits for a drive asks for more
+        while it moves bytes; where it waits nevertheless, it takes what it needs, and the others share the rest."""
+        left, asked = self.bytes_per_us, sum(activity.memory * activity.slack for activity in running)
+        for activity in running:
+            if activity.slack > 1.0 and left * activity.slack >= asked:
+                left, asked = left - activity.memory, asked - activity.memory * activity.slack
+        return left / asked if asked > left else 1.0
 
 
 def host_memory_link(workload: Workload, table: CostTable) -> HostMemoryLink | None:

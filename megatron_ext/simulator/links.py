@@ -62,7 +62,8 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
         serve(engine, rank, kind)
         return
     memory = engine.host_memory.rate(kind, head, size, us) if engine.host_memory is not None else 0.0
-    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, memory)
+    slack = max(us / (head[3] or 1.0), 1.0) if kind == HOST_STEP else 1.0
+    rank.active[kind] = Activity(rank, kind, size, us, engine.now, head, memory, slack)
 
 
 def _leg(gather: Gather, kind: int) -> tuple[int, float]:
@@ -147,9 +148,9 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
     item = activity.item
     if kind == HOST_STEP:
         *_, us, step_us, drive_us = item
-        share, name = lasted / us if us else 0.0, "delayed" if engine.delayed else str(item[0])
-        rank.busy[HOST_STEP] += share * step_us - lasted
-        engine.host_stepped(rank, name, activity.started, share * step_us, share * drive_us)
+        step_us, name = lasted / us * step_us if us else 0.0, "delayed" if engine.delayed else str(item[0])
+        rank.busy[HOST_STEP] += step_us - lasted
+        engine.host_stepped(rank, name, activity.started, step_us, drive_us)
     elif engine.events is not None:  # names are made for a trace alone: most simulations keep none
         engine.record(rank, KINDS[kind], _name_of(kind, item), activity.started, lasted)
     if kind in (GPU, CPU):

@@ -14,15 +14,20 @@ class Activity:
     """Work in progress on one link (or the compute) of one rank, at a rate that overlaps change.
 
     ``remaining`` is what is left in microseconds of the activity running alone; ``rate`` is how much of that passes in
-    a microsecond. ``memory``: bytes that it moves in host memory in a microsecond alone.
+    a microsecond. ``memory``: bytes that it moves in host memory in a microsecond alone. ``slack``: how many times as
+    long it takes alone as what others slow, because it waits for a drive.
     """
 
-    __slots__ = ("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "memory")
+    __slots__ = (
+        *("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "memory", "slack"),
+    )
 
-    def __init__(self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, memory: float = 0.0):
+    def __init__(
+        self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, memory=0.0, slack=1.0
+    ):
         self.rank, self.kind, self.size, self.remaining, self.item = rank, kind, size, work, item
         self.rate, self.updated, self.started, self.version = 0.0, now, now, 0
-        self.memory = memory
+        self.memory, self.slack = memory, slack
 
 
 class RankState:

@@ -15,13 +15,11 @@ LAYERS, LAYER_US, NORM_US = 4, 200.0, 50.0
 ON_HOST = OptimizerSettings(on_host=True)
 
 
-def case(step_us: float, *, save_us: float = 0.01, groups: float = LAYERS, gradients=None, contention=()):
+def case(step_us: float, *, save_us=0.01, groups: float = LAYERS, gradients=None, contention=(), microbatches=2):
     """A layer's backward takes 200 us. The host's step of a layer takes ``step_us``, one that does not wait as long and
     ``save_us`` more; there is memory for so many ``groups``."""
-    work = make_workload(
-        pp=1, vp=1, microbatches=2, order="no_pipeline", layers=LAYERS, zero_stage=2 if gradients else 1, p2p_bytes=0
-    )
-    work = replace(work, optimizer=ON_HOST)
+    how = dict(order="no_pipeline", layers=LAYERS, zero_stage=2 if gradients else 1, p2p_bytes=0)
+    work = replace(make_workload(pp=1, vp=1, microbatches=microbatches, **how), optimizer=ON_HOST)
     schedule = stock_schedule(work, layer_buckets)
     size = schedule.groups[0].bytes
     table = make_table(work, gpu=(0.001, 1e9), forward=400.0, backward=LAYERS * LAYER_US, contention=contention)

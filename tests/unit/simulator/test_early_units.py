@@ -6,11 +6,13 @@ from early_step_cases import LAYER_US, LAYERS, NORM_US, ON_HOST, case, on_drive
 from msgspec.structs import replace
 from planning_cases import line
 
+from megatron_ext.cost.cost_table import HostMemory
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.early_units import delayed_steps
+from megatron_ext.simulator.host_memory_link import STEP_BYTES
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 
@@ -82,6 +84,24 @@ def test_states_on_the_drive_are_read_stepped_and_written_beside_the_backward(re
     hidden = at_end - (NORM_US if longest <= LAYER_US else 2 * longest)
     assert result.hidden_step_us == pytest.approx((hidden,), rel=2e-3) and result.early_bytes == (0,)
     assert result.lower_bound_us <= result.iteration_time_us
+
+
+@pytest.mark.parametrize("slower, us", [(1.0, 500.0), (2.0, 500.0), (3.6, 540.0)])
+@pytest.mark.parametrize("by", ["contention", "host memory"])
+def test_a_step_that_waits_for_the_drive_is_slowed_as_far_as_it_does_not_wait(by, slower, us):
+    """The drive takes 500 us, the step 150 alone, or 540 where that is slowed 3.6 times."""
+    rows = [("host_step", "compute", slower)] if by == "contention" else []
+    work, table, schedule = on_drive(300.0, 200.0, contention=[*rows, ("compute", "host_step", 1.5)])
+    if by == "host memory":
+        asked = schedule.groups[0].bytes * STEP_BYTES / 2 / work.parallel.dp / 150.0
+        table = replace(table, host_memory=HostMemory(bytes_per_s=1e6 * asked / slower))
+    events = evaluate(work, table, schedule, extrapolate=True, trace=True).events or ()
+    steps, drive = ([event for event in events if event.lane == lane] for lane in ("host_step", "nvme"))
+    assert steps[1].start_us - steps[0].start_us == pytest.approx(us)
+    assert steps[0].duration_us == pytest.approx(150.0 * us / 500.0)
+    assert [event.duration_us for event in drive] == pytest.approx([500.0] * (LAYERS - 2) + [1000.0])
+    backward = [event.duration_us for event in events if event.name == "0B1"]
+    assert sum(backward) == pytest.approx(200.0 + 600.0 * (1 + 0.5 * 150.0 / 500.0))
 
 
 def test_what_the_drive_need_not_do_at_the_end_is_spared_for_its_own_groups_alone():

@@ -11,6 +11,10 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.what_limits import limit_of
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.activity_kinds import CPU, HOST_STEP
+from megatron_ext.simulator.host_memory_link import HostMemoryLink
+from megatron_ext.simulator.rank_programs import RankProgram
+from megatron_ext.simulator.rank_state import Activity, RankState
 from megatron_ext.simulator.step_places import AROUND_ADD
 from megatron_ext.workload.bucket_rules import layer_buckets
 
@@ -59,6 +63,19 @@ def test_copies_and_additions_share_host_memory():
 def test_host_memory_of_no_bandwidth_is_refused(given, message):
     with pytest.raises(InputError, match=message):
         cost.check(replace(make_table(WORK), host_memory=cost.HostMemory(**given)))
+
+
+def test_what_waits_for_a_drive_takes_what_it_needs_and_the_others_share_the_rest():
+    """A step moves 30 bytes in a microsecond in the mean; while it does not wait, ``slack`` times as many."""
+    link, rank = HostMemoryLink(WORK, 100.0), RankState(RankProgram(0))
+
+    def speed(copied: float, slack: float) -> float:
+        given = ((CPU, copied, 1.0), (HOST_STEP, 30.0, slack))
+        return link.speed([Activity(rank, kind, 1, 1.0, 0.0, None, memory, by) for kind, memory, by in given])
+
+    assert speed(120.0, 4.0) == pytest.approx(70.0 / 120.0)  # four times that is more than it needs
+    assert speed(120.0, 1.25) == pytest.approx(100.0 / (120.0 + 1.25 * 30.0))
+    assert speed(60.0, 4.0) == 1.0
 
 
 @pytest.mark.parametrize("name, on_host", [("stock", False), ("stock, optimizer on the host", True)])
