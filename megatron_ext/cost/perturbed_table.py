@@ -331,7 +331,8 @@ def _missing_excess(measured: str, busy: str, part: float) -> float:
 
 def _missing_pairs(table: CostTable, kinds: Sequence[str]) -> list[tuple[str, str]]:
     """Pairs of activities that occur, can overlap and have no row. Collectives of one rank follow each other on one
-    communicator; transfers on one link of the host and a shared PCIe link have their own rules."""
+    communicator, or share the network; transfers on one link of the host, or on a shared PCIe link, have their own
+    rules."""
     present = {(row.measured, row.busy) for row in table.contention}
     if table.topology.nic_shares_pcie:
         present |= {("gpu", "cpu"), ("cpu", "gpu")}

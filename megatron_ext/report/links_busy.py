@@ -1,8 +1,9 @@
 """How long each link of a rank carries bytes, and how long all of them do so at once.
 
 [Note: When an all-gather moves bytes]
-A trace holds when a rank issued an all-gather or a reduce and when it was complete. Before the last rank of its group
-has issued it no byte moves, so it counts from there. Ranks issue the same ones in the same order.
+A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its group has issued it
+no byte moves, so it counts from there. Ranks issue the same ones in the same order. What is before it on its
+communicator, also reduces, which a run does not record, is a part of its time, in a simulated trace as well.
 """
 
 from collections import Counter, defaultdict
@@ -53,7 +54,7 @@ def shares(
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:
-    """The events whose end is known, the last first; of collectives see [Note: When an all-gather moves bytes].
+    """The events whose end is known, the last first; of all-gathers see [Note: When an all-gather moves bytes].
     ``groups`` of the schedule say which ranks gather one together; without them the data-parallel ranks do."""
     known = sorted((e for e in events if e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
     of_instance = parallel.of_instance
@@ -61,11 +62,10 @@ def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] 
     times, issued, found = Counter(), {}, []
     for event in reversed(known):  # the last rank to issue one comes first
         begin, end = event.start_us, event.end_us
-        if event.lane in ("gpu", "reduce"):
-            times[event.rank, event.lane, event.name] += 1
+        if event.lane == "gpu":
+            times[event.rank, event.name] += 1
             own = event.rank % sets.get(event.name.rpartition(" ")[2], parallel.tensor_model_parallel_size)
-            which = (event.rank // of_instance, own, event.lane, event.name)
-            which += (times[event.rank, event.lane, event.name],)
+            which = (event.rank // of_instance, own, event.name, times[event.rank, event.name])
             begin = min(issued.setdefault(which, begin), end)
         found.append(event._replace(start_us=begin, duration_us=end - begin))
     return found

@@ -7,8 +7,8 @@
 * Links ``gpu``, ``cpu``, ``nvme``, ``publish`` and ``reduce`` are queues in issue order, one of each on every rank.
   Publishing starts at time 0, in the order of the schedule, at the same time as everything else.
 * All-gathers and reductions of a rank use one communicator, that of its data-parallel group, and run one after
-  another in issue order. Those of experts have another, that of the expert-data-parallel group, and share the links
-  with the first. Hierarchical all-gathers have communicators of their own.
+  another in issue order. Those of experts have another, that of the expert-data-parallel group; hierarchical
+  all-gathers and those of shards from host memory have communicators of their own. All share the links.
 * Messages between stages are one queue for each pair of ranks. Two stages on one rank need no message.
 * Activities that overlap slow each other down by the measured slowdowns. At every event the rates of the rank are set
   anew, so a short overlap costs little.

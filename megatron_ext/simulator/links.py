@@ -152,7 +152,8 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         rank.busy[HOST_STEP] += step_us - lasted
         engine.host_stepped(rank, name, activity.started, step_us, drive_us)
     elif engine.events is not None:  # names are made for a trace alone: most simulations keep none
-        engine.record(rank, KINDS[kind], _name_of(kind, item), activity.started, lasted)
+        begin = item.issued_us if kind == GPU and item.flat else activity.started  # as a run records it
+        engine.record(rank, KINDS[kind], _name_of(kind, item), begin, engine.now - begin)
     if kind in (GPU, CPU):
         if item.flat:
             rank.communicator_of(item.group).popleft()

@@ -6,25 +6,23 @@ from megatron_ext.cost.cost_table import KINDS, CostTable
 from megatron_ext.cost.estimates import Costs
 
 _PCIE = (("gpu", "cpu"), ("cpu", "gpu"))
-_LINKS_OF_EXPERTS = (("gpu", "reduce"), ("reduce", "gpu"))
-"""Of dense groups and of experts: on communicators of their own, hence at the same time, over the same links."""
+_NETWORK = (("gpu", "reduce"), ("reduce", "gpu"))
+"""Where they are at the same time at all: on communicators of their own, over the same links."""
 
 
 class Slowdowns:
     """Excess times of one cost table, each looked up once and kept.
-
-    Args:
-        other_experts: groups of experts are gathered and reduced among other ranks than dense ones.
 
     Attributes:
         disturbed: by kind, whether anything slows it at all, so that undisturbed kinds cost no look-ups.
         disturbs: by kind, whether it slows anything.
     """
 
-    def __init__(self, table: CostTable, costs: Costs, *, other_experts: bool):
+    def __init__(self, table: CostTable, costs: Costs):
         self._table, self._costs = table, costs
-        self._shared = _PCIE * table.topology.nic_shares_pcie + _LINKS_OF_EXPERTS * other_experts
-        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | {*self._shared}
+        measured = {(row.measured, row.busy) for row in table.contention}
+        self._shared = {*_NETWORK, *_PCIE * table.topology.nic_shares_pcie} - measured
+        rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | self._shared
         self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
         """By kind and kind beside it: whether the second slows the first."""
         self.disturbed = tuple(map(any, self._pairs))
@@ -35,8 +33,8 @@ class Slowdowns:
         """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
 
         Shares add up over busy kinds, which is exact for one fairly shared link. A NIC on
-        the PCIe link of the host copies is such a link: two transfers at once take twice as
-        long each, unless the pair was measured.
+        the PCIe link of the host copies is such a link, and the network for collectives of
+        two communicators: two transfers at once take twice as long each, unless the pair was measured.
         """
         return tuple(
             self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
@@ -54,7 +52,6 @@ class Slowdowns:
         return max(min(rows) - 1.0, 0.0)
 
     def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
-        slowdown = self._costs.slowdown(measured, busy, size_bytes or None)
-        if slowdown == 1.0 and (measured, busy) in self._shared:
+        if (measured, busy) in self._shared:
             return 2.0
-        return slowdown
+        return self._costs.slowdown(measured, busy, size_bytes or None)

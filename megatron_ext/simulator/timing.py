@@ -84,11 +84,10 @@ class Timing:
         if self._apart and self.ranks == 1:  # its curve knows no other rank
             self.leave_out("reduce")
         self.unshard_us, self.issue_us = cache(self._unshard_us), cache(self._issue_us)
-        other_experts = dense is not None or expert_ranks(workload) not in (None, parallel.dp)
-        self.slowdowns = Slowdowns(table, self.costs, other_experts=other_experts)
+        self.slowdowns = Slowdowns(table, self.costs)
         self.experts = self
         """Durations of groups of experts."""
-        if other_experts and dense is None:
+        if dense is None and expert_ranks(workload) not in (None, parallel.dp):
             of_experts = table_of_experts(table, parallel)
             self.experts = Timing(workload, of_experts, extrapolate=extrapolate, dense=self)
 

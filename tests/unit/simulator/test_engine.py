@@ -127,21 +127,41 @@ def test_gradients_are_reduced_group_by_group_while_the_backward_goes_on():
 
 def test_an_all_gather_waits_behind_gradients_that_are_reduced_over_its_communicator():
     """Layer 1 has computed backward at 350 us, and 250 us of reducing begin; layer 0's all-gather of 100 us,
-    issued then, comes behind them, issued before them or from the host it does not."""
+    issued then, comes behind them, issued before them or from the host it does not. A trace has it from when it is
+    issued, as that of a run."""
     work = one_rank(zero_stage=3)
     table = table_of(work, cpu=100.0, publish=1e-6, reduce=flat(250.0))
-    end = {}
+    end, alone = {}, {"gpu": 100.0, "reduce": 250.0}
     for route, at in (("gpu", 0), ("gpu", 1), ("cpu", 0)):
         placed = [Placed(0, "gpu", -1, 0), Placed(1, "gpu", -1, 0), Placed(0, route, 1, 1, at=at)]
         result = evaluate(
             work, table, by_layer(work, placed, [Freed(0, 0, at=0), Freed(1, 1), Freed(0, 1)]), trace=True
         )
         end[route, at] = result.iteration_time_us
-        busy = sorted((e.start_us, e.start_us + e.duration_us) for e in result.events if e.lane in ("gpu", "reduce"))
-        assert all(first[1] <= second[0] + 1e-6 for first, second in zip(busy, busy[1:]))
+        busy = sorted((e.end_us, e.lane, e.start_us) for e in result.events if e.lane in alone)
+        assert all(first[0] + alone[lane] <= end + 1e-6 for first, (end, lane, _) in zip(busy, busy[1:]))
+        if (route, at) == ("gpu", 0):
+            assert (600.0 + 100.0, "gpu", 350.0) in [(pytest.approx(end), lane, begin) for end, lane, begin in busy]
     assert end == pytest.approx(
         {("gpu", 0): 600 + 100 + 100 + 250, ("gpu", 1): 350 + 2 * 250, ("cpu", 0): 350 + 2 * 250}
     )
+
+
+@pytest.mark.parametrize("slowdown, end", [(None, 1050.0), (1.0, 950.0), (1.5, 1000.0)])
+def test_an_all_gather_of_shards_from_the_host_shares_the_network_with_reduces(slowdown, end):
+    """Its own communicator waits for none: layer 0's shard is copied from 400 to 500 us, beside 250 us of reducing, and
+    gathered in 100 more, in 150 where it is slowed as much. Where that was not measured it takes twice as long. Then
+    layer 0 takes 100 us and its reduce 250, behind the first one."""
+    work = one_rank(zero_stage=3)
+    pairs = [("gpu", "reduce"), ("reduce", "gpu")] if slowdown is not None else []
+    rows = tuple(cost.Contention(measured=a, busy=b, slowdown=slowdown) for a, b in pairs)
+    table = table_of(work, cpu=100.0, publish=1e-6, reduce=flat(250.0), contention=rows)
+    placed = [Placed(0, "cpu_shard", -1, 0), Placed(1, "gpu", -1, 0), Placed(0, "cpu_shard", 1, 1, at=0)]
+    (first, *others), _ = groups_of(work, layer_buckets)
+    groups = [msgspec.structs.replace(first, shard_rests="host"), *others]
+    freed = [Freed(0, 0, at=0), Freed(1, 1), Freed(0, 1)]
+    schedule = validate(assemble(work, groups, [placed], [freed], planner="test"))
+    assert evaluate(work, table, schedule).iteration_time_us == pytest.approx(end)
 
 
 def test_a_staging_slot_is_reused_only_when_it_is_empty():
