@@ -8,8 +8,9 @@ runs at the same time, and the shape of the curve stays. An all-gather counts fr
 A reduce that waits for its slowest rank counts as the run has met it.
 Reads and writes of optimizer states on a drive are corrected alike. Of Megatron's optimizer step that is corrected
 which is not in the run's own steps of groups. Of a reduce a run records how long it is waited for: what that differs by
-is the reduce's. Links slow each other down, so one call may not be enough: calibrate, plan and run again until the
-error is that of the machine.
+is the reduce's. Where compute hides it, and the waits are shorter than what any curve may be off by, it is left alone.
+Links slow each other down, so one call may not be enough: calibrate, plan and run again until the error is that of the
+machine.
 """
 
 from collections import defaultdict
@@ -24,6 +25,7 @@ from megatron_ext.cost.cost_table import Compute, CostTable, Point, Routes
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
 from megatron_ext.cost.estimates import Costs
+from megatron_ext.cost.perturbed_table import SYSTEMATIC
 from megatron_ext.cost.scaled_table import scaled_row, with_factors
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
@@ -51,7 +53,7 @@ CURVES = {
 MOST = 100.0
 """No figure is moved by more than this factor at once: the run was then not one of this table."""
 
-NOT_CORRECTED = "not corrected by the run, which does not use or record it"
+NOT_CORRECTED = "not corrected by the run, which does not use it, record it or wait for it"
 """A plan by the corrected table weighs what was corrected against this."""
 
 Times = dict[tuple[str, int, int], float]
@@ -127,8 +129,9 @@ def _count_alike(measured: Times, predicted: Times, workload: Workload, timing: 
             besides = timing.optimizer_us(optimizer_bytes(workload, pp_rank)) - predicted[step]
             predicted[step] += besides
             measured[step] = measured.get(step, 0.0) + besides
-        if reduce in predicted and reduce not in measured and wait in measured:
-            measured[reduce] = predicted[reduce] + measured[wait] - predicted.get(wait, 0.0)
+        us, waits = predicted.get(reduce, 0.0), (measured.get(wait, 0.0), predicted.get(wait, 0.0))
+        if wait in measured and reduce not in measured and max(waits) > SYSTEMATIC * us:
+            measured[reduce] = us + waits[0] - waits[1]
 
 
 def _stage(step: str) -> int:

@@ -117,7 +117,7 @@ def test_what_a_run_says_nothing_of_is_named(tmp_path, capsys):
     traces.save(run.path / "scheduled.trace.json", kept, about={"kind": "measured"})
     found = calibrate(report.load(run.path))
     assert found.left == ("routes.gpu",) and "routes.gpu" not in found.factors
-    assert "does not use or record it: routes.gpu" in found.table.metadata.notes[-1]
+    assert "does not use it, record it or wait for it: routes.gpu" in found.table.metadata.notes[-1]
     assert cli.main(["cost", "calibrate", str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_corrected"] == ["routes.gpu"]
 
@@ -151,15 +151,26 @@ def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     assert found.error_before < -0.1 and found.error_after == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_reduce_is_corrected_by_the_waits_for_it():
-    """A run does not record when a reduce ends."""
-    work, truth, schedule = case(150.0, gradients="sharded")
+def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
+    """A run does not record when a reduce ends, but how long it waits for it."""
+    work, truth, schedule = case(150.0, gradients="sharded", microbatches=microbatches)
     size = schedule.groups[0].bytes
-    truth, wrong = (replace(truth, reduce=line(0.0, size / us)) for us in (600.0, 300.0))
+    truth, wrong = (replace(truth, reduce=line(0.0, size / us)) for us in (truly_us, in_the_table_us))
     made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
     seen = [event for event in made.events if event.lane != "reduce"]
     trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, seen, made.iteration_time_us))
-    run = TracedRun(Path("runs/x"), wrong, work, schedule, trace)
+    return TracedRun(Path("runs/x"), wrong, work, schedule, trace)
+
+
+def test_a_reduce_that_compute_hides_is_not_corrected():
+    """Of 48 reduces one is waited for, the last."""
+    found = calibrate(run_of_reduces(160.0, 80.0, microbatches=12), extrapolate=True)
+    assert "reduce" not in found.factors and "reduce" in found.left
+    assert "it, record it or wait for it" in found.table.metadata.notes[-1]
+
+
+def test_a_reduce_is_corrected_by_the_waits_for_it():
+    run = run_of_reduces(600.0, 300.0)
     first = calibrate(run, extrapolate=True)
     again = calibrate(run, first.table, extrapolate=True)
     assert first.factors["reduce"] == pytest.approx(2.0, rel=0.1)  # the compute hides a part
