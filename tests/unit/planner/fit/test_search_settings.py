@@ -186,7 +186,7 @@ def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host
     said = answer_of(found)
     text, figures = as_text(found, said), as_json(found, said)
     winner = figures["frontier"][0]
-    assert winner["way"] == "recompute, whole gradients on the device, shards in host memory, optimizer on the host"
+    assert winner["way"] == "recompute, whole gradients on the device, optimizer on the host"
     assert f"{winner['way']} beats everything on the host" in text
     ways = figures["ways"]
     assert ways["no recompute, gradients in host memory, shards in host memory, optimizer on the host"] > 1.1 * min(
