@@ -9,23 +9,26 @@ part that a rank has, and is busbw (commit ec1b5e2).
 Source: https://github.com/NVIDIA/nccl-tests, src/common.cu, src/all_gather.cu.
 """
 
-import math
 import re
+from itertools import pairwise
 from typing import NamedTuple
 
 from megatron_ext.cost.cost_table import CostTable, Point, Source
-from megatron_ext.cost.imported_table import COLLECTIVES, check_rising, line_error, lines_of, named, size_of, table_of
+from megatron_ext.cost.imported_table import COLLECTIVES, Log, finite, named, table_of
 from megatron_ext.formats.errors import InputError
 
 RATE_ERROR = 0.05
 """algbw is size over time: where the two differ by more, the time is in another unit."""
+
+MAX_FALL = 0.15
+"""A time may fall by so much from one size to the next larger: small messages waver (10.9 % in
+the seed notes' runs). More than that is a broken log."""
 
 
 class Row(NamedTuple):
     """One line of the table; ``us`` and the rates (GB/s) of the placement that is read."""
 
     number: int
-    line: str
     size: int
     us: float
     algbw: float
@@ -45,48 +48,44 @@ def read(
     """
     if collective is not None and collective not in COLLECTIVES:
         raise InputError(f"known: {', '.join(COLLECTIVES)}", file="--collective", value=collective)
-    lines = lines_of(path)
-    header = _header(path, lines)
-    rows = _rows(path, lines, header, placement)
-    _complete(path, lines, rows)
-    devices = _devices(path, lines)
-    check_rising(path, [row[:4] for row in rows])
-    collective = collective or _collective(path, lines, rows)
+    log = Log(path)
+    rows = _rows(log, placement)
+    _check_complete(log, rows)
+    devices = _devices(log)
+    _check_rising(log, rows)
+    collective = collective or _collective(log, rows)
     points = tuple(Point(size_bytes=row.size, p50_us=row.us) for row in rows)
-    hosts = {match[1] for _, line in devices if (match := re.search(r"\bon\s+(\S+)\s+device", line))}
     ranks, whole = _ranks(rows, collective, len(devices))
     source = (
         f"nccl-tests {collective}_perf, {placement.replace('_', ' ')}, mean times, {ranks or 'unknown number of'} ranks"
     )
     notes = [f"{source}: mean times without percentiles"]
+    hardware: dict | None = {"device": devices[0][1]} if devices else None
     if not whole:
         notes.append(f"{len(devices)} devices are listed, and busbw is that of {ranks or 'another number of'} ranks")
-    hardware = {"device": devices[0][0], "devices": len(devices) // max(len(hosts), 1)} if devices else None
-    if hardware is not None and not whole:
-        del hardware["devices"]
+    elif hardware is not None:
+        hardware["devices"] = len(devices) // max(len({host for host, _ in devices if host}), 1)
     return table_of(
         path,
         collective,
         named(points, algorithm, source=source),
         source=Source(program="nccl-tests"),
         hardware=hardware,
-        software=_versions(lines) or None,
+        software=log.last(nccl_tests=r"nccl-tests version\s+([\d.]+)", nccl=r"NCCL version\s+([\d.]+)") or None,
         world_sizes={"data_parallel_size": ranks} if ranks else None,
         notes=tuple(notes),
     )
 
 
-def _devices(path, lines: list[str]) -> list[tuple[str, str]]:
-    """(name, line) of every device that is listed. Raises InputError where the log is of several runs."""
-    devices, seen = [], set()
-    for number, line in enumerate(lines, 1):
-        if match := re.match(r"#\s+Rank\s+(\d+).*\[\S+\]\s*(.*)", line):
-            if match[1] in seen:
-                why = f"rank {match[1]} is listed twice: several runs in one log, or processes started without MPI"
-                raise line_error(path, number, line, why)
-            seen.add(match[1])
-            devices.append((match[2].strip(), line))
-    return devices
+def _devices(log: Log) -> list[tuple[str | None, str]]:
+    """(host, name) of every device that is listed. Raises InputError where the log is of several runs."""
+    devices = {}
+    for number, match in log.find(r"^#\s+Rank\s+(\d+)(?:.*?\bon\s+(\S+)\s+device)?.*\[\S+\]\s*(.*)"):
+        if match[1] in devices:
+            why = f"rank {match[1]} is listed twice: several runs in one log, or processes started without MPI"
+            raise log.error(number, why)
+        devices[match[1]] = match[2], match[3].strip()
+    return list(devices.values())
 
 
 def _ranks(rows: list[Row], collective: str, listed: int) -> tuple[int | None, bool]:
@@ -109,66 +108,59 @@ def _ranks(rows: list[Row], collective: str, listed: int) -> tuple[int | None, b
     return listed, True
 
 
-def _header(path, lines: list[str]) -> tuple[int, list[str]]:
-    """(index of the header line, its columns); the units below it must be B and us."""
-    for index, line in enumerate(lines):
+def _header(log: Log) -> tuple[int, list[str]]:
+    """(number of the line below the header, which holds the units, the header's columns); these must be B and us."""
+    for number, line in enumerate(log.lines, 1):
         columns = line.lstrip("# ").split()
         if line.startswith("#") and columns[:1] == ["size"] and columns.count("time") == 2:
-            units = lines[index + 1] if index + 1 < len(lines) else ""
-            found = re.findall(r"\(([^)]*)\)", units)
+            found = re.findall(r"\(([^)]*)\)", "".join(log.lines[number : number + 1]))
             times = [unit for unit in found if unit.endswith("s") and "/" not in unit and unit != "elements"]
             if found[:1] != ["B"] or times != ["us", "us"]:
-                raise line_error(path, index + 2, units, "units are not (B) and (us)")
-            rates = [unit for unit in found if "/" in unit]
-            if any(unit != "GB/s" for unit in rates):
-                raise line_error(path, index + 2, units, "rates are not in (GB/s)")
-            return index, columns
+                raise log.error(number + 1, "units are not (B) and (us)")
+            if any("/" in unit and unit != "GB/s" for unit in found):
+                raise log.error(number + 1, "rates are not in (GB/s)")
+            return number + 1, columns
         if line.startswith("#") and columns[:2] == ["bytes", "N"]:
-            raise line_error(
-                path,
-                index + 1,
-                line,
-                "a table of nccl-tests before April 2019: times in ms, too coarse; run a newer one",
-            )
-    raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=path)
+            why = "a table of nccl-tests before April 2019: times in ms, too coarse; run a newer one"
+            raise log.error(number, why)
+    raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=log.path)
 
 
-def _rows(path, lines: list[str], header: tuple[int, list[str]], placement: str) -> list[Row]:
+def _rows(log: Log, placement: str) -> list[Row]:
     """Every row with bytes in it."""
-    index, columns = header
+    units, columns = _header(log)
     first = columns.index("time")
     time_column = first + (columns[first + 1 :].index("time") + 1 if placement == "in_place" else 0)
     rows = []
-    for number, line in enumerate(lines[index + 2 :], index + 3):
+    for number, line in enumerate(log.lines[units:], units + 1):
         if line.startswith("#") or not line.strip():
             continue
         cells = line.split()
         if not re.fullmatch(r"\d+", cells[0]):
             if rows and re.match(r"[\d.]+\s", line.strip()):
-                raise line_error(path, number, line, "size is not a whole number of bytes")
+                raise log.error(number, "size is not a whole number of bytes")
             continue  # other programs write into logs too
         if len(cells) != len(columns):
-            raise line_error(path, number, line, f"{len(cells)} columns where the header has {len(columns)}: cut off")
-        size, us = size_of(path, number, line, cells[0]), _number(path, number, line, cells[time_column], "time")
+            raise log.error(number, f"{len(cells)} columns where the header has {len(columns)}: cut off")
+        size, us = log.size(number, cells[0]), _figure(log, number, cells[time_column], "time")
         if size == 0:
             continue  # fewer bytes than ranks: nothing was sent
         if us <= 0:
-            raise line_error(path, number, line, "time must be positive")
-        algbw, busbw = (_number(path, number, line, cells[time_column + 1 + n], ("algbw", "busbw")[n]) for n in (0, 1))
+            raise log.error(number, "time must be positive")
+        algbw, busbw = (_figure(log, number, cells[time_column + n], what) for n, what in ((1, "algbw"), (2, "busbw")))
         if "error" not in columns and cells[time_column + 3] not in ("N/A", "0", "0e+00", "0.0"):
-            raise line_error(path, number, line, "the collective's results were wrong")
+            raise log.error(number, "the collective's results were wrong")
         redop = cells[columns.index("redop")] if "redop" in columns else "none"
-        rows.append(Row(number, line, size, us, algbw, busbw, redop))
+        rows.append(Row(number, size, us, algbw, busbw, redop))
     if not rows:
-        raise InputError("the table has no rows", file=path, field=f"line {index + 2}")
-    failed = [(number, line) for number, line in enumerate(lines, 1) if re.match(r"# Out of bounds.*FAILED", line)]
-    if failed:
-        raise line_error(path, *failed[0], "the collective's results were wrong")
-    _check_rates(path, rows, "error" in columns)
+        raise InputError("the table has no rows", file=log.path, field=f"line {units}")
+    for number, _ in log.find(r"^# Out of bounds.*FAILED"):
+        raise log.error(number, "the collective's results were wrong")
+    _check_rates(log, rows, "error" in columns)
     return rows
 
 
-def _check_rates(path, rows: list[Row], old: bool) -> None:
+def _check_rates(log: Log, rows: list[Row], old: bool) -> None:
     """algbw is printed with two digits; in ``old`` tables it may leave out the part that a rank has."""
     left_out = 0.0
     if old and all(row.algbw == row.busbw for row in rows):
@@ -180,58 +172,38 @@ def _check_rates(path, rows: list[Row], old: bool) -> None:
         read = row.size * (1 - left_out) / row.us / 1e3
         if abs(row.algbw - read) > max(RATE_ERROR * read, 0.006):
             said = f"{row.size} bytes in {row.us} us ({read:.4g} GB/s)"
-            raise line_error(path, row.number, row.line, f"algbw {row.algbw} GB/s is not {said}: another unit?")
+            raise log.error(row.number, f"algbw {row.algbw} GB/s is not {said}: another unit?")
 
 
-def _number(path, number: int, line: str, text: str, what: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise line_error(path, number, line, f"{what} {text} is not a number")
+def _check_rising(log: Log, rows: list[Row]) -> None:
+    """Refuse sizes that do not grow and times that fall."""
+    for row, after in pairwise(rows):
+        if after.size <= row.size:
+            raise log.error(after.number, f"size {after.size} does not grow from {row.size}")
+        if after.us < row.us * (1 - MAX_FALL):
+            said = f"time {after.us} us for {after.size} bytes is below {row.us} us for {row.size}: not monotone"
+            raise log.error(after.number, said)
+
+
+def _figure(log: Log, number: int, text: str, what: str) -> float:
+    if (value := finite(text)) is None:
+        raise log.error(number, f"{what} {text} is not a number")
     return value
 
 
-def _complete(path, lines: list[str], rows) -> None:
+def _check_complete(log: Log, rows: list[Row]) -> None:
     """A whole log has its summary, or has reached its own maxBytes in a whole line."""
-    if any(line.startswith(("# Avg bus bandwidth", "# Out of bounds values")) for line in lines):
+    if any(log.find(r"^# (Avg bus bandwidth|Out of bounds values)")):
         return
-    last_number, last_line, last_size = rows[-1][:3]
-    largest = next(
-        (
-            size_of(path, number, line, match[1])
-            for number, line in enumerate(lines, 1)
-            if (match := re.search(r"\bmaxBytes\s+(\d+)", line))
-        ),
-        None,
-    )
-    if largest is None or last_size * 2 <= largest or lines[-1].strip():
-        raise line_error(
-            path, last_number, last_line, "the log ends here, without its summary line '# Avg bus bandwidth': cut off"
-        )
+    largest = next((log.size(number, match[1]) for number, match in log.find(r"\bmaxBytes\s+(\d+)")), None)
+    if largest is None or rows[-1].size * 2 <= largest or log.lines[-1].strip():
+        raise log.error(rows[-1].number, "the log ends here, without its summary line '# Avg bus bandwidth': cut off")
 
 
-def _collective(path, lines: list[str], rows) -> str:
-    text = "\n".join(lines)
-    match = re.search(r"\b(all_gather|reduce_scatter|sendrecv|all_reduce)_perf\b", text)
-    if match:
+def _collective(log: Log, rows: list[Row]) -> str:
+    for _, match in log.find(r"\b(all_gather|reduce_scatter|sendrecv|all_reduce)_perf\b"):
         return match[1]
     if all(row.redop == "none" for row in rows):
         return "all_gather"  # of what we import, only it has no reduction and no peer
-    raise line_error(
-        path,
-        rows[0].number,
-        rows[0].line,
-        "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter",
-    )
-
-
-def _versions(lines: list[str]) -> dict[str, str]:
-    found = {}
-    for line in lines:
-        if match := re.search(r"NCCL version\s+([\d.]+)", line):
-            found["nccl"] = match[1]
-        if match := re.search(r"nccl-tests version\s+([\d.]+)", line):
-            found["nccl_tests"] = match[1]
-    return found
+    why = "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter"
+    raise log.error(rows[0].number, why)

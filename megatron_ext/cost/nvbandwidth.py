@@ -6,15 +6,16 @@ other sizes are extrapolated at the same rate, and only where that is asked for.
 Source: https://github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp.
 """
 
-import math
 import re
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
 import msgspec
 
 from megatron_ext.cost.cost_table import Contention, CostTable, Curve, Point, Source
-from megatron_ext.cost.imported_table import line_error, lines_of, made_of, size_of
+from megatron_ext.cost.imported_table import Log, finite, made_of
 from megatron_ext.formats.errors import InputError
 
 BUFFER_BYTES = 512 << 20
@@ -30,11 +31,12 @@ PAIRS = (
 )
 """(measured, busy, test in both directions, the same test alone)."""
 
-
 READ = {*TO_DEVICE, *TO_HOST, *(name for pair in PAIRS for name in pair[2:])}
 
+WITHOUT_SUM = "this test ends without its SUM line: cut off"
 
-class Log(NamedTuple):
+
+class Rates(NamedTuple):
     """What a log says: GB/s of every device (or pair) by test that is read, names of all tests that have run, devices,
     versions, bytes of the buffer."""
 
@@ -47,12 +49,11 @@ class Log(NamedTuple):
 
 def read(path) -> CostTable:
     """Read one log. Raises InputError naming the line that is wrong, or which test has to be run."""
-    lines = lines_of(path)
-    text = "\n".join(lines).strip()
-    log = _of_json(path, text) if text.startswith("{") else _of_text(path, lines)
-    tests, size, devices = log.tests, log.size, log.devices
+    log = Log(path)
+    text = "\n".join(log.lines).strip()
+    tests, found, devices, versions, size = _of_json(path, text) if text.startswith("{") else _of_text(log)
     if not any(name in tests for name in TO_DEVICE + TO_HOST):
-        found = f"holds {', '.join(log.found)} and no" if log.found else "no nvbandwidth results: it holds no finished"
+        found = f"holds {', '.join(found)} and no" if found else "no nvbandwidth results: it holds no finished"
         tests_to_run = f"{TO_DEVICE[1]} {TO_HOST[1]} {PAIRS[0][2]}"
         why = f"{found} copy of host memory by the copy engine; run `nvbandwidth -t {tests_to_run}`"
         raise InputError(why, file=path)
@@ -83,7 +84,7 @@ def read(path) -> CostTable:
         {"routes.cpu": cpu, "publish.cpu": publish, "contention": contention},
         source=Source(program="nvbandwidth", description=f"tests {', '.join(sorted(tests))}"),
         hardware={"device": devices[0], "devices": len(devices)} if devices else None,
-        software=log.versions or None,
+        software=versions or None,
         notes=tuple(notes),
     )
 
@@ -109,7 +110,7 @@ class _File(msgspec.Struct):
     nvbandwidth: _Report
 
 
-def _of_json(path, text: str) -> Log:
+def _of_json(path, text: str) -> Rates:
     """A log of ``nvbandwidth --json``, whose rates are texts."""
     try:
         report = msgspec.json.decode(text, type=_File).nvbandwidth
@@ -123,7 +124,12 @@ def _of_json(path, text: str) -> Log:
             continue
         if "(GB/s)" not in case.bandwidth_description:
             raise InputError("rates are not in (GB/s)", file=path, field=case.name, value=case.bandwidth_description)
-        rates = [_rate(path, case.name, str(cell)) for row in case.bandwidth_matrix for cell in row if cell != "N/A"]
+        rates = [
+            _rate(str(cell), partial(InputError, file=path, field=case.name))
+            for row in case.bandwidth_matrix
+            for cell in row
+            if cell != "N/A"
+        ]
         # A test prints at most six digits of a rate.
         if not rates or case.sum is None or abs(case.sum - sum(rates)) > 0.01 * sum(rates):
             raise InputError(
@@ -131,7 +137,7 @@ def _of_json(path, text: str) -> Log:
             )
         tests[case.name] = rates
     versions = {"nvbandwidth": report.version, "driver": report.driver, "cuda": report.cuda}
-    return Log(
+    return Rates(
         tests,
         [f"{case.name} ({case.status.lower()})" for case in report.testcases],
         [device.split(":")[1].strip() if ":" in device else device for device in report.devices],
@@ -140,20 +146,27 @@ def _of_json(path, text: str) -> Log:
     )
 
 
-def _of_text(path, lines: list[str]) -> Log:
-    names = [match[1] for line in lines if (match := re.match(r"(?:Running|Waived:?) (\w+?)\.?\s*$", line))]
-    devices = [match[1].strip() for line in lines if (match := re.match(r"\s*Device \d+:\s*(.*)", line))]
-    return Log(_tests(path, lines), list(dict.fromkeys(names)), devices, _versions(lines), _buffer_bytes(path, lines))
+def _of_text(log: Log) -> Rates:
+    names = [match[1] for _, match in log.find(r"^(?:Running|Waived:?) (\w+?)\.?\s*$")]
+    devices = [match[1].strip() for _, match in log.find(r"^\s*Device \d+:\s*(.*)")]
+    versions = log.last(
+        nvbandwidth=r"nvbandwidth Version:\s*(\S+)",
+        driver=r"^Driver Version:\s*(\S+)",
+        cuda=r"CUDA Runtime Version:\s*(\S+)",
+    )
+    buffers = log.find(r"[Bb]uffer ?[Ss]ize[:= ]+(\d+)\s*(MiB|MB)?")
+    size = next((log.size(number, match[1]) << 20 for number, match in buffers), BUFFER_BYTES)
+    return Rates(_tests(log), list(dict.fromkeys(names)), devices, versions, size)
 
 
-def _tests(path, lines: list[str]) -> dict[str, list[float]]:
+def _tests(log: Log) -> dict[str, list[float]]:
     """GB/s of every device (or pair), by test."""
     tests: dict[str, list[float]] = {}
     name, start, rates, unit_seen = None, 0, [], False
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(log.lines, 1):
         if match := re.match(r"Running (\w+?)\.?\s*$", line):
             if name is not None:
-                raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")
+                raise log.error(start, WITHOUT_SUM)
             # Other tests print other things (several matrices, latencies): they are passed over.
             name = match[1] if match[1] in READ else None
             start, rates, unit_seen = number, [], False
@@ -163,49 +176,26 @@ def _tests(path, lines: list[str]) -> dict[str, list[float]]:
             name = None
         elif "bandwidth (" in line:
             if "(GB/s)" not in line:
-                raise line_error(path, number, line, "rates are not in (GB/s)")
+                raise log.error(number, "rates are not in (GB/s)")
             unit_seen = True
         elif match := re.match(rf"(SUM|MIN|MAX|AVG|MEDIAN) {name}\s+(\S+)", line):
             if not rates or not unit_seen:
-                raise line_error(path, number, line, "a sum without rates in (GB/s) above it")
-            total = _rate(path, f"line {number}", match[2], line)
+                raise log.error(number, "a sum without rates in (GB/s) above it")
+            total = _rate(match[2], partial(log.error, number))
             if match[1] == "SUM" and abs(total - sum(rates)) > 0.01 * total + 0.01 * len(rates):
-                raise line_error(
-                    path, number, line, f"the rates above it add up to {sum(rates):.2f}: a part is missing"
-                )
+                raise log.error(number, f"the rates above it add up to {sum(rates):.2f}: a part is missing")
             tests[name], name = rates, None
         elif unit_seen and re.match(r"\s*\d+\s+(N/A|-?\d+\.\d|nan|inf)", line):  # a row: its index, then rates
-            rates += [_rate(path, f"line {number}", text, line) for text in line.split()[1:] if text != "N/A"]
+            rates += [_rate(text, partial(log.error, number)) for text in line.split()[1:] if text != "N/A"]
     if name is not None:
-        raise line_error(path, start, lines[start - 1], "this test ends without its SUM line: cut off")
-    if start and not any(line.strip() for line in lines[start:]):  # also in the middle of a test's name
-        raise line_error(path, start, lines[start - 1], "the log ends where this test begins: cut off")
+        raise log.error(start, WITHOUT_SUM)
+    if start and not any(line.strip() for line in log.lines[start:]):  # also in the middle of a test's name
+        raise log.error(start, "the log ends where this test begins: cut off")
     return tests
 
 
-def _rate(path, field: str, text: str, line: str | None = None) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
-    if not math.isfinite(rate) or rate <= 0:
-        raise InputError(f"rate {text} must be a positive number", file=path, field=field, value=line)
+def _rate(text: str, error: Callable[[str], InputError]) -> float:
+    rate = finite(text) or 0.0
+    if rate <= 0:
+        raise error(f"rate {text} must be a positive number")
     return rate
-
-
-def _buffer_bytes(path, lines: list[str]) -> int:
-    for number, line in enumerate(lines, 1):
-        if match := re.search(r"[Bb]uffer ?[Ss]ize[:= ]+(\d+)\s*(MiB|MB)?", line):
-            return size_of(path, number, line, match[1]) << 20
-    return BUFFER_BYTES
-
-
-def _versions(lines: list[str]) -> dict[str, str]:
-    patterns = {
-        "nvbandwidth": r"nvbandwidth Version:\s*(\S+)",
-        "driver": r"^Driver Version:\s*(\S+)",
-        "cuda": r"CUDA Runtime Version:\s*(\S+)",
-    }
-    return {
-        name: match[1] for name, pattern in patterns.items() for line in lines if (match := re.search(pattern, line))
-    }
