@@ -17,13 +17,13 @@ from functools import cache, cached_property
 from itertools import chain, combinations, permutations
 from math import inf
 
-from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
 from megatron_ext.cost.curve import points_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
-from megatron_ext.simulator.timing import Timing
+from megatron_ext.simulator.timing import PADDING_SHARE, Timing
+from megatron_ext.workload.bucket_rules import buckets
 from megatron_ext.workload.route import ROUTE_KINDS, kind_of
-from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
 """Values of ``q`` in the note, besides 0."""
@@ -133,6 +133,23 @@ class LinkRates:
             # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
             best = min(best, (left / rate) * slower / (1.0 + slower))
         return compute_us + best
+
+
+def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:
+    """Bytes of the largest group that these chunks can have: at most a bucket, and at most what the device may hold."""
+    largest = max((group_bytes(part, workload.parallel) for chunk in chunks for part in buckets(chunk)), default=0)
+    limit = workload.streamed_bytes
+    return largest if limit is None else min(largest, limit)
+
+
+def best_rate_sizes(measured: set[int], largest: int) -> set[int]:
+    """Sizes at which a group of at most ``largest`` bytes can have its best rate.
+
+    A curve is linear between measured sizes, so the best rate is at a measured size, at the largest group, or at the
+    largest group that padding may carry past the measured sizes.
+    """
+    slack = max(measured, default=0) * PADDING_SHARE // (PADDING_SHARE - 1)
+    return {size for size in (*measured, largest, slack) if 0 < size <= largest}
 
 
 def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int) -> float:

@@ -10,8 +10,8 @@ device leaves less room for whole parameters and gradients, so what 2 and 3 say 
 2. Device memory: at zero stage 3 what does not fit next to a layer is gathered after that layer has computed
    (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1. The actions of a step run once its input
    has arrived, so a gather between two steps adds to the time of the message.
-3. Gradients: what must be reduced after the last backward of a chunk (:mod:`megatron_ext.bounds.reduce_tail`), and what
-   device memory forces to be reduced at every visit (:mod:`megatron_ext.bounds.forced_reduces`).
+3. Gradients: what must be reduced after the last backward of a chunk, and what device memory forces to be reduced at
+   every visit (:mod:`megatron_ext.bounds.reduce_bounds`).
 4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
    ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q. For the first step of every chunk, whose
@@ -24,10 +24,9 @@ from itertools import accumulate
 
 from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest, tails
 from megatron_ext.bounds.device_memory import with_device_memory
-from megatron_ext.bounds.forced_reduces import forced_reduce_us
 from megatron_ext.bounds.least_loads import Need, least_loads
 from megatron_ext.bounds.link_rates import LinkRates
-from megatron_ext.bounds.reduce_tail import LastBackward, last_backwards, least_tail_us, rest_us
+from megatron_ext.bounds.reduce_bounds import LastBackward, forced_reduce_us, last_backwards, least_tail_us, rest_us
 from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks

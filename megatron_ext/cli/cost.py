@@ -17,7 +17,6 @@ from megatron_ext.cost import (
     environment,
     estimated_table,
     hardware_sheet,
-    sheet_template,
 )
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
@@ -190,7 +189,7 @@ def cost_hardware(name: str | None, template: bool, as_json: bool) -> None:
     if template:
         if name is None:
             raise InputError("needs the NAME of the sheet that is nearest; see: cost hardware", field="--template")
-        click.echo(json.dumps(sheet_template.template(name), indent=1))
+        click.echo(json.dumps(hardware_sheet.template(name), indent=1))
         return
     if name is None:
         titles = {known: hardware_sheet.load(known).title for known in hardware_sheet.names()}

@@ -148,8 +148,8 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
         table = importers.read(*imported, **{name: of_import[name] for name in READ_BY.get(imported[0], ())})
     else:
         from megatron_ext.measure import measure as run
-        from megatron_ext.measure.announcement import announcement
         from megatron_ext.measure.options import LINKS, Options
+        from megatron_ext.measure.size_grid import announcement
 
         if sizes:
             options["sizes"] = Options.parse_sizes(sizes)

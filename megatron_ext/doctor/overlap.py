@@ -14,10 +14,9 @@ import torch
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
-from megatron_ext.measure.compute_operations import MatrixProduct
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Operation
-from megatron_ext.measure.operations import Gather, HostCopy, Publish
+from megatron_ext.measure.operations import Gather, HostCopy, MatrixProduct, Publish
 from megatron_ext.runtime.objects import gather_objects
 
 PAIRS = (("gpu", "compute"), ("cpu", "compute"), ("gpu", "cpu"), ("publish", "cpu"))

@@ -69,33 +69,3 @@ class Operation(ABC):
         """End threads: most have none."""
         if self.threads is not None:
             self.threads.close()
-
-
-class Step(Operation):
-    """A step of an optimizer on tensors of one size, which are made when it is first asked for."""
-
-    builds = True
-    _size: int | None = None
-
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
-        if size_bytes != self._size:
-            self.build(size_bytes)
-            self._size = size_bytes
-        self.step()
-        return DONE
-
-    def drop(self) -> None:
-        """Steps of other sizes, and other steps, need the memory. What was page-locked is given back, too."""
-        self.close()
-        fabric, busy = self.fabric, self.busy
-        vars(self).clear()
-        self.__init__(fabric, busy)
-        fabric.device.close()
-
-    @abstractmethod
-    def build(self, size_bytes: int) -> None:
-        """Make the tensors of the shard."""
-
-    @abstractmethod
-    def step(self) -> None:
-        """Make the step, as training does."""

@@ -1,4 +1,4 @@
-"""Transfers that are timed, each issued the way the run issues it; and all operations by name."""
+"""Transfers and work of processors that are timed, each issued as the run issues it; and all operations by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron_ext.formats.errors import one_line
-from megatron_ext.measure.compute_operations import HostAdd, MatrixProduct, Optimizer
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import DONE, Handle, Operation
+from megatron_ext.measure.optimizer_steps import Optimizer
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
@@ -283,6 +283,48 @@ class P2P(Operation):
         last = second()
         assert last is not None
         return last
+
+
+class HostAdd(Operation):
+    """A gradient shard of ``size_bytes`` of float32 added to another in host memory."""
+
+    name = "host_add"
+    builds = True
+    by_host = True
+    _sum = _part = torch.zeros(0)
+
+    def issue(self, size_bytes: int, round_index: int):
+        if size_bytes > self._sum.numel() * 4:
+            self._sum, self._part = torch.zeros(2, size_bytes // 4).unbind()
+        self._sum[: size_bytes // 4].add_(self._part[: size_bytes // 4])
+        return DONE
+
+
+class MatrixProduct(Operation):
+    """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
+    back, until about a millisecond has passed. ``size_bytes`` does not matter. On a device in bfloat16, as training:
+    float32 leaves its tensor cores, and so its memory and power, to the transfers during it."""
+
+    name = "compute"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        options = fabric.options
+        rows, hidden = options.seq_length * options.micro_batch_size, options.hidden_size
+        how: dict = {"device": fabric.torch_device}
+        how["dtype"] = torch.float32 if fabric.torch_device.type == "cpu" else torch.bfloat16
+        self.input, self.up, self.down = (
+            torch.ones(*shape, **how) for shape in ((rows, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+        )
+        # 5e10 FLOP/s is the order of one processor thread; an accelerator gets more products.
+        rate = 5e10 if fabric.torch_device.type == "cpu" else 2e14
+        self.products = max(int(1e-3 * rate / (16 * rows * hidden * hidden)), 1)
+
+    def issue(self, size_bytes: int, round_index: int):
+        with torch.no_grad():
+            for _ in range(self.products):
+                torch.mm(torch.mm(self.input, self.up), self.down)
+        return DONE
 
 
 TRANSFERS = (Gather, HierarchicalGather, SymmetricGather, HostCopy, ShardGather, Publish, Internode, Reduce, P2P)

@@ -27,10 +27,10 @@ from megatron_ext.launch.launcher import START_SECONDS
 from megatron_ext.measure import contention, host_memory_rate, kept_measurement, nvme_route, scaled_sizes, size_grid
 from megatron_ext.measure.compute_rounds import ComputeRounds
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.host_step import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
+from megatron_ext.measure.optimizer_steps import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.options import MIB, MOST_OVER
 from megatron_ext.measure.progress_bar import visit_text
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice

@@ -1,4 +1,4 @@
-"""Which curves are measured, and at which sizes: factor 2, and closer where neighbours disagree.
+"""Which curves are measured, at which sizes (factor 2, closer where neighbours disagree), and how that is announced.
 
 [Note: No powers of two]
 Shards that lie a power of two apart fall into the same sets of a processor's caches: an all-gather in host memory of
@@ -6,9 +6,10 @@ Shards that lie a power of two apart fall into the same sets of a processor's ca
 theirs may be read between these; for those that are, a measurement is told their sizes.
 """
 
+import os
 from collections.abc import Mapping
 
-from megatron_ext.measure.options import COPIES, MIB, OF_EXPERTS, STEPS, Options
+from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, OF_EXPERTS, STEPS, Options
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
@@ -106,3 +107,21 @@ def _missing(name: str, options: Options) -> bool:
         "cpu_shard": options.data_parallel_size < 2,
         **dict.fromkeys(OF_EXPERTS, options.expert_data_parallel_size is None),
     }.get(name, False)
+
+
+def announcement(options: Options) -> str:
+    """What will be measured and how long it takes, before it begins: two lines for people, and a third where something
+    was kept."""
+    curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
+    computes = "compute" in options.links and options.modules is not None
+    others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * computes
+    others += ["contention"] * ("contention" in options.links)
+    most, kept = MOST_OVER * options.seconds, options.keep_path
+    goes_on = f"\ngoes on from {kept} where that was measured for the same" if kept and os.path.exists(kept) else ""
+    return (
+        f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "
+        f"{', '.join(others) or 'nothing else'}\n"
+        f"takes about {options.seconds:.0f} s and at most {most:.0f} s once the ranks have started; "
+        "sizes that do not fit in it are scaled from smaller ones, what comes last is left out, and the table says "
+        f"which{goes_on}"
+    )

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 from ortools.sat.python import cp_model
 
-from megatron_ext.bounds.reduce_tail import least_tail_us
+from megatron_ext.bounds.reduce_bounds import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank

@@ -12,15 +12,13 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
 from megatron_ext.report.equality import Equality, compare, largest_loss_difference
-from megatron_ext.report.hidden_work import Hidden, hidden, over_iterations
-from megatron_ext.report.links_busy import shares
+from megatron_ext.report.links_busy import Hidden, hidden, over_iterations, shares
 from megatron_ext.report.measured_trace import MeasuredTrace, Window
 from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import Part, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
-from megatron_ext.report.turn_ratio import TurnRatio, counted, turn_ratio
-from megatron_ext.report.verdict_check import check_verdict
+from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.workload.parallel import Parallel
@@ -51,13 +49,13 @@ class Report(NamedTuple):
     of numbers; the scheduled one is what the schedule holds, the other one is simulated from
     the same table. ``loss_difference``: the largest relative one of scheduled from stock,
     None where no loss is a number. ``measured_ratio``: of iteration times, where the runs took turns; ``verdict_was``:
-    whether it bears the verdict out (:func:`megatron_ext.report.verdict_check.check_verdict`). ``routes``: groups that
+    whether it bears the verdict out (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: groups that
     the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
     the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
     ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
     in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
     ``hidden``: of it, ``measured`` and ``simulated``, what was hidden behind compute
-    (:mod:`megatron_ext.report.hidden_work`). ``moved``: by rank, the bytes that it moves as billed and as counted;
+    (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the bytes that it moves as billed and as counted;
     empty where the trace has no counts.
     ``parts``: of the scheduled iteration, measured and simulated (:mod:`megatron_ext.report.parts`).
     """

@@ -14,7 +14,7 @@ from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Pair, Report
-from megatron_ext.report.hidden_work import NAMES, Hidden
+from megatron_ext.report.links_busy import NAMES, Hidden
 from megatron_ext.report.run_dir import GATHERS_ONLY, READ, WRITTEN
 from megatron_ext.report.spread import Spread
 

@@ -3,8 +3,7 @@
 from megatron_ext.formats import picture
 from megatron_ext.formats.trace import WAITS
 from megatron_ext.report.build_report import Report
-from megatron_ext.report.timeline_panels import Panel, panels, zoom_us
-from megatron_ext.report.timeline_rows import Row
+from megatron_ext.report.timeline_panels import Panel, Row, panels, zoom_us
 
 WIDTH_PX, DPI = 1600, 100
 

@@ -1,4 +1,5 @@
-"""The ratio of two runs that took turns: every turn next to the other run's turns just before and behind it.
+"""The ratio of two runs that took turns, every turn next to the other run's turns just before and behind it; and
+whether that ratio bears a verdict out.
 
 The first iteration of a turn is left out: publishing and gathers that a rank starts at the end of an iteration had the
 whole turn of the other run for themselves.
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from statistics import median, stdev
 from typing import NamedTuple
 
+from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, LEAST_GAIN
 from megatron_ext.report.spread import warm_up
 
 
@@ -43,3 +45,22 @@ def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iteratio
     if len(ratios) < 2:
         return None
     return TurnRatio(median(ratios), 1.2533 * stdev(ratios) / len(ratios) ** 0.5, len(ratios))
+
+
+RIGHT, WRONG, UNDECIDED = "right", "wrong", "not decided by this measurement"
+ERRORS = 2.0
+"""Standard errors on either side of a measured ratio."""
+
+
+def check_verdict(answer: str | None, ratio: float, standard_error: float) -> str | None:
+    """What a measured ratio (schedule to stock) says of ``answer``; None where the plan gave none or could not tell.
+
+    ``helps`` claims a gain, ``does not help`` claims one of less than 1 %. The claim is right or wrong if the whole
+    interval of the measurement lies on one side.
+    """
+    if answer is None or answer == CANNOT_TELL:
+        return None
+    low, high = 1 - ratio - ERRORS * standard_error, 1 - ratio + ERRORS * standard_error
+    if answer == HELPS:
+        return RIGHT if low > 0 else WRONG if high < 0 else UNDECIDED
+    return RIGHT if high < LEAST_GAIN else WRONG if low > LEAST_GAIN else UNDECIDED

@@ -8,9 +8,7 @@ from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curv
 from megatron_ext.cost.curve import has_points, points_of
 from megatron_ext.cost.environment import INSTANCES
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.expert_curves import table_of_experts
-from megatron_ext.cost.gradient_sizes import by_parameter_bytes
-from megatron_ext.cost.table_choices import by_algorithm, host_steps
+from megatron_ext.cost.table_views import by_algorithm, by_parameter_bytes, host_steps, table_of_experts
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.slowdowns import Slowdowns
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned

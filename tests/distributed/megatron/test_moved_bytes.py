@@ -14,7 +14,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
 from megatron_ext.formats.moved_bytes import differences
 from megatron_ext.report import moved
-from megatron_ext.report.hidden_work import STEP
+from megatron_ext.report.links_busy import STEP
 from megatron_ext.schedule import match, validate
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.byte_bill import byte_bill

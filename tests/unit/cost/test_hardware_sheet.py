@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from megatron_ext.cost import hardware_sheet as sheets
-from megatron_ext.cost import sheet_template
 from megatron_ext.formats.errors import InputError
 
 EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink h100-pcie
@@ -92,7 +91,7 @@ def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
 
 @pytest.mark.parametrize("name", ("h100-rdma", "rtx4090", "gh200"))
 def test_a_template_is_refused_until_it_is_filled_in_and_then_is_a_sheet(tmp_path, name):
-    path, made = tmp_path / "mine.json", sheet_template.template(name)
+    path, made = tmp_path / "mine.json", sheets.template(name)
     path.write_text(json.dumps(made))
     with pytest.raises(InputError, match=r"mine\.json.*value.*null"):
         sheets.load(path)

@@ -8,10 +8,10 @@ from gathered import as_ranks_do
 from msgspec.structs import replace
 
 from megatron_ext.measure import kept_measurement, rank_program, scaled_sizes
-from megatron_ext.measure.announcement import announcement
 from megatron_ext.measure.assemble_table import assemble
 from megatron_ext.measure.options import MIB, STEPS, Options
 from megatron_ext.measure.sampling import Samples
+from megatron_ext.measure.size_grid import announcement
 from megatron_ext.runtime.device import HostDevice
 
 LINKS = ("cpu", "publish", "optimizer", "host_add", *STEPS)

@@ -13,7 +13,7 @@ from megatron_ext import report
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import END_NOT_KNOWN
 from megatron_ext.report import timeline, timeline_panels
-from megatron_ext.report.timeline_rows import MOST_RANKS, Bar, Row, rows, shown_ranks
+from megatron_ext.report.timeline_panels import MOST_RANKS, Bar, Row, rows, shown_ranks
 from megatron_ext.workload.step_order import steps_of_ranks
 
 

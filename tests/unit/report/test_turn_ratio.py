@@ -4,8 +4,7 @@ import pytest
 
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT
 from megatron_ext.report.spread import warm_up
-from megatron_ext.report.turn_ratio import counted, turn_ratio
-from megatron_ext.report.verdict_check import RIGHT, UNDECIDED, WRONG, check_verdict
+from megatron_ext.report.turn_ratio import RIGHT, UNDECIDED, WRONG, check_verdict, counted, turn_ratio
 
 
 @pytest.mark.parametrize("iterations", range(1, 6))

@@ -8,7 +8,7 @@ from run_files import make_run
 from megatron_ext import report
 from megatron_ext.formats.trace import END_NOT_KNOWN
 from megatron_ext.report import report_text
-from megatron_ext.report.hidden_work import NAMES, STEP, Hidden, hidden, over_iterations
+from megatron_ext.report.links_busy import NAMES, STEP, Hidden, hidden, over_iterations
 
 PARALLEL = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
 

@@ -1,6 +1,7 @@
-"""What must still happen on a rank from the last backward of a chunk on: compute, and reducing gradients.
+"""What reduces cost a rank at least: from the last backward of a chunk on, with the compute that is left, and where
+``limits.device_bytes`` forces them at every visit of a chunk, since whole gradients have no room to stay.
 
-[Note: Why this is a bound]
+[Note: From the last backward on]
 Symbols, for one rank and the last backward of one of its chunks:
 
 * ``c``: compute from some layer of that backward to the end of the rank's steps.
@@ -12,16 +13,28 @@ alone.
 2. While ``c_i`` of compute runs, at most ``c_i / s`` of the reductions can be done. Slower compute hides no more than
    it costs, because ``s >= 1``.
 3. So from there on at least ``c + max_i(r_i - c_i / s)`` microseconds pass.
+
+[Note: Forced reduces]
+Symbols, for a rank with one chunk: ``G`` is the bytes of its whole gradients, ``L`` is ``limits.device_bytes``, ``F``
+is what is on the device by any schedule (main parameters and optimizer states), ``V`` is its backward steps.
+
+1. A group that is not reduced in a backward step keeps its whole gradient until the next one. When that begins, such
+   gradients are at most ``L - F``.
+2. So in each of the first ``V - 1`` backward steps gradients of at least ``G - (L - F)`` bytes are reduced, and in the
+   last one all of them.
+3. The reduces of a rank run one after another, and the first begins after the rank's first backward does.
 """
 
 import contextlib
 from math import inf
 from typing import NamedTuple
 
-from megatron_ext.bounds.group_sizes import best_rate_sizes, largest_group
+from megatron_ext.bounds.link_rates import best_rate_sizes, largest_group
+from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, REDUCE
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
 
@@ -111,7 +124,25 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
 
 
 def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:
-    """Inequality 3 of the note; ``waiting`` are pairs ``(c_i, r_i)``."""
+    """Inequality 3 of [Note: From the last backward on]; ``waiting`` are pairs ``(c_i, r_i)``."""
     slower = 1.0 + timing.slowdowns.least_excess(REDUCE, COMPUTE)
     after = max(reduce_us - left / slower for left, reduce_us in waiting)
     return compute_us + max(after, tail_us)
+
+
+def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
+    """Least microseconds from the begin of a rank's first backward to the end of its last reduce; 0 where nothing is
+    forced, or a rank has several chunks. See [Note: Forced reduces]."""
+    limit, chunks = workload.limits.device_bytes, workload.chunks_of_rank(pp_rank)
+    if limit is None or workload.zero_stage < 2 or len(chunks) > 1:
+        return 0.0
+    parameters = [p for chunk in chunks for p in chunk.parameters]
+    item_bytes = workload.optimizer.gradient_item_bytes
+    room = limit - least_of_states(workload, pp_rank)
+    forced = sum(p.numel for p in parameters) * item_bytes - max(room, 0)
+    least = [(p, us) for chunk in chunks for p, us in least_cost_of_groups(workload, chunk, timing)]
+    if forced <= 0 or not least:
+        return 0.0
+    per_byte = min(us / (p.bytes // ITEM_BYTES[p.dtype] * item_bytes) for p, us in least)
+    visits = workload.parallel.num_microbatches
+    return (visits - 1) * forced * per_byte + sum(us for _, us in least)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_ext.measure.completion import sets_of_ranks, writers
 from megatron_ext.measure.options import Options
+from megatron_ext.measure.visits import sets_of_ranks, writers
 
 ONE_NODE, TWO_NODES = Options(data_parallel_size=4), Options(data_parallel_size=4, ranks_per_node=2)
 EACH = [[0], [1], [2], [3]]

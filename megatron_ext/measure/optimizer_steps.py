@@ -1,0 +1,186 @@
+"""Steps of Megatron's optimizer: of all that a rank holds, and where it steps on the host (``--optimizer-cpu-offload``)
+of one group. The run's own step of a group is in run_step.py."""
+
+from abc import abstractmethod
+from importlib.util import find_spec
+
+import torch
+
+from megatron_ext.measure.fabric import Fabric
+from megatron_ext.measure.operation import DONE, Handle, Operation
+
+PARAMETER_BYTES = 2
+"""Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
+
+STATE_BYTES, DEVICE_BYTES = 16, 6
+"""Of an element in host memory: parameter, gradient and two moments, float32. And on the device: a gradient in float32
+and the parameter."""
+
+
+class Step(Operation):
+    """A step of an optimizer on tensors of one size, which are made when it is first asked for."""
+
+    builds = True
+    _size: int | None = None
+
+    def issue(self, size_bytes: int, round_index: int) -> Handle:
+        if size_bytes != self._size:
+            self.build(size_bytes)
+            self._size = size_bytes
+        self.step()
+        return DONE
+
+    def drop(self) -> None:
+        """Steps of other sizes, and other steps, need the memory. What was page-locked is given back, too."""
+        self.close()
+        fabric, busy = self.fabric, self.busy
+        vars(self).clear()
+        self.__init__(fabric, busy)
+        fabric.device.close()
+
+    def pieces(self, numel: int) -> list[int]:
+        """Elements of the tensors of a shard: as many as a model has weights of one layer's size."""
+        piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
+        return [min(piece, numel - start) for start in range(0, numel, piece)]
+
+    @abstractmethod
+    def build(self, size_bytes: int) -> None:
+        """Make the tensors of the shard."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Make the step, as training does."""
+
+
+def clipping(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """What all gradients are multiplied by for a norm of at most 1."""
+    return torch.clamp(1.0 / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
+
+
+class Optimizer(Step):
+    """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters, as
+    Megatron's ``DistributedOptimizer`` does it, and zeroes in the whole gradient buffer for the next iteration.
+
+    Where neither Transformer Engine nor apex is installed, Megatron scales gradients in two passes
+    (``local_multi_tensor_scale``) and takes torch's Adam; with either it has one kernel for each.
+    """
+
+    name = "optimizer"
+
+    def __init__(self, fabric: Fabric, busy: bool = False):
+        super().__init__(fabric, busy)
+        self.fused = fabric.torch_device.type == "cuda" and any(
+            find_spec(name) for name in ("transformer_engine", "amp_C")
+        )
+        self._gradients: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        scale = clipping(self._gradients)
+        for gradient in self._gradients:
+            gradient.mul_(scale) if self.fused else gradient.copy_(gradient * scale)
+        self._optimizer.step()
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach())
+        self._buffer.zero_()
+
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        """Of the shard: parameters in 32 bits and as in the run, gradients, two moments, what a step that is not fused
+        makes; and the buffer."""
+        options, whole = self.fabric.options, self.fabric.options.elements(size_bytes)
+        return 0, int((20 * whole + size_bytes) / options.data_parallel_size + 4 * whole * options.whole_part)
+
+    def build(self, size_bytes: int) -> None:
+        whole = self.fabric.options.elements(size_bytes)
+        sizes = self.pieces(whole // self.fabric.options.data_parallel_size)
+        self._main = [torch.ones(size, device=self.fabric.torch_device) for size in sizes]
+        for main in self._main:
+            main.requires_grad_().grad = torch.full_like(main, 1e-3)
+        self._gradients = [main.grad for main in self._main if main.grad is not None]
+        dtype = torch.float32 if 4 * whole == size_bytes else torch.bfloat16
+        self._parameters = [torch.ones_like(main, dtype=dtype, requires_grad=False) for main in self._main]
+        self._buffer = torch.ones(int(whole * self.fabric.options.whole_part), device=self.fabric.torch_device)
+        self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
+
+
+class HostStep(Step):
+    """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
+    fused AdamW there, tensor by tensor, and the new parameters back to the device, where they are cast. Megatron's are
+    float32 copies of page-locked 16-bit ones, and not page-locked themselves."""
+
+    name = "host_step"
+    settles = True
+
+    def step(self) -> None:
+        for own, gradient in zip(self._own_gradients, self.gradients):
+            own.copy_(gradient, non_blocking=True)
+        self.fabric.device.settle()
+        self._optimizer.step()
+        self.bring_back()
+
+    def bring_back(self) -> None:
+        """New parameters to the device."""
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach(), non_blocking=True)
+
+    def sizes(self, size_bytes: int) -> list[int]:
+        """Elements of the tensors of the shard."""
+        return self.pieces(max(size_bytes // PARAMETER_BYTES // self.fabric.options.data_parallel_size, 1))
+
+    def build(self, size_bytes: int) -> None:
+        fabric, sizes = self.fabric, self.sizes(size_bytes)
+        self._own_gradients = [self.memory(size) for size in sizes]
+        self._main = [torch.ones_like(gradient) for gradient in self._own_gradients]
+        for main, gradient in zip(self._main, self._own_gradients):
+            main.requires_grad_().grad = gradient
+        self.gradients = [torch.full((size,), 1e-3, device=fabric.torch_device) for size in sizes]
+        self._parameters = [torch.ones(size, dtype=torch.bfloat16, device=fabric.torch_device) for size in sizes]
+        self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True)
+
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        return STATE_BYTES * sum(self.sizes(size_bytes)), DEVICE_BYTES * sum(self.sizes(size_bytes))
+
+    def memory(self, numel: int) -> torch.Tensor:
+        """Of float32, where gradients are stepped on."""
+        return self.fabric.device.host_tensor(numel, torch.float32)
+
+
+class DeviceStep(HostStep):
+    """The step of the same shard with its states on the device. Fused, as Megatron asks of the optimizer on either
+    side (``fused=True``); Transformer Engine's and apex's have one kernel as well."""
+
+    name = "device_step"
+    settles = False
+
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        return 0, sum(super().made_bytes(size_bytes))
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self.bring_back()
+
+    def memory(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, device=self.fabric.torch_device)
+
+
+class HostOptimizer(HostStep):
+    """The whole step of Megatron's optimizer where it steps on the host: the norm of all gradients and their clipping
+    on the device, gradients, AdamW and parameters of everything that this rank holds, and zeroes in the whole gradient
+    buffer."""
+
+    name = "optimizer"
+
+    def build(self, size_bytes: int) -> None:
+        super().build(size_bytes)
+        whole = int(size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
+        self._buffer = torch.ones(whole, device=self.fabric.torch_device)
+
+    def made_bytes(self, size_bytes: int) -> tuple[int, int]:
+        host, device = super().made_bytes(size_bytes)
+        return host, device + int(4 * size_bytes // PARAMETER_BYTES * self.fabric.options.whole_part)
+
+    def step(self) -> None:
+        scale = clipping(self.gradients)
+        for gradient in self.gradients:
+            gradient.mul_(scale)
+        super().step()
+        self._buffer.zero_()
