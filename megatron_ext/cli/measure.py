@@ -18,7 +18,8 @@ from megatron_ext.cli.checkout_model import (
 )
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import ScriptCommand, entry_option
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag
+from megatron_ext.measure.options import LINKS, Options
 
 READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
 """Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
@@ -67,6 +68,13 @@ def _of_script(options, checkout: str | None, entry: str | None):
     return for_workload(with_sizes(options, script), describe_command_line(checkout, arguments, entry))
 
 
+def option(name: str, *short: str, help: str | None = None):
+    """The option of a number of :class:`Options`, with its default there."""
+    default = getattr(Options(), name)
+    number = float if isinstance(default, float) else int
+    return click.option(flag(name), *short, type=number, default=default, show_default=default is not None, help=help)
+
+
 @click.command(cls=ScriptCommand)
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option(
@@ -86,32 +94,22 @@ def _of_script(options, checkout: str | None, entry: str | None):
 )
 @click.option("--collective", help="With --import nccl-tests: what was measured, where the log does not say.")
 @click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several.")
-@click.option("--data-parallel-size", "--dp", type=int, default=2, show_default=True)
-@click.option("--pipeline-model-parallel-size", "--pp", type=int, default=1, show_default=True)
+@option("data_parallel_size", "--dp")
+@option("pipeline_model_parallel_size", "--pp")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--min-bytes", type=int, default=4096, show_default=True, help="Smallest whole group.")
-@click.option("--max-bytes", type=int, default=256 << 20, show_default=True, help="Largest whole group.")
+@option("min_bytes", help="Smallest whole group.")
+@option("max_bytes", help="Largest whole group.")
 @click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
 @click.option(
     "--also-sizes",
     help="Comma-separated sizes in bytes at which gathers are measured besides the grid: a schedule's groups.",
 )
-@click.option("--max-rank-bytes", type=int, help="Whole parameters of one rank, for the optimizer step.")
-@click.option(
-    "--seconds",
-    type=float,
-    default=90.0,
-    show_default=True,
-    help="Time for measuring; starting the ranks comes on top.",
-)
-@click.option(
-    "--threads", type=int, help="Processor threads of one rank; default: on a GPU as many as a run takes, else one."
-)
-@click.option(
-    "--hidden-size", type=int, default=512, show_default=True, help="Shape of the products that stand for compute."
-)
-@click.option("--seq-length", type=int, default=128, show_default=True)
-@click.option("--micro-batch-size", type=int, default=1, show_default=True)
+@option("max_rank_bytes", help="Whole parameters of one rank, for the optimizer step.")
+@option("seconds", help="Time for measuring; starting the ranks comes on top.")
+@option("threads", help="Processor threads of one rank; default: on a GPU as many as a run takes, else one.")
+@option("hidden_size", help="Shape of the products that stand for compute.")
+@option("seq_length")
+@option("micro_batch_size")
 @click.option("--links", metavar="NAMES", help="What is measured, with commas: gpu, cpu, publish, compute, ...")
 @click.option(
     "--modules",
@@ -148,7 +146,6 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
         table = importers.read(*imported, **{name: of_import[name] for name in READ_BY.get(imported[0], ())})
     else:
         from megatron_ext.measure import measure as run
-        from megatron_ext.measure.options import LINKS, Options
         from megatron_ext.measure.size_grid import announcement
 
         if sizes:
