@@ -14,7 +14,7 @@ import core_tree
 
 from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.hook_table import CORE_FILES, FILES, HOOKS
-from megatron_ext.checkout.patchset import MANIFEST, SCHEMA_VERSION, HookEntry, Manifest, PatchedFile, Release, blob_id
+from megatron_ext.checkout.patchset import MANIFEST, SCHEMA_VERSION, Manifest, PatchedFile, Release, blob_id
 from megatron_ext.checkout.verify import verify_text
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
@@ -100,8 +100,7 @@ def main() -> int:
             release.same_core_on_pypi = compare_package(release, options.packages)
         count = sum(len(f.lines) for f in release.files)
         print(f"{version}: {count} lines in {len(release.files)} files, {release.patch}")
-    hooks = [HookEntry(h.name, h.file, h.text, h.place, h.purpose) for h in HOOKS]
-    manifest = Manifest(SCHEMA_VERSION, "patch_manifest", hooks, releases)
+    manifest = Manifest(SCHEMA_VERSION, "patch_manifest", list(HOOKS), releases)
     json_files.save(options.out / MANIFEST, manifest, indent=1)
     return 0
 

@@ -6,7 +6,7 @@ holds no policy. Imports stand on the hook line itself: an import at the top of 
 would be one more place to merge, and the import block is what changes most between releases.
 """
 
-from dataclasses import dataclass
+import msgspec
 
 MARKER = "# megatron-ext"
 
@@ -24,24 +24,23 @@ TRAINING_FILES = (ARGUMENTS, TRAINING, PRETRAIN)
 FILES = CORE_FILES + TRAINING_FILES
 
 
-@dataclass(frozen=True)
-class Hook:
-    """One inserted line.
+class Hook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One inserted line; the manifest holds all of them as they are here.
 
     Attributes:
         name: what ``check`` calls it, e.g. ``schedules.interleaved.begin``.
         file: path below the root of the Megatron tree.
         text: the statement, without indentation and marker. Where releases name a variable
             differently the text holds ``{microbatch}``, filled in from the helper's signature.
-        purpose: why the line is there, for the manifest and for ``patch list``.
         place: where it goes, in words; ``find_places.py`` holds the same in code.
+        purpose: why the line is there, for the manifest and for ``patch list``.
     """
 
     name: str
     file: str
     text: str
-    purpose: str
     place: str
+    purpose: str
 
     def line(self, microbatch: str = "virtual_microbatch_id") -> str:
         """The inserted line without indentation and without a line end."""
@@ -57,16 +56,16 @@ def _plain_schedule(name: str, function: str) -> tuple[Hook, Hook]:
             IMPORT
             + "gather_schedule, forward_step, backward_step = "
             + "hooks.begin_steps(config, [model], num_microbatches, forward_only)",
+            f"{function}, as soon as config is known",
             "one iteration begins; from here the function's own forward_step and backward_step "
             "are the ones that follow the schedule (the originals where there is none)",
-            f"{function}, as soon as config is known",
         ),
         Hook(
             f"schedules.{name}.end",
             SCHEDULES,
             "gather_schedule.end_iteration()",
-            "one iteration ends, in training and in evaluation",
             f"{function}, before gradients are finalized",
+            "one iteration ends, in training and in evaluation",
         ),
     )
 
@@ -78,80 +77,80 @@ HOOKS = (
         "pretrain.start",
         PRETRAIN,
         'if __name__ == "__main__": ' + IMPORT + "hooks.on_pretrain()",
+        "the module, before torch is imported",
         "where the schedule comes in: verifies that every hook is there and prepares a machine "
         "without a GPU, before any other module of Megatron is imported",
-        "the module, before torch is imported",
     ),
     Hook(
         "arguments.add",
         ARGUMENTS,
         IMPORT + "hooks.add_arguments(parser)",
-        "adds --user-defined-schedule and its few companions to Megatron's own options",
         "parse_args, after extra_args_provider has been applied",
+        "adds --user-defined-schedule and its few companions to Megatron's own options",
     ),
     Hook(
         "training.setup",
         TRAINING,
         IMPORT + "hooks.on_train_setup(args, model, optimizer, config)",
-        "reads the schedule and refuses what it cannot serve, when model and optimizer are built",
         "train, before param_sync_func is set",
+        "reads the schedule and refuses what it cannot serve, when model and optimizer are built",
     ),
     Hook(
         "training.end",
         TRAINING,
         IMPORT + "hooks.on_train_end()",
+        "train, after its loop, before it may leave the process",
         "all parameters whole again where a checkpoint or an evaluation follows; writes the trace "
         "and lets go of threads and host memory",
-        "train, after its loop, before it may leave the process",
     ),
     Hook(
         "ddp.built",
         DDP,
         IMPORT + "hooks.on_ddp_built(self)",
-        "gives every group of the schedule its own bucket and storage, before the optimizer takes its views",
         "DistributedDataParallel.__init__, at its end",
+        "gives every group of the schedule its own bucket and storage, before the optimizer takes its views",
     ),
     Hook(
         "optimizer.params_updated",
         OPTIMIZER,
         IMPORT + "hooks.on_params_updated(self, update_successful)",
-        "the shards hold new parameters: publish them, and mark whole copies stale",
         "DistributedOptimizer.step_with_ready_grads, after the parent's step and before the parameters are gathered",
+        "the shards hold new parameters: publish them, and mark whole copies stale",
     ),
     Hook(
         "schedules.interleaved.begin",
         SCHEDULES,
         IMPORT + "gather_schedule = hooks.begin_iteration(config, model, num_microbatches, forward_only)",
-        "one iteration begins; the nested helpers close over gather_schedule",
         f"{_INTERLEAVED}, before the first two chunks are synchronised",
+        "one iteration begins; the nested helpers close over gather_schedule",
     ),
     Hook(
         "schedules.interleaved.pre_forward",
         SCHEDULES,
         "gather_schedule.pre_forward({microbatch}, model_chunk_id)",
-        "issues and awaits what the schedule lists for this forward step",
         f"{_INTERLEAVED}, forward helper, before its test of param_sync_func",
+        "issues and awaits what the schedule lists for this forward step",
     ),
     Hook(
         "schedules.interleaved.pre_backward",
         SCHEDULES,
         "gather_schedule.pre_backward({microbatch}, model_chunk_id)",
-        "issues and awaits what the schedule lists for this backward step",
         f"{_INTERLEAVED}, backward helper, between the pops of the input and the output tensor",
+        "issues and awaits what the schedule lists for this backward step",
     ),
     Hook(
         "schedules.interleaved.post_backward",
         SCHEDULES,
         "gather_schedule.post_backward({microbatch})",
-        "frees what the schedule frees after this backward step",
         f"{_INTERLEAVED}, backward helper, before its test of grad_sync_func",
+        "frees what the schedule frees after this backward step",
     ),
     Hook(
         "schedules.interleaved.end",
         SCHEDULES,
         "gather_schedule.end_iteration()",
-        "one iteration ends, in training and in evaluation",
         f"{_INTERLEAVED}, before gradients are finalized",
+        "one iteration ends, in training and in evaluation",
     ),
     *_plain_schedule("1f1b", "forward_backward_pipelining_without_interleaving"),
     *_plain_schedule("no_pipelining", "forward_backward_no_pipelining"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_ext.checkout.hook_table import Hook
 from megatron_ext.formats import json_files as files
 from megatron_ext.formats.errors import InputError
 
@@ -45,22 +46,12 @@ class Release(msgspec.Struct, forbid_unknown_fields=True):
         return f"{self.version} at {self.commit[:10]}" if self.ref == self.version else self.version
 
 
-class HookEntry(msgspec.Struct, forbid_unknown_fields=True):
-    """What one inserted line is for; the same for all releases."""
-
-    name: str
-    file: str
-    text: str
-    place: str
-    purpose: str
-
-
 class Manifest(msgspec.Struct, forbid_unknown_fields=True):
     """``patches/manifest.json``."""
 
     schema_version: int
     kind: str
-    hooks: list[HookEntry]
+    hooks: list[Hook]
     releases: list[Release]
 
 

@@ -16,7 +16,7 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     from megatron_ext import report as reports
 
     run = reports.load_measured(run_dir)
-    if isinstance(run, reports.TracedRun):
+    if not isinstance(run, reports.RunDir):
         said = _fit_again(run, extrapolate)
         if said is None:
             why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` takes a trace without it"

@@ -31,7 +31,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, part_of
-from megatron_ext.report.run_dir import RunDir, TracedRun
+from megatron_ext.report.run_dir import TracedRun
 from megatron_ext.report.turn_ratio import counted
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload, optimizer_bytes
@@ -71,7 +71,7 @@ class Calibrated(NamedTuple):
     error_after: float
 
 
-def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
+def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
     """The table (by default the run's own) with the figures of the scheduled training of ``run``.
 
     Raises:
@@ -104,7 +104,7 @@ def calibrate(run: RunDir | TracedRun, table: CostTable | None = None, *, extrap
     return Calibrated(made, named, left, before_us / measured_us - 1, after_us / measured_us - 1)
 
 
-def _times(events: Iterable[Event], run: RunDir | TracedRun) -> Times:
+def _times(events: Iterable[Event], run: TracedRun) -> Times:
     """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
     parallel = run.workload.parallel
     given = apart(events, parallel, run.schedule.groups, run.on_device, by_optimizer=("host_step", "nvme"))

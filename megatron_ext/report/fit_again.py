@@ -7,7 +7,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.planner.fit.found import Found, judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.report.calibrate import calibrate
-from megatron_ext.report.run_dir import RunDir, TracedRun
+from megatron_ext.report.run_dir import TracedRun
 
 FILE = "fit.json"
 """In a run directory, written by ``prepare --fit``."""
@@ -37,7 +37,7 @@ class FitAgain(NamedTuple):
         return f"fit, with the costs of this run: faster now are {winner.us / 1e3:.0f} ms{now}: {winner.setting.text()}"
 
 
-def of_run(run: RunDir | TracedRun, *, extrapolate: bool = False) -> FitAgain | None:
+def of_run(run: TracedRun, *, extrapolate: bool = False) -> FitAgain | None:
     """Search again for the request that the run directory keeps; None where it keeps none.
 
     Raises:

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
@@ -36,23 +36,52 @@ WRITTEN = {"report": "report.md", "timeline": "timeline.png", "overlay": "overla
 """What ``report`` adds to it."""
 
 
-class RunDir(NamedTuple):
+@dataclass(frozen=True)
+class TracedRun:
+    """What ``prepare`` made, and a training by it of which nothing but the trace was kept: scripts that are not the
+    example write no metrics."""
+
+    path: Path
+    table: cost.CostTable
+    workload: Workload
+    schedule: Schedule
+    scheduled_trace: MeasuredTrace
+
+    @property
+    def on_device(self) -> bool:
+        """Whether ranks compute on devices of their own, during which the training thread issues."""
+        return (self.table.metadata.software or {}).get("backend") == "nccl"
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that the scheduled run trained."""
+        return self.scheduled_trace.iterations
+
+    @property
+    def iteration_us(self) -> Sequence[float]:
+        """What each took, from the begin of its first step to the end of the optimizer's."""
+        windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
+        return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
+
+    @property
+    def turn_iterations(self) -> int | None:
+        """Iterations of a turn, where stock and scheduled training took turns."""
+        return None
+
+
+@dataclass(frozen=True)
+class RunDir(TracedRun):
     """Everything a report is made of; ``reference`` is None where no reference was trained.
 
     ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only``, or where that is None as
     stock Megatron does, whose zero stage is 1.
     """
 
-    path: Path
-    table: cost.CostTable
-    workload: Workload
-    schedule: Schedule
     stock: Metrics
     scheduled: Metrics
     reference: Metrics | None
     stock_trace: MeasuredTrace
-    scheduled_trace: MeasuredTrace
-    gathers_only: Schedule | None = None
+    gathers_only: Schedule | None
 
     @property
     def stock_name(self) -> str:
@@ -62,23 +91,12 @@ class RunDir(NamedTuple):
         return "stock" if self.workload.zero_stage < 3 else "zero stage 1"
 
     @property
-    def on_device(self) -> bool:
-        """Whether ranks compute on devices of their own, during which the training thread issues."""
-        return _on_device(self.table)
-
-    @property
     def iteration_us(self) -> Sequence[float]:
-        """What each iteration of the scheduled run took."""
+        """What each iteration of the scheduled run took, by its metrics."""
         return self.scheduled.iteration_us
 
     @property
-    def iterations(self) -> int:
-        """Iterations that the scheduled run trained."""
-        return self.scheduled.iterations
-
-    @property
     def turn_iterations(self) -> int | None:
-        """Iterations of a turn, where stock and scheduled training took turns."""
         return self.scheduled.turn_iterations if self.stock.turn_iterations == self.scheduled.turn_iterations else None
 
     def file(self, name: str) -> Path:
@@ -86,39 +104,7 @@ class RunDir(NamedTuple):
         return self.path / {**READ, **WRITTEN}[name]
 
 
-class TracedRun(NamedTuple):
-    """What ``prepare`` made, and a training by it of which nothing but the trace was kept: scripts that are not the
-    example write no metrics."""
-
-    path: Path
-    table: cost.CostTable
-    workload: Workload
-    schedule: Schedule
-    scheduled_trace: MeasuredTrace
-    turn_iterations: int | None = None
-
-    @property
-    def on_device(self) -> bool:
-        """As of :class:`RunDir`."""
-        return _on_device(self.table)
-
-    @property
-    def iterations(self) -> int:
-        """Iterations that were trained."""
-        return self.scheduled_trace.iterations
-
-    @property
-    def iteration_us(self) -> Sequence[float]:
-        """What each took, from the begin of its first step to the end of the optimizer's."""
-        windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
-        return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
-
-
-def _on_device(table: cost.CostTable) -> bool:
-    return (table.metadata.software or {}).get("backend") == "nccl"
-
-
-def load_measured(directory) -> RunDir | TracedRun:
+def load_measured(directory) -> TracedRun:
     """Read a run directory, or of one without metrics what was planned and the trace of the training.
 
     Raises:
@@ -165,10 +151,10 @@ def load(directory) -> RunDir:
         if metrics is not None and len(metrics.parameter_sha256) != world:
             held = len(metrics.parameter_sha256)
             Checker(at[key]).refuse(f"has {held} entries for {world} ranks", "parameter_sha256")
-    traces = [
+    stock_trace, trace = (
         MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
-    ]
-    return RunDir(path, table, workload, schedule, stock, scheduled, reference, *traces, gathers_only=gathers_only)
+    )
+    return RunDir(path, table, workload, schedule, trace, stock, scheduled, reference, stock_trace, gathers_only)
 
 
 def _gathers_only(path: Path, workload: Workload) -> Schedule | None:

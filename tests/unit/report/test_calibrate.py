@@ -129,7 +129,7 @@ def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
     for kind in ("stock", "scheduled"):
         (run.path / f"{kind}.metrics.json").unlink()
     traced = report.load_measured(run.path)
-    assert isinstance(traced, report.TracedRun) and traced.iterations == 6
+    assert type(traced) is report.TracedRun and traced.iterations == 6
     assert calibrate(traced).factors == whole.factors
     assert traced.iteration_us[2:5] == pytest.approx(run.iteration_us[2:5], rel=0.05)
     (run.path / "scheduled.trace.json").unlink()

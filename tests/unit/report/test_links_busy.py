@@ -1,5 +1,7 @@
 """When links carry bytes, and all of them at once."""
 
+import dataclasses
+
 import pytest
 from msgspec.structs import replace
 from planning_cases import make_workload
@@ -74,5 +76,5 @@ def test_a_report_says_what_figures_are_not(tmp_path):
     assert "EMULATED links" not in report_text.cautions(built)
     options = replace(metadata.options, measured_on=MeasuredOn(hardware={"device": "cpu", CAUTION: "EMULATED links"}))
     schedule = replace(built.run.schedule, metadata=replace(metadata, options=options))
-    built = built._replace(run=built.run._replace(schedule=schedule))
+    built = built._replace(run=dataclasses.replace(built.run, schedule=schedule))
     assert report_text.cautions(built)[0] == "EMULATED links"
