@@ -36,7 +36,7 @@ def predicted(
     Checker("--bytes").size(size_bytes)
     costs = Costs(table, extrapolate=extrapolate, file=file)
     if route in ROUTES:
-        alone = costs.gather(route, size_bytes)
+        alone = costs.estimate(f"routes.{route}", size_bytes)
         estimate = costs.beside(route, size_bytes, busy, alone)
     elif route in OTHERS:
         if busy:

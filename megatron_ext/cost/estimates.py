@@ -6,7 +6,6 @@ from math import prod
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, part_named
 from megatron_ext.cost.curve import Estimate, has_points, lookup
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.route import ROUTES
 
 STEP = "step"
 """The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes besides its layers."""
@@ -38,22 +37,6 @@ class Costs:
         """Whether the table has points for ``route``; a route without any is not offered."""
         return has_points(getattr(self.table.routes, route))
 
-    @property
-    def routes(self) -> tuple[str, ...]:
-        return tuple(route for route in ROUTES if self.offers(route))
-
-    def gather_us(self, route: str, size_bytes: int) -> float:
-        """Median time to bring a group of ``size_bytes`` whole onto the device by ``route``, alone.
-
-        Raises:
-            InputError: the route has no points, or the size is outside their range.
-        """
-        return self.gather(route, size_bytes).us
-
-    def gather(self, route: str, size_bytes: int) -> Estimate:
-        """As :meth:`gather_us`, with its interval and (of several) its algorithm."""
-        return self._estimate(f"routes.{route}", size_bytes)
-
     def issued_us(self, route: str, size_bytes: int) -> float | None:
         """Time the calling thread is kept by issuing, at the nearest measured size not below;
         None where the table does not tell it apart."""
@@ -68,7 +51,7 @@ class Costs:
         """A transfer while the links named in ``busy`` work; ``alone`` is the same without them.
 
         Raises:
-            InputError: as :meth:`gather_us`; or a pair was never measured.
+            InputError: a pair was never measured.
         """
         factors = []
         for name in busy:
@@ -102,30 +85,24 @@ class Costs:
                 return by_size[left] + share * (by_size[right] - by_size[left])
         return by_size[sizes[-1]]
 
-    def publish_us(self, dest: str, size_bytes: int) -> float:
-        """Write-back of a group into ``cpu`` (host copy) or ``nvme``, or across nodes (``internode``)."""
-        return self._estimate(f"publish.{dest}", size_bytes).us
-
     def offers_publish(self, dest: str) -> bool:
         return has_points(getattr(self.table.publish, dest))
 
     def p2p_us(self, size_bytes: int) -> float:
         """One activation message between two pipeline ranks."""
-        return self._estimate("p2p", size_bytes).us
-
-    def reduce_us(self, size_bytes: int) -> float | None:
-        """Gradient reduce-scatter of a group; None where the table lacks it."""
-        return self._estimate("reduce", size_bytes).us if has_points(self.table.reduce) else None
+        return self.estimate("p2p", size_bytes).us
 
     def optimizer_us(self, size_bytes: int) -> float | None:
         """One optimizer step, by bytes of the whole parameters of one rank; None where the table lacks it."""
-        return self._estimate("optimizer", size_bytes).us if has_points(self.table.optimizer) else None
+        return self.estimate("optimizer", size_bytes).us if has_points(self.table.optimizer) else None
 
     def estimate(self, what: str, size_bytes: int) -> Estimate:
-        """Any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with its interval."""
-        return self._estimate(what, size_bytes)
+        """Any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with its interval and (of
+        several) its algorithm.
 
-    def _estimate(self, what: str, size_bytes: int) -> Estimate:
+        Raises:
+            InputError: it has no points, or the size is outside their range.
+        """
         key = (what, size_bytes)
         found = self._estimates.get(key)
         if found is None:
@@ -136,28 +113,17 @@ class Costs:
 
     # -- compute ----------------------------------------------------------------------------
 
-    def compute_us(self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()) -> tuple[float, float]:
-        """(forward, backward) of one micro-batch through one chunk.
-
-        A row for the chunk wins; otherwise the rows of its layers' kinds are added up, and the
-        row of kind :data:`STEP` where there is one.
-
-        Raises:
-            InputError: naming the chunk, and the layer kind that has no row.
-        """
-        row = self._by_place.get((pp_rank, model_chunk_id))
-        if row is not None:
-            return row.forward_us, row.backward_us
-        layers = self.layer_us(pp_rank, model_chunk_id, layer_kinds)
-        return sum(forward for forward, _ in layers), sum(backward for _, backward in layers)
-
     def layer_us(
         self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = (), num_layers: int | None = None
     ) -> list[tuple[float, float]]:
         """(forward, backward) of each layer of a chunk, in execution order.
 
         Where the table has only a row for the whole chunk it is shared out: in proportion to
-        the rows of the layers' kinds where all are known, evenly otherwise.
+        the rows of the layers' kinds where all are known, evenly otherwise. Without such a row those of its layers'
+        kinds count, with the row of kind :data:`STEP` where there is one.
+
+        Raises:
+            InputError: naming the chunk, and the layer kind that has no row.
         """
         row = self._by_place.get((pp_rank, model_chunk_id))
         if row is None:

@@ -22,6 +22,7 @@ from megatron_ext.measure import Options, measure
 from megatron_ext.measure.compute_rounds import LEAST_ROUNDS
 from megatron_ext.measure.rank_program import PASSES
 from megatron_ext.measure.sampling import MAX_ROUNDS
+from megatron_ext.workload.route import ROUTES
 
 HERE = Path(__file__).parents[2] / "helpers"
 
@@ -48,13 +49,13 @@ def run(tmp_path_factory):
 
 def test_every_curve_is_there(run):
     costs = Costs(run)
-    assert costs.routes == ("gpu", "cpu", "cpu_shard")  # without --nvme-path nothing is said of nvme
+    assert [*filter(costs.offers, ROUTES)] == ["gpu", "cpu", "cpu_shard"]  # nvme is not measured without --nvme-path
     for us in (
-        costs.gather_us("gpu", 50000),
-        costs.gather_us("cpu", 50000),
-        costs.publish_us("cpu", 50000),
+        costs.estimate("routes.gpu", 50000).us,
+        costs.estimate("routes.cpu", 50000).us,
+        costs.estimate("publish.cpu", 50000).us,
         costs.p2p_us(50000),
-        costs.reduce_us(50000),
+        costs.estimate("reduce", 50000).us,
         costs.optimizer_us(50000),
     ):
         assert 0 < us < 10e6
@@ -179,7 +180,7 @@ def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
     assert json.loads(said)["cost_table"] == str(out) and set(others) == {""}
     table = cost_table.load(out)
     assert table.metadata.world_sizes["ranks_per_node"] == ranks_per_node
-    assert Costs(table).routes == ("gpu", "cpu")  # cpu_shard is not among the links
+    assert [*filter(Costs(table).offers, ROUTES)] == ["gpu", "cpu"]  # cpu_shard is not among the links
     if contention:  # beside more links, or for less time, it may be left out
         assert {(row.measured, row.busy) for row in table.contention} >= {("gpu", "publish"), ("publish", "gpu")}
     flat = [point.size_bytes for point in table.routes.gpu.points]

@@ -264,7 +264,7 @@ def test_every_machine_gives_a_table_that_simulates(name):
     for curve in (table.routes.gpu, table.routes.cpu, table.publish.cpu, table.reduce, table.optimizer, *of_host):
         assert curve is not None and all(p.p95_us > 1.05 * p.p50_us for p in curve.points)
     assert all(row.forward_p95_us > 1.05 * row.forward_us for row in table.compute)
-    estimate_of = Costs(table).gather("gpu", 10_000_000)
+    estimate_of = Costs(table).estimate("routes.gpu", 10_000_000)
     assert estimate_of.high_us > 1.1 * estimate_of.us > 1.1 * estimate_of.low_us
 
 

@@ -55,7 +55,7 @@ def test_extrapolation_goes_on_along_the_last_segment():
 
 def test_no_points_is_an_error():
     with pytest.raises(InputError, match="routes.nvme: has no points"):
-        Costs(table(routes=Routes(gpu=Curve(points=GPU)))).gather_us("nvme", 1000)
+        Costs(table(routes=Routes(gpu=Curve(points=GPU)))).estimate("routes.nvme", 1000)
 
 
 def test_best_algorithm_by_size_and_its_name():
@@ -70,11 +70,12 @@ def test_best_algorithm_by_size_and_its_name():
 
 def test_costs_offers_only_what_was_measured():
     costs = Costs(table(routes=Routes(gpu=Curve(points=GPU), cpu=Curve())))
-    assert costs.routes == ("gpu",)
-    assert costs.gather_us("gpu", 1500) == pytest.approx(15)
-    assert costs.reduce_us(1000) is None and costs.optimizer_us(1000) is None
-    with pytest.raises(InputError, match="publish.cpu"):
-        costs.publish_us("cpu", 1000)
+    assert costs.offers("gpu") and not costs.offers("cpu") and not costs.offers_publish("cpu")
+    assert costs.estimate("routes.gpu", 1500).us == pytest.approx(15)
+    assert costs.optimizer_us(1000) is None
+    for curve in ("publish.cpu", "reduce"):
+        with pytest.raises(InputError, match=curve):
+            costs.estimate(curve, 1000)
     with pytest.raises(InputError, match="p2p"):
         costs.p2p_us(1000)
 
@@ -92,7 +93,7 @@ def test_slowdown_by_size_and_contended_gather():
     assert costs.slowdown("gpu", "cpu") == 1.4
     assert costs.slowdown("cpu", "gpu") == 1.0  # never a speed-up
     assert costs.slowdown("gpu", "nvme") == 1.0
-    alone = costs.gather("gpu", 1000)
+    alone = costs.estimate("routes.gpu", 1000)
     assert costs.beside("gpu", 1000, ["cpu"], alone).us == pytest.approx(12)
     both = costs.beside("gpu", 1000, ["cpu", "compute"], alone)
     assert both.us == pytest.approx(10 * (1 + 0.2 + 1.0)) and both.low_us <= both.us <= both.high_us
@@ -110,20 +111,18 @@ def test_compute_by_place_wins_over_layer_kinds():
             )
         )
     )
-    assert costs.compute_us(0, 0, ("embedding", "transformer", "transformer")) == (21, 42)
-    assert costs.compute_us(1, 0, ("transformer",)) == (33, 66)
     assert costs.layer_us(0, 0, ("embedding", "transformer")) == [(1, 2), (10, 20)]
     assert costs.layer_us(1, 0, ("embedding", "transformer")) == [pytest.approx((3, 6)), pytest.approx((30, 60))]
     assert costs.layer_us(1, 0, num_layers=3) == [(11, 22)] * 3
     with pytest.raises(InputError, match="pp_rank 0, model_chunk_id 1, and none for layer_kind output"):
-        costs.compute_us(0, 1, ("transformer", "output"))
+        costs.layer_us(0, 1, ("transformer", "output"))
     with pytest.raises(InputError, match="names no layer_kinds"):
-        costs.compute_us(0, 1)
+        costs.layer_us(0, 1)
 
 
 def test_estimates_are_cached_by_size():
     costs = Costs(table(routes=Routes(gpu=Curve(points=GPU))))
-    assert costs.gather("gpu", 1500) is costs.gather("gpu", 1500)
+    assert costs.estimate("routes.gpu", 1500) is costs.estimate("routes.gpu", 1500)
 
 
 def test_a_step_costs_what_its_layers_do_not_hold():
@@ -133,6 +132,5 @@ def test_a_step_costs_what_its_layers_do_not_hold():
     )
     costs = Costs(table(compute=rows))
     assert costs.layer_us(0, 0, ["transformer"] * 3) == [(13, 20), (10, 20), (10, 24)]
-    assert costs.compute_us(0, 0, ["transformer"] * 3) == (33, 64)
     whole = Compute(pp_rank=0, model_chunk_id=0, forward_us=50, backward_us=60)  # measured with everything in it
-    assert Costs(table(compute=(*rows, whole))).compute_us(0, 0, ["transformer"]) == (50, 60)
+    assert Costs(table(compute=(*rows, whole))).layer_us(0, 0, ["transformer"]) == [(50, 60)]
