@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_ext import checkout
 from megatron_ext.checkout.hook_table import FILES
-from megatron_ext.checkout.verify import count_hooks
+from megatron_ext.checkout.verify import hook_numbers
 from megatron_ext.formats.errors import InputError
 
 BUILT_BY_MEGATRON = re.compile(r"helpers_cpp.*\.so$")
@@ -121,7 +121,7 @@ class Checkout:
         """Apply, and apply again."""
         if checkout.apply(self.tree).state != "applied" or checkout.apply(self.tree).changed:
             raise Failed("apply is not the same twice")
-        lines = sum(count_hooks((self.tree / f).read_text()) for f in FILES if (self.tree / f).is_file())
+        lines = sum(len(hook_numbers((self.tree / f).read_text())) for f in FILES if (self.tree / f).is_file())
         return f"{lines} lines"
 
     def check(self) -> str:

@@ -9,7 +9,7 @@ from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.transaction import locked, recover, replace_files
 from megatron_ext.checkout.tree import Tree
-from megatron_ext.checkout.verify import EDITED, count_hooks, edited_line, is_hook_line, strip_hooks, verify_text
+from megatron_ext.checkout.verify import EDITED, edited_line, hook_numbers, strip_hooks, verify_text
 from megatron_ext.formats.errors import InputError
 
 
@@ -85,12 +85,10 @@ def apply(path, *, dry_run: bool = False) -> Report:
         if report.state == "applied":
             return report
         if report.state == "drifted":
-            raise InputError(
-                f"{_first(report, 'drifted')} "
-                f"({_count(tree)} of {_expected(tree)} hook lines are there); run "
-                f"`megatron-ext patch revert {path}`, then apply again",
-                file=path,
-            )
+            count = sum(len(hook_numbers(tree.read(f))) for f in tree.present)
+            expected = sum(len(hooks_of(f)) for f in tree.present)
+            said = f"{_first(report, 'drifted')} ({count} of {expected} hook lines are there); run `megatron-ext patch "
+            raise InputError(f"{said}revert {path}`, then apply again", file=path)
         if report.state == "conflict":
             raise InputError(f"nothing was changed: {_first(report, 'conflict')}", file=path)
         report.diff = "".join(_diff(f, tree.read(f), new) for f, new in patched.items())
@@ -148,10 +146,10 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
     patched = {}
     for file in tree.present:
         text = tree.read(file)
-        if count_hooks(text) or edited_line(file, text):
+        if hook_numbers(text) or edited_line(file, text):
             problems = verify_text(file, text)
             detail = "; ".join(f"{p.hook + ': ' if p.hook else ''}{p.message}" for p in problems)
-            report.files.append(FileState(file, "drifted" if problems else "applied", detail, _numbers(text)))
+            report.files.append(FileState(file, "drifted" if problems else "applied", detail, hook_numbers(text)))
             continue
         try:
             placed = place_hooks(file, text)
@@ -160,7 +158,7 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
             report.files.append(FileState(file, "conflict", reason))
         else:
             patched[file] = placed.text
-            report.files.append(FileState(file, "clean", placed.how, _numbers(placed.text)))
+            report.files.append(FileState(file, "clean", placed.how, hook_numbers(placed.text)))
     states = {f.state for f in report.files}
     if states == {"applied"}:
         report.state = "applied"
@@ -172,10 +170,6 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
     else:
         report.state = "conflict" if "conflict" in states else "clean"
     return report, patched
-
-
-def _numbers(text: str) -> list[int]:
-    return [number for number, line in enumerate(text.split("\n"), start=1) if is_hook_line(line)]
 
 
 def _unknown_release(tree: Tree) -> str:
@@ -192,14 +186,6 @@ def _first(report: Report, state: str) -> str:
     """The first problem; a hook in a wrong place says more than a file without hooks."""
     found = sorted((f for f in report.files if f.state == state), key=lambda f: f.detail == _NO_HOOK)
     return f"{found[0].file}: {found[0].detail}"
-
-
-def _count(tree: Tree) -> int:
-    return sum(count_hooks(tree.read(file)) for file in tree.present)
-
-
-def _expected(tree: Tree) -> int:
-    return sum(len(hooks_of(file)) for file in tree.present)
 
 
 def _diff(file: str, before: str, after: str) -> str:

@@ -40,9 +40,10 @@ def is_hook_line(line: str) -> bool:
     return line.strip() in LINES
 
 
-def count_hooks(text: str) -> int:
-    """Number of lines in ``text`` that have the text of one of ours."""
-    return sum(map(is_hook_line, text.split("\n")))
+def hook_numbers(text: str) -> list[int]:
+    """Numbers (from 1) of the lines in ``text`` that have the text of one of ours."""
+    # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
+    return [number for number, line in enumerate(text.split("\n"), start=1) if is_hook_line(line)]
 
 
 EDITED = "a hook line was edited by hand"
@@ -56,7 +57,7 @@ _LEFT_OVER = re.compile(
 
 def edited_line(file: str, text: str) -> int | None:
     """Number of the first line that calls a hook and is not as ``apply`` writes it, where ``file`` lacks hooks."""
-    if count_hooks(text) >= len(hooks_of(file)):
+    if len(hook_numbers(text)) >= len(hooks_of(file)):
         return None
     rows = enumerate(text.split("\n"), start=1)
     return next((number for number, row in rows if _LEFT_OVER.match(row) and not is_hook_line(row)), None)
@@ -68,13 +69,12 @@ def hook_lines(file: str, text: str) -> dict[int, Gap]:
     Raises:
         PlaceError: a place of ``file`` is not there, or a hook line is no statement of its own.
     """
-    rows = text.split("\n")
-    ours = {number for number, row in enumerate(rows, start=1) if is_hook_line(row)}
+    rows, ours = text.split("\n"), hook_numbers(text)
     # Blank lines in their stead, so that line numbers stay those of the file.
     without = "\n".join("" if number in ours else row for number, row in enumerate(rows, start=1))
     left = {gap.hook.name: gap for gap in find_gaps(file, without)}
     found = {}
-    for number in sorted(ours):
+    for number in ours:
         row = rows[number - 1].rstrip()
         for gap in left.values():
             if gap.line == row and gap.first < number <= gap.last:
@@ -84,7 +84,7 @@ def hook_lines(file: str, text: str) -> dict[int, Gap]:
     return found
 
 
-def _check_statements(file: str, text: str, without: str, ours: set[int]) -> None:
+def _check_statements(file: str, text: str, without: str, ours: list[int]) -> None:
     """Besides whole statements on the lines ``ours``, both texts have the same syntax tree."""
     try:
         tree = ast.parse(text)
@@ -105,21 +105,17 @@ def strip_hooks(file: str, text: str) -> str:
     Raises:
         PlaceError: more lines of one text than ``apply`` writes.
     """
-    # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
-    rows = text.split("\n")
+    rows, going = text.split("\n"), hook_numbers(text)
     numbers: dict[str, list[int]] = {}
-    for number, row in enumerate(rows, start=1):
-        if is_hook_line(row):
-            numbers.setdefault(LINES[row.strip()], []).append(number)
+    for number in going:
+        numbers.setdefault(LINES[rows[number - 1].strip()], []).append(number)
     written = Counter(hook.text for hook in hooks_of(file))
-    going: set[int] = set()
     for hook_text, lines in numbers.items():
         if len(lines) > written[hook_text]:
             raise PlaceError(
                 f"lines {', '.join(map(str, lines))} are the same hook line, which belongs in "
                 f"{written[hook_text]} places; delete those that you have added"
             )
-        going.update(lines)
     return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
 
 
@@ -132,10 +128,8 @@ def verify_text(file: str, text: str) -> list[Problem]:
         in_place = hook_lines(file, text)
     except PlaceError as error:
         return [Problem(file, "", str(error).removeprefix(f"{file} "))]
-    problems = []
-    for number, row in enumerate(text.split("\n"), start=1):
-        if is_hook_line(row) and number not in in_place:
-            problems.append(Problem(file, "", f"line {number} is not where its hook belongs"))
+    lost = [number for number in hook_numbers(text) if number not in in_place]
+    problems = [Problem(file, "", f"line {number} is not where its hook belongs") for number in lost]
     there = {gap.hook.name for gap in in_place.values()}
     problems += [Problem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
     return problems

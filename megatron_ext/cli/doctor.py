@@ -3,12 +3,14 @@
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 import msgspec
 
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.options import Options
 
 
 @click.command()
@@ -96,12 +98,8 @@ def _require_tree(checkout: str) -> str:
     return str(tree)
 
 
-def _devices(device: str) -> int:
+def _devices(device: Literal["auto", "cpu", "cuda"]) -> int:
     """Ranks to start: one a device. Raises InputError where CUDA is asked for and absent."""
     import torch
 
-    from megatron_ext.runtime.device import has_cuda
-
-    if device == "cuda" and not has_cuda():
-        raise InputError("torch sees no CUDA device here", field="--device", value="cuda")
-    return torch.cuda.device_count() if device != "cpu" and has_cuda() else 2
+    return torch.cuda.device_count() if Options(device=device).uses_cuda() else 2

@@ -18,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
-from functools import partial
 from typing import IO
 
 import torch.distributed as dist
@@ -54,12 +53,22 @@ from megatron_ext.runtime.objects import gather_objects
 TRANSFER_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 """Of one transfer whose overlap is measured, by kind of device."""
 
-TITLES = (
-    *("versions", "limits of this node", "shared and page-locked memory", "stream memory operations", "direct reads"),
-    *("overlap", "communicators", "symmetric buffers", training_check.MEGATRON),
-    *(case.check for case in training_check.CASES),
-)
-"""Checks in their order: what the parts of the doctor look at."""
+CHECKS: dict[str, Callable[["_Checks"], list[Finding]]] = {
+    "versions": lambda run: software.check(run.place, run.options),
+    "limits of this node": lambda run: node_limits.check(run.place, run.options),
+    "shared and page-locked memory": lambda run: shared_pinning.check(run.place, run.options),
+    "stream memory operations": lambda run: stream_operations.check(run.place, run.options),
+    "direct reads": lambda run: direct_reads.check(run.place, run.options),
+    "overlap": lambda run: overlap.check(run.place, run.fabric(), TRANSFER_BYTES[run.place.device.type]),
+    "communicators": lambda run: communicators.check(run.place, run.fabric()),
+    "symmetric buffers": lambda run: symmetric_buffers.check(run.place, run.fabric()),
+    training_check.MEGATRON: lambda run: [training_check.ready()],
+    **{
+        case.check: lambda run, case=case: training_check.check(run.place, run.options, case)
+        for case in training_check.CASES
+    },
+}
+"""By title, in the order in which they are made."""
 
 LONGER = dict.fromkeys((case.check for case in training_check.CASES if case.all_on_host), 3.0)
 LONGER |= {training_check.MEGATRON: 3.0}
@@ -97,27 +106,15 @@ class _Checks:
         self._created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def run(self) -> Report:
-        place, options = self.place, self.options
-        checks: list[Callable[[], list[Finding]]] = [
-            lambda: software.check(place, options),
-            lambda: node_limits.check(place, options),
-            lambda: shared_pinning.check(place, options),
-            lambda: stream_operations.check(place, options),
-            lambda: direct_reads.check(place, options),
-            lambda: overlap.check(place, self.fabric(), TRANSFER_BYTES[place.device.type]),
-            lambda: communicators.check(place, self.fabric()),
-            lambda: symmetric_buffers.check(place, self.fabric()),
-            lambda: [training_check.ready()],
-            *(partial(training_check.check, place, options, case) for case in training_check.CASES),
-        ]
-        wanted = [(title, check) for title, check in zip(TITLES, checks) if title in (options.titles or TITLES)]
-        if options.earlier:  # the time that these processes take to start is not the first check's
+        wanted = [title for title in CHECKS if title in (self.options.titles or CHECKS)]
+        if self.options.earlier:  # the time that these processes take to start is not the first check's
             training_check.ready()
         with self._open_stacks() as stacks:
             faulthandler.enable(stacks)
-            for number, (title, check) in enumerate(wanted):
-                if not self._part(title, check, tuple(later for later, _ in wanted[number + 1 :]), stacks):
-                    return self._write(*(finding.not_reached(later) for later, _ in wanted[number + 1 :]))
+            for number, title in enumerate(wanted, 1):
+                later = [finding.not_reached(title) for title in wanted[number:]]
+                if not self._part(title, later, stacks):
+                    return self._write(*later)
             faulthandler.enable()
         return self._write()
 
@@ -125,14 +122,14 @@ class _Checks:
         folder, rank = self.options.stacks, self.place.rank
         return stacks_of_ranks.path_of(folder, rank).open("w") if folder else tempfile.TemporaryFile("w+")
 
-    def _part(self, title: str, check: Callable[[], list[Finding]], later: tuple[str, ...], stacks: IO[str]) -> bool:
-        """Whether these processes can go on."""
+    def _part(self, title: str, later: list[Finding], stacks: IO[str]) -> bool:
+        """Make one check; whether these processes can go on."""
         left = self.options.deadline - time.monotonic()
         if self._agreed(left <= 0):
             self.findings.append(finding.no_time(title, self.options.seconds))
             return True
         advice = "the processes ended or hung in this check: send this report, and what they printed"
-        begun = (finding.failed(title, finding.DID_NOT_END, advice), *(finding.not_reached(name) for name in later))
+        begun = (finding.failed(title, finding.DID_NOT_END, advice), *later)
         self._write(*begun)
         if self.place.rank == 0:
             self.say(title)
@@ -140,7 +137,7 @@ class _Checks:
         seconds = max(min(patience, left), 1.0)
         with _given_up_after(seconds, stacks, lambda: self._last_words(seconds, patience, begun, stacks)):
             try:
-                own, raised = check(), False
+                own, raised = CHECKS[title](self), False
             except (InputError, RuntimeError, OSError) as error:
                 traceback.print_exc()
                 own = [finding.failed(title, one_line(f"{type(error).__name__}: {error}", 300), "send this report")]

@@ -26,7 +26,7 @@ from megatron_ext.checkout import apply, check, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
 from megatron_ext.checkout.patchset import blob_id, known_files, manifest
 from megatron_ext.checkout.place_hooks import place_hooks
-from megatron_ext.checkout.verify import count_hooks, is_hook_line, strip_hooks
+from megatron_ext.checkout.verify import hook_numbers, is_hook_line, strip_hooks
 from megatron_ext.formats.errors import InputError
 
 
@@ -100,7 +100,7 @@ def test_every_release(name, packages, tmp_path):
     report = apply(tree)
     assert report.state == "applied" and {f.detail for f in report.files} == {"exact"} and verify_hooks(tree) == []
     assert set(report.absent) == set(FILES) - set(there)
-    lines = sum(count_hooks((tree / file).read_text()) for file in there)
+    lines = sum(len(hook_numbers((tree / file).read_text())) for file in there)
     assert lines == sum(hook.file in there for hook in HOOKS)
     assert check(tree).state == "applied" and not apply(tree).changed
     assert revert(tree).state == "clean" and snapshot(tree) == before

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_ext.doctor import finding
 from megatron_ext.doctor.place import DoctorOptions
-from megatron_ext.doctor.rank_checks import LONGER, TITLES, given_up
+from megatron_ext.doctor.rank_checks import CHECKS, LONGER, given_up
 
 STACKS = 'Current thread 0x1 (most recent call first):\n  File "overlap.py", line 7 in check\n'
 BEGUN = finding.failed("overlap", finding.DID_NOT_END, "send it")
@@ -24,4 +24,4 @@ def test_a_check_that_had_less_time_than_others_have_is_no_check_that_hangs(fold
 
 
 def test_what_is_known_to_take_long_has_more_time():
-    assert {*LONGER} == {"megatron-core", "training: cpu, zero stage 3, all on the host, clipped"} <= {*TITLES}
+    assert {*LONGER} == {"megatron-core", "training: cpu, zero stage 3, all on the host, clipped"} <= {*CHECKS}
