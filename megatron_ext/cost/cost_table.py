@@ -280,23 +280,23 @@ def check(table: CostTable, *, file=None) -> CostTable:
     return table
 
 
+NOT_NEGATIVE_US = (
+    *("group_overhead.call_us", "set_up.pages_us_per_gib", "set_up.pin_us_per_gib"),
+    *("launches.reduce_us", "launches.tensor_us"),
+)
+
+
 def _check_figures(table: CostTable, checker: Checker) -> None:
     """What is neither a curve nor a row."""
-    checker.duration(table.group_overhead.call_us, "group_overhead.call_us", zero=True)
-    for name in ("pages_us_per_gib", "pin_us_per_gib"):
-        checker.duration(getattr(table.set_up, name), f"set_up.{name}", zero=True)
-    checker.positive(table.set_up.beside_allocator_bytes, "set_up.beside_allocator_bytes")
-    if table.host_memory is not None:
-        rate, slow = table.host_memory.bytes_per_s, table.host_memory.slow_bytes_per_s
-        checker.positive(rate, "host_memory.bytes_per_s")
-        checker.positive(slow, "host_memory.slow_bytes_per_s")
-        if slow is not None and slow > rate:
-            checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", slow)
-    if table.launches is not None:
-        for name in ("reduce_us", "tensor_us"):
-            checker.duration(getattr(table.launches, name), f"launches.{name}", zero=True)
-        if not 1 <= table.launches.slowest <= MOST_SLOWDOWN:
-            checker.refuse(f"expected 1 to {MOST_SLOWDOWN:g}", "launches.slowest", table.launches.slowest)
+    for name in NOT_NEGATIVE_US:
+        checker.duration(part_named(table, name), name, zero=True)
+    for name in ("set_up.beside_allocator_bytes", "host_memory.bytes_per_s", "host_memory.slow_bytes_per_s"):
+        checker.positive(part_named(table, name), name)
+    memory, launches = table.host_memory, table.launches
+    if memory is not None and memory.slow_bytes_per_s is not None and memory.slow_bytes_per_s > memory.bytes_per_s:
+        checker.refuse("must not be above bytes_per_s", "host_memory.slow_bytes_per_s", memory.slow_bytes_per_s)
+    if launches is not None and not 1 <= launches.slowest <= MOST_SLOWDOWN:
+        checker.refuse(f"expected 1 to {MOST_SLOWDOWN:g}", "launches.slowest", launches.slowest)
 
 
 def _check_compute(table: CostTable, checker: Checker) -> None:

@@ -1,6 +1,6 @@
 """What the doctor found: one finding a check, the report that holds them, and the table that people read."""
 
-from collections.abc import Iterable
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -134,10 +134,6 @@ def text(report: Report) -> str:
     todo = [f"  {finding.check}: {finding.advice}" for finding in report.findings if finding.advice]
     if todo:
         lines += ["", "what to do:", *todo]
-    count = {status: _count(report.findings, status) for status in SEVERITY}
-    lines += ["", ", ".join(f"{number} {status}" for status, number in count.items())]
+    count = Counter(finding.status for finding in report.findings)
+    lines += ["", ", ".join(f"{count[status]} {status}" for status in SEVERITY)]
     return "\n".join(lines)
-
-
-def _count(findings: Iterable[Finding], status: Status) -> int:
-    return sum(finding.status == status for finding in findings)

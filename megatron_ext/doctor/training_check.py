@@ -66,7 +66,10 @@ def check(place: Place, options: DoctorOptions, case: Case) -> list[Finding]:
     """Train a case on all ranks. Collective."""
     if megatron().status != "pass":
         return [not_tried(case.check, f"see {MEGATRON}")]
-    return [_tried(_training(), place, options, case)]
+    try:
+        return [_one(_training(), place, options, case)]
+    except InputError as error:  # on all ranks: a run agrees before it refuses
+        return [failed(case.check, str(error), "send this report")]
 
 
 def ready() -> Finding:
@@ -136,13 +139,6 @@ def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
 def routes_of(schedule: Schedule) -> set[str]:
     """Routes by which groups go."""
     return {action.route for action in schedule.unshards}
-
-
-def _tried(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
-    try:
-        return _one(training, place, options, case)
-    except InputError as error:  # on all ranks: a run agrees before it refuses
-        return failed(case.check, str(error), "send this report")
 
 
 def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:

@@ -42,6 +42,7 @@ import torch
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.device_time import DeviceTimer
+from megatron_ext.measure.sampling import p95
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
@@ -103,56 +104,38 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
     """Median forward and backward of each kind, over ``repeats`` micro-batches through all of them:
     forwards in the order given, then backwards in reverse."""
     timer = DeviceTimer() if on_cuda() else None
-
-    visits = {kind: visits_of(runner) for kind, runner in runners.items()}
-
+    times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     launches: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def timed(kind: str, way: str) -> float:
+    def visit(kind: str, way: str) -> None:
+        """All layers of a kind."""
         call = getattr(runners[kind], way)
-        if timer is not None:
-            us, launch_us = timer.time(call, call)
-            launches[kind, way].append(launch_us)
-            return us
-        start = perf_counter()
-        call()
-        return (perf_counter() - start) * 1e6
+        for _ in range(visits_of(runners[kind])):
+            if timer is not None:
+                us, launch_us = timer.time(call, call)
+                launches[kind, way].append(launch_us)
+            else:
+                start = perf_counter()
+                call()
+                us = (perf_counter() - start) * 1e6
+            times[kind, way].append(us)
 
-    times: dict[str, tuple[list[float], list[float]]] = {kind: ([], []) for kind in runners}
-    for micro_batch in range(warmup + repeats):
-        forwards = {kind: [timed(kind, "forward") for _ in range(visits[kind])] for kind in runners}
-        backwards = {kind: [timed(kind, "backward") for _ in range(visits[kind])] for kind in reversed(list(runners))}
-        if micro_batch >= warmup:
-            for kind, (forward_us, backward_us) in times.items():
-                forward_us += forwards[kind]
-                backward_us += backwards[kind]
+    for _ in range(warmup + repeats):
+        for kind in runners:
+            visit(kind, "forward")
+        for kind in reversed(list(runners)):
+            visit(kind, "backward")
     rows = []
-    saved = {kind: saved_bytes(runner) for kind, runner in runners.items()}
-    for kind, (forward_us, backward_us) in times.items():
-        forward_us.sort()
-        backward_us.sort()
-        count = len(forward_us)
-        last = min(int(count * 0.95), count - 1)
-        rows.append(
-            Compute(
-                layer_kind=kind,
-                samples=count,
-                forward_us=median(forward_us),
-                forward_p95_us=forward_us[last],
-                backward_us=median(backward_us),
-                backward_p95_us=backward_us[last],
-                activation_bytes=saved[kind][0],
-                recompute_bytes=saved[kind][1],
-                forward_launch_us=launch_us(launches[kind, "forward"], warmup * visits[kind]),
-                backward_launch_us=launch_us(launches[kind, "backward"], warmup * visits[kind]),
-            )
-        )
+    for kind, runner in runners.items():
+        warm, figures = warmup * visits_of(runner), {}
+        for way in ("forward", "backward"):
+            us, launched = times[kind, way][warm:], launches[kind, way][warm:]  # no launches without a device
+            figures |= {f"{way}_us": median(us), f"{way}_p95_us": p95(us)}
+            figures[f"{way}_launch_us"] = median(launched) if launched else None
+        activations, anew = saved_bytes(runner)
+        figures |= {"activation_bytes": activations, "recompute_bytes": anew}
+        rows.append(Compute(layer_kind=kind, samples=repeats * visits_of(runner), **figures))
     return rows
-
-
-def launch_us(times: list[float], warmup: int) -> float | None:
-    """What launching a layer took, the median of all but the first ``warmup``; None without a device."""
-    return median(times[warmup:]) if times else None
 
 
 def saved_bytes(runner: Runner) -> tuple[int | None, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 from megatron_ext.measure.device_time import DeviceTimer
@@ -25,6 +26,11 @@ class Samples:
         """Append the samples of a later visit."""
         self.us += later.us
         self.issued_us += later.issued_us
+
+
+def p95(us: Sequence[float]) -> float:
+    """The 95th percentile."""
+    return sorted(us)[min(int(len(us) * 0.95), len(us) - 1)]
 
 
 def timed(

@@ -14,6 +14,7 @@ from statistics import median
 
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.options import COPIES, Options
+from megatron_ext.measure.sampling import p95
 from megatron_ext.runtime.objects import gather_objects
 
 QUARTERS = 4
@@ -50,11 +51,11 @@ def curves_of(merged: dict, refined: set, on_device: bool = False) -> dict[str, 
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
         rounds = [us_of_ranks for times, _ in passes for us_of_ranks in times]
-        us = sorted(value for us_of_ranks in rounds for value in us_of_ranks)
+        us = [value for us_of_ranks in rounds for value in us_of_ranks]
         point = {
             "size_bytes": size,
             "p50_us": median(us),
-            "p95_us": us[min(int(len(us) * 0.95), len(us) - 1)],
+            "p95_us": p95(us),
             "samples": len(us),
             "medians_us": _medians_of_quarters(rounds),
             "passes": len(passes),
