@@ -24,11 +24,40 @@ measurement then rarely differs by more."""
 
 MEDIANS = "medians_us"
 
+EXPERTS_SOURCE = "as routes.gpu and reduce, of experts, {at_once}"
+
+
+SOURCES = {
+    "gpu": ("routes.gpu", "{backend} all-gather in place, {at_once}"),
+    "cpu": ("routes.cpu", "copy of the whole group from node-shared host memory, {at_once}"),
+    "cpu_shard": ("routes.cpu_shard", "own shard from host memory, then {backend} all-gather, {at_once}"),
+    "nvme": ("routes.nvme", "drive to pinned slot to device, {at_once}, each from a file of its own"),
+    "publish": ("publish.cpu", "own shard into node-shared host memory, {at_once}, until the last of a node"),
+    "publish_nvme": ("publish.nvme", "own shard onto the drive, {at_once}, until the last of a node"),
+    "internode": (
+        "publish.internode",
+        "shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node",
+    ),
+    "p2p": ("p2p", "half a {backend} message there and back, {at_once}"),
+    "reduce": ("reduce", "{backend} reduce-scatter of float32 in place, {at_once}"),
+    **{f"experts_{name}": (f"experts.{name}", EXPERTS_SOURCE) for name in ("gpu", "reduce")},
+    "optimizer": ("optimizer", "AdamW with clipping on the shard{on_host}, {at_once}"),
+    "host_step": ("host_step", "gradients to the host, Megatron's AdamW there, parameters back, {at_once}"),
+    "device_step": ("device_step", "AdamW on the device, parameters cast, {at_once}"),
+    "host_add": ("host_add", "one float32 gradient shard added to another in host memory, {at_once}"),
+}
+"""By what is measured, the curve of the table that it is, and what was done."""
+
+ALGORITHMS = {
+    "routes.gpu": {name: name for name in get_args(Algorithm)},
+    "host_step": {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)},
+}
+"""By curve, its algorithms and the names by which these are measured."""
+
 
 def assemble(options: Options, raw: dict) -> cost_table.CostTable:
     """Build and check the table from :func:`megatron_ext.measure.local_launch.run`'s result."""
-    curves = raw["curves"]
-    here = environment(options.device)
+    here, curves, sharing = environment(options.device), raw["curves"], raw.get(RANKS_PER_DEVICE, 1)
     world_sizes = {
         "data_parallel_size": options.data_parallel_size,
         INSTANCES: options.num_distributed_optimizer_instances,
@@ -37,16 +66,8 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
     }
     if options.expert_data_parallel_size is not None:
         world_sizes["expert_data_parallel_size"] = options.expert_data_parallel_size
-    backend, sharing = here["software"]["backend"], raw.get(RANKS_PER_DEVICE, 1)
-
-    def curve(name: str, source: str) -> cost_table.Curve | None:
-        if name not in curves:
-            return None
-        return cost_table.Curve(points=_points(curves[name]), source=f"measured: {source}")
-
-    at_once = f"all {options.world_size} ranks at once"
-    on_host = " in host memory" if options.optimizer_on_host else ""
     compute = raw.get("compute", {})
+    of_experts = cost_table.ExpertCurves(ranks=options.expert_data_parallel_size or 1)
     table = cost_table.CostTable(
         schema_version=cost_table.SCHEMA_VERSION,
         kind="cost_table",
@@ -55,36 +76,41 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             hardware={**here["hardware"], **({RANKS_PER_DEVICE: sharing} if sharing > 1 else {})},
             software=here["software"],
             world_sizes=world_sizes,
-            model=raw.get("compute", {}).get("model"),
+            model=compute.get("model"),
             source=cost_table.Source(program="megatron-ext measure", options=options.facts()),
             notes=(*notes(raw), *_nodes(options), *_parts_note(options)),
-        ),
-        routes=cost_table.Routes(
-            gpu=_with_algorithms(curve("gpu", f"{backend} all-gather in place, {at_once}"), curve),
-            cpu=curve("cpu", f"copy of the whole group from node-shared host memory, {at_once}"),
-            cpu_shard=curve("cpu_shard", f"own shard from host memory, then {backend} all-gather, {at_once}"),
-            nvme=_nvme(raw, "nvme", f"drive to pinned slot to device, {at_once}, each from a file of its own"),
-        ),
-        publish=cost_table.Publish(
-            cpu=curve("publish", f"own shard into node-shared host memory, {at_once}, until the last of a node"),
-            nvme=_nvme(raw, "publish_nvme", f"own shard onto the drive, {at_once}, until the last of a node"),
-            internode=_internode(curves, options, at_once),
         ),
         group_overhead=cost_table.GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
         set_up=cost_table.SetUp(**raw.get("set_up", {})),
         contention=tuple(cost_table.Contention(**row) for row in raw.get("contention", [])),
         compute=tuple(_of_part(row, options.sequence_parts) for row in compute.get("rows", [])),
-        p2p=curve("p2p", f"half a {backend} message there and back, {at_once}") or (),
-        reduce=curve("reduce", f"{backend} reduce-scatter of float32 in place, {at_once}"),
-        experts=_experts(options, curve, f"of experts, {at_once}"),
-        optimizer=curve("optimizer", f"AdamW with clipping on the shard{on_host}, {at_once}"),
-        host_step=_host_step(curve, f"gradients to the host, Megatron's AdamW there, parameters back, {at_once}"),
-        device_step=curve("device_step", f"AdamW on the device, parameters cast, {at_once}"),
-        host_add=curve("host_add", f"one float32 gradient shard added to another in host memory, {at_once}"),
+        experts=of_experts if curves.keys() & {*OF_EXPERTS} else None,
         host_memory=cost_table.HostMemory(**raw["host_memory"]) if raw.get("host_memory") else None,
         launches=_launches(options, curves),
     )
-    return cost_table.check(table)
+    return cost_table.check(cost_table.with_parts(table, _curves(options, raw, here["software"]["backend"])))
+
+
+def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_table.Curve]:
+    """By name in the table."""
+    points = {name: _points(_in_table(name, rows, options)) for name, rows in raw["curves"].items()}
+    at_once = f"all {options.world_size} ranks at once"
+    facts = {"backend": backend, "at_once": at_once, "on_host": " in host memory" * options.optimizer_on_host}
+    found = {}
+    for name in points.keys() & SOURCES.keys():
+        part, source = SOURCES[name]
+        reads = DriveReads(**raw["nvme"]["settings"]) if name in ("nvme", "publish_nvme") else None
+        named = {algorithm: points[own] for algorithm, own in ALGORITHMS.get(part, {}).items() if own in points}
+        said = f"measured: {source.format(**facts)}"
+        found[part] = cost_table.Curve(points=points[name], source=said, reads=reads, algorithms=named)
+    return found
+
+
+def _in_table(name: str, rows: list[dict], options: Options) -> list[dict]:
+    """Between nodes by the bytes that enter each node, which is what a plan asks for."""
+    if name != "internode":
+        return rows
+    return [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in rows]
 
 
 DIVIDED = ("forward_us", "forward_p95_us", "backward_us", "backward_p95_us", "activation_bytes", "recompute_bytes")
@@ -114,37 +140,6 @@ def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
     )
 
 
-def _with_algorithms(gpu: cost_table.Curve | None, curve) -> cost_table.Curve | None:
-    others = {name: other.points for name in get_args(Algorithm) if (other := curve(name, ""))}
-    return msgspec.structs.replace(gpu, algorithms=others) if gpu is not None else None
-
-
-def _experts(options: Options, curve, source: str) -> cost_table.ExpertCurves | None:
-    gpu, reduce = (curve(name, f"as routes.gpu and reduce, {source}") for name in OF_EXPERTS)
-    ranks = options.expert_data_parallel_size
-    return None if gpu is reduce is None else cost_table.ExpertCurves(ranks=ranks or 1, gpu=gpu, reduce=reduce)
-
-
-def _host_step(curve, source: str) -> cost_table.Curve | None:
-    names = {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)}
-    ways = {way: found.points for way, name in names.items() if (found := curve(name, source)) is not None}
-    step = curve("host_step", source)
-    return None if step is None else msgspec.structs.replace(step, algorithms=ways)
-
-
-def _internode(curves: dict, options: Options, at_once: str) -> cost_table.Curve | None:
-    """By the bytes that enter each node, which is what a plan asks for."""
-    if "internode" not in curves:
-        return None
-    rows = [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in curves["internode"]]
-    return cost_table.Curve(
-        points=_points(rows),
-        source=(
-            f"measured: shards exchanged with the counterparts on the other nodes, {at_once}, until the last of a node"
-        ),
-    )
-
-
 def _nodes(options: Options) -> list[str]:
     """What cannot be measured of several nodes, where there are several."""
     if options.nodes == 0 and "internode" in options.links:
@@ -152,14 +147,6 @@ def _nodes(options: Options) -> list[str]:
             "publish.internode: not measured: the nodes do not hold equally many ranks of every data-parallel group"
         ]
     return []
-
-
-def _nvme(raw: dict, name: str, source: str) -> cost_table.Curve | None:
-    if name not in raw["curves"]:
-        return None
-    return cost_table.Curve(
-        points=_points(raw["curves"][name]), source=f"measured: {source}", reads=DriveReads(**raw["nvme"]["settings"])
-    )
 
 
 def _call_us(rows: list[dict]) -> float | None:
