@@ -42,11 +42,10 @@ from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
-from megatron_ext.measure.board import StoreBoard
 from megatron_ext.measure.cluster_launch import meet
-from megatron_ext.measure.fabric import Fabric, shared_bytes
+from megatron_ext.measure.fabric import Fabric, shared_fabric
 from megatron_ext.measure.options import Options
-from megatron_ext.runtime import machine, shared_block
+from megatron_ext.runtime import machine
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.objects import gather_objects
 
@@ -170,9 +169,8 @@ class _Checks:
                 max_bytes=size,
                 ranks_per_node=place.ranks_per_node,
             )
-            block = shared_block.share(shared_bytes(wanted), place.local_rank, place.exchange, field="ranks of a node")
-            board = StoreBoard(self.store, place.rank, place.everyone) if place.nodes > 1 else None
-            self._fabric = Fabric(wanted, place.rank, block, board)
+            shared = place.exchange, self.store, place.everyone
+            self._fabric = shared_fabric(wanted, place.rank, *shared, field="ranks of a node")
         return self._fabric
 
     def _write(self, *more: Finding) -> Report:

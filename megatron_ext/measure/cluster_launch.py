@@ -116,17 +116,13 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
     import torch.distributed as dist
 
     from megatron_ext.measure import rank_program
-    from megatron_ext.measure.board import StoreBoard
-    from megatron_ext.measure.fabric import Fabric, shared_bytes
+    from megatron_ext.measure.fabric import shared_fabric
     from megatron_ext.measure.progress_bar import bar
-    from megatron_ext.runtime import shared_block
 
     store = meet(options.uses_cuda(), options.rank_threads)
-    rank, per_node = dist.get_rank(), options.node_size
-    everyone, exchange = everyone_and_node(per_node)
-    block = shared_block.share(shared_bytes(options), rank % per_node, exchange, field="LOCAL_WORLD_SIZE")
-    board = StoreBoard(store, rank, everyone) if options.world_size > per_node else None
-    fabric = Fabric(options, rank, block, board)
+    rank = dist.get_rank()
+    everyone, exchange = everyone_and_node(options.node_size)
+    fabric = shared_fabric(options, rank, exchange, store, everyone, field="LOCAL_WORLD_SIZE")
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(bar(options.seconds, stream or sys.stderr)) if rank == 0 else None
 

@@ -64,12 +64,7 @@ NEVER = 1 << 62
 def pairs(fabric: Fabric) -> list[tuple[str, str]]:
     """(measured, busy), every ordered pair of two links that this run has."""
     options = fabric.options
-    missing = {
-        "p2p": fabric.pipe is None,
-        "nvme": options.nvme_path is None,
-        "host_step": not options.optimizer_on_host,
-    }
-    present = [name for name in LINKS if name in options.links and not missing.get(name)]
+    present = [name for name in LINKS if name in options.links and options.has(name)]
     if options.nodes > 1 and {"cpu", "publish"} <= set(present):
         # Where time runs out, rather without the copies: publishing shares the network with all-gathers.
         present.remove("publish")

@@ -4,15 +4,16 @@ meet, and memory shared with the node's other ranks.
 
 import mmap
 import os
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.measure.board import Board, SharedBoard
+from megatron_ext.measure.board import Board, SharedBoard, StoreBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import backends, block_pages, free_host_memory, own_device
+from megatron_ext.runtime import backends, block_pages, free_host_memory, own_device, shared_block
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.objects import gather_objects
 
@@ -188,3 +189,16 @@ class Fabric:
         of_all = self.options.data_parallel_size
         numel = whole.numel() // (ranks or of_all)
         return whole.narrow(0, self.dp_rank * (ranks or of_all) // of_all * numel, numel)
+
+
+def shared_fabric(options: Options, rank: int, exchange: Callable[[object], list], store, everyone, *, field: str):
+    """The fabric of a rank that a launcher has started. Collective.
+
+    Args:
+        exchange, everyone: as of :func:`megatron_ext.measure.cluster_launch.everyone_and_node`.
+        store: by which ranks of several nodes meet.
+        field: where the launcher says how many ranks share a node.
+    """
+    block = shared_block.share(shared_bytes(options), rank % options.node_size, exchange, field=field)
+    board = StoreBoard(store, rank, everyone) if options.world_size > options.node_size else None
+    return Fabric(options, rank, block, board)

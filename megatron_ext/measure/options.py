@@ -187,6 +187,18 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Whether gathers can go between nodes first and inside them after."""
         return all(has_hierarchy(self.parallel, rank) for rank in range(self.pipeline_model_parallel_size))
 
+    def has(self, link: str) -> bool:
+        """Whether the run has a link, or steps, of this name."""
+        return {
+            "p2p": self.pipeline_model_parallel_size > 1,
+            "internode": self.nodes > 1,
+            "hierarchical": self.has_hierarchy,
+            "cpu_shard": self.data_parallel_size > 1,
+            "nvme": self.nvme_path is not None,
+            **dict.fromkeys(STEPS, self.optimizer_on_host),
+            **dict.fromkeys(OF_EXPERTS, self.expert_data_parallel_size is not None),
+        }.get(link, True)
+
     def rounded(self, size_bytes: int) -> int:
         """Bytes of the bucket that ``size_bytes`` of float32 fill: Megatron pads to lcm(DP, 128) elements."""
         step = math.lcm(self.data_parallel_size, 128) * 4

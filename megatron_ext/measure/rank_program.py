@@ -111,7 +111,7 @@ class Measurement:
                 self.operations[name] = operation
         names = list(self.operations)
         self.drive = None
-        if options.nvme_path is not None and "nvme" in options.links:
+        if "nvme" in options.links and options.has("nvme"):
             self._say("nvme: block size, queue depth")
             read = nvme_route.NvmeRead(fabric)
             self.operations |= {"nvme": read, "publish_nvme": nvme_route.NvmeWrite(read)}

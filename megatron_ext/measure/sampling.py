@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from megatron_ext.measure.device_time import DeviceTimer
@@ -13,14 +14,12 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 20
 IN_A_ROW, SHORT_BYTES = 8, 4 << 20
 
 
+@dataclass(slots=True)
 class Samples:
     """Times of one operation at one size on this rank, in microseconds."""
 
-    __slots__ = ("us", "issued_us")
-
-    def __init__(self) -> None:
-        self.us: list[float] = []
-        self.issued_us: list[float] = []
+    us: list[float] = field(default_factory=list)
+    issued_us: list[float] = field(default_factory=list)
 
     def add(self, later: Samples) -> None:
         """Append the samples of a later visit."""

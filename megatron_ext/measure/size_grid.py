@@ -9,7 +9,7 @@ theirs may be read between these; for those that are, a measurement is told thei
 import os
 from collections.abc import Mapping
 
-from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, OF_EXPERTS, STEPS, Options
+from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, STEPS, Options
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
@@ -92,21 +92,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
 
 def curves_asked(options: Options) -> list[str]:
     """Curves of the links that are asked for and that the run has, without those of the drive."""
-    steps = STEPS if options.optimizer_on_host else ()
-    drive = ("nvme", "publish_nvme")
-    names = [name for name in CURVES if name in options.links and (name not in STEPS or name in steps)]
-    return [name for name in names if name not in drive and not _missing(name, options)]
-
-
-def _missing(name: str, options: Options) -> bool:
-    """Whether the run has no such link."""
-    return {
-        "p2p": options.pipeline_model_parallel_size < 2,
-        "internode": options.nodes < 2,
-        "hierarchical": not options.has_hierarchy,
-        "cpu_shard": options.data_parallel_size < 2,
-        **dict.fromkeys(OF_EXPERTS, options.expert_data_parallel_size is None),
-    }.get(name, False)
+    return [name for name in CURVES if name in options.links and name != "nvme" and options.has(name)]
 
 
 def announcement(options: Options) -> str:

@@ -1,6 +1,7 @@
 """A report as one table for the terminal, as one object, and as a page."""
 
 import io
+from collections.abc import Iterable, Sequence
 
 from msgspec import to_builtins
 from rich import box
@@ -270,20 +271,26 @@ def details(report: Report) -> list[tuple[str, str]]:
     ]
 
 
+def _for_terminal(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Table:
+    """A title and three figures a row."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=bool(head))
+    for title, justify in zip(head or ("",) * 4, ("left", "right", "right", "right")):
+        table.add_column(title, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _for_page(rows: Iterable[Sequence[str]], head: str) -> list[str]:
+    """``head`` as Markdown has it."""
+    return [head, "|---|---:|---:|---:|", *(f"| {' | '.join(map(str.strip, row))} |" for row in rows)]
+
+
 def as_text(report: Report, width: int | None = None) -> str:
     """The table for people, with the plan's verdict and where the files are."""
     # rich draws tables that line up and fit the terminal.
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for name in (report.run.stock_name, "scheduled", "ratio"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows(report):
-        table.add_row(*row)
-    memory = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for justify in ("left", "right", "right", "right"):
-        memory.add_column(justify=justify, no_wrap=True)
-    for row in (*memory_rows(report), *moved.rows(report.moved)):
-        memory.add_row(*row)
+    table = _for_terminal(rows(report), ("", report.run.stock_name, "scheduled", "ratio"))
+    memory = _for_terminal([*memory_rows(report), *moved.rows(report.moved)])
     detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
@@ -310,12 +317,10 @@ def as_markdown(report: Report) -> str:
     other = run.stock_name
     lines = ["# The planned schedule next to what it is compared with", "", _title(report) + ".", ""]
     lines += [f"Compared with {compared_with(report)}.", ""]
-    lines += [f"| | {other} | scheduled | ratio |", "|---|---:|---:|---:|"]
-    lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows(report)]
-    for found in (memory_rows(report), moved.rows(report.moved)):
-        for head in found[:1]:
-            lines += ["", f"| {' | '.join((*head[:3], f'{head[1]} / {head[2]}'))} |", "|---|---:|---:|---:|"]
-        lines += [f"| {' | '.join(cell.strip() for cell in row)} |" for row in found[1:]]
+    lines += _for_page(rows(report), f"| | {other} | scheduled | ratio |")
+    for found in filter(None, (memory_rows(report), moved.rows(report.moved))):
+        what, one, two, _ = found[0]
+        lines += ["", *_for_page(found[1:], f"| {what} | {one} | {two} | {one} / {two} |")]
     lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
     lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
