@@ -21,6 +21,7 @@ device leaves less room for whole parameters and gradients, so what 2 and 3 say 
 """
 
 from itertools import accumulate
+from typing import NamedTuple
 
 from megatron_ext.bounds.critical_path import Durations, compute_durations, earliest, tails
 from megatron_ext.bounds.device_memory import with_device_memory
@@ -42,41 +43,46 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     Raises:
         InputError: the table lacks a figure that every run needs.
     """
-    pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)
-    rates = [LinkRates(workload, timing, rank) for rank in range(pp)]
-    least = with_device_memory(
-        workload,
-        timing,
-        [rate.least_us if rate.routes else None for rate in rates],
-        [LeastWait(rate) for rate in rates],
-    )
-    needs = [least_loads(workload, timing, rank) if rates[rank].routes else [] for rank in range(pp)]
-    begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, rates, needs)])
-    last = [last_backwards(workload, timing, rank) for rank in range(pp)]
-    tail_us = [least_tail_us(workload, timing, rank) for rank in range(pp)]
-    bound = max(of_rank[-1] + us for of_rank, us in zip(ends, tail_us))
-    for rank, backwards in enumerate(last):
-        for backward in backwards:
+    ranks, steps = range(workload.parallel.pp), steps_of_ranks(workload.parallel)
+    own = [_of_rank(workload, timing, rank) for rank in ranks]
+    bring_us = [one.rates.least_us if one.rates.routes else None for one in own]
+    least = with_device_memory(workload, timing, bring_us, [LeastWait(one.rates) for one in own])
+    begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, own)])
+    remaining, bound = tails(workload, timing, least), 0.0
+    for rank, one in enumerate(own):
+        bound = max(bound, ends[rank][-1] + one.tail_us)
+        for backward in one.last:
             bound = max(bound, begins[rank][backward.step] + backward.from_start_us)
         first = next(index for index, step in enumerate(steps[rank]) if step.kind == "B")
         bound = max(bound, begins[rank][first] + forced_reduce_us(workload, timing, rank))
-    remaining = tails(workload, timing, least)
-    for rank in range(pp):
-        if needs[rank]:
+        if one.needs:
             head, rest = begins[rank][0], remaining[rank]
-            of_rank = _links_bound(
-                workload, timing, rank, rates[rank], needs[rank], least, head, rest, last[rank], tail_us[rank]
-            )
-            bound = max(bound, of_rank)
+            bound = max(bound, _links_bound(workload, timing, rank, one, least, head, rest))
     if workload.optimizer.on_host and timing.offers_curve("host_step"):
         return bound
-    return bound + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(pp))
+    return bound + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in ranks)
 
 
-def _ends_by_links(rates: LinkRates, needs: list[Need]) -> dict[int, float]:
+class OfRank(NamedTuple):
+    """One rank: what its links bring at best, what they must bring, its last backwards, and what follows its last
+    compute at least."""
+
+    rates: LinkRates
+    needs: list[Need]
+    last: list[LastBackward]
+    tail_us: float
+
+
+def _of_rank(workload: Workload, timing: Timing, rank: int) -> OfRank:
+    rates, last = LinkRates(workload, timing, rank), last_backwards(workload, timing, rank)
+    needs = least_loads(workload, timing, rank) if rates.routes else []
+    return OfRank(rates, needs, last, least_tail_us(workload, timing, rank))
+
+
+def _ends_by_links(own: OfRank) -> dict[int, float]:
     """The earliest end of the first step of each chunk, by the bytes that its last layer needs."""
-    found, fresh = {}, 0.0
-    for need, following in zip(needs, [*needs[1:], None]):
+    found, fresh, rates = {}, 0.0, own.rates
+    for need, following in zip(own.needs, [*own.needs[1:], None]):
         if need.fresh > fresh and (following is None or following.step != need.step):
             fresh = need.fresh
             arrived = max(rates.least_us(need.loaded), rates.least_us(need.fresh, first=True))
@@ -85,30 +91,21 @@ def _ends_by_links(rates: LinkRates, needs: list[Need]) -> dict[int, float]:
 
 
 def _links_bound(
-    workload: Workload,
-    timing: Timing,
-    rank: int,
-    rates: LinkRates,
-    needs: list[Need],
-    least: Durations,
-    head: float,
-    remaining: list[float],
-    last: list[LastBackward],
-    tail_us: float,
+    workload: Workload, timing: Timing, rank: int, own: OfRank, least: Durations, head: float, remaining: list[float]
 ) -> float:
     """Terms 4 and 5 of the note for one rank, whose first step has its input after ``head`` microseconds."""
     pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
     alone = compute_durations(workload, timing).steps[rank]
     durations = [alone[step.stage // pp][step.kind == "B"] for step in steps]
     done = [0.0, *accumulate(durations)]
-    moments = []
-    for need in needs:
+    moments, rates = [], own.rates
+    for need in own.needs:
         stage, kind, _ = steps[need.step]
         rest = remaining[need.step] - least.steps[rank][stage // pp][kind == "B"] + need.rest_us
-        rest = max(rest, rest_us(done[need.step + 1] - need.rest_us, need.step, last))
+        rest = max(rest, rest_us(done[need.step + 1] - need.rest_us, need.step, own.last))
         moments.append((need.loaded / rates.best_rate + rest, need.loaded, need.fresh, rest))
     moments.sort(reverse=True)
     bound = 0.0
     for rough, loaded, fresh, rest in moments[:REFINED]:
         bound = max(bound, rough, rates.least_us(loaded) + rest, rates.least_us(fresh, first=True) + rest)
-    return max(bound, head + rates.least_work_us(sum(durations), needs[-1].loaded, head) + tail_us)
+    return max(bound, head + rates.least_work_us(sum(durations), own.needs[-1].loaded, head) + own.tail_us)

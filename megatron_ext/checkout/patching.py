@@ -50,10 +50,6 @@ class Report:
     repaired: str | None = None
     diff: str = ""
 
-    def problems(self) -> list[str]:
-        """One line for every file that is neither clean nor applied."""
-        return [f"{f.file}: {f.detail}" for f in self.files if f.state in ("drifted", "conflict")]
-
 
 def check(path) -> Report:
     """The state of the tree at ``path``; changes nothing, except to repair an interrupted command.

@@ -50,10 +50,6 @@ class Work(NamedTuple):
     score_backward: float = 2.0
     exchanged_bytes: float = 0.0
 
-    @property
-    def flop(self) -> float:
-        return sum(flop for flop, _ in self.products) + self.score_flop
-
     def plus(self, other: "Work") -> "Work":
         sums = {name: getattr(self, name) + getattr(other, name) for name in self._fields}
         return self._replace(**sums | {"score_backward": max(self.score_backward, other.score_backward)})

@@ -33,11 +33,6 @@ class Checker:
         if value is not None and value < least:
             self.refuse(f"must be at least {least}" if least else "must not be negative", field, value)
 
-    def below(self, limit: int, what: str, value: int, field: str) -> None:
-        """``value`` is 0 to ``limit`` - 1; ``what`` names the limit in the message."""
-        if not 0 <= value < limit:
-            self.refuse(f"must be below the {what} {limit}", field, value)
-
     def positive(self, value: float | None, field: str, *, zero: bool = False) -> None:
         """``value`` is a finite number above 0 (or at least 0, with ``zero``); None passes."""
         if value is not None and (not math.isfinite(value) or value < 0 or (value == 0 and not zero)):

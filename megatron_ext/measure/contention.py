@@ -31,9 +31,9 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.nvme_route import NvmeStage
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, PublishAcross, Reduce
-from megatron_ext.measure.optimizer_steps import HostStep
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
+from megatron_ext.measure.timed_steps import HostStep
 from megatron_ext.measure.visits import sets_of_ranks, until_last
 from megatron_ext.runtime.objects import gather_objects
 

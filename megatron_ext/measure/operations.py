@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import DONE, Handle, Operation
-from megatron_ext.measure.optimizer_steps import Optimizer
+from megatron_ext.measure.timed_steps import Optimizer
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups

@@ -30,11 +30,11 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
-from megatron_ext.measure.optimizer_steps import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.options import MIB, MOST_OVER
 from megatron_ext.measure.progress_bar import visit_text
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
+from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, HostStep
 from megatron_ext.measure.visits import ISSUED, curves_of, first_medians, merge_visits, shuffled
 from megatron_ext.runtime.objects import gather_objects
 

@@ -4,7 +4,7 @@ run's own code, with gradients in slots, tensors that lie behind each other step
 import torch
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.optimizer_steps import HostStep
+from megatron_ext.measure.timed_steps import HostStep
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, Piece, SharedRooms

@@ -25,6 +25,11 @@ GPT = GptShape(
 LLAMA = GptShape(4, 256, 768, 8, 2, 1024, 32, gated=True, rms_norm=True, linear_bias=False, qkv_bias=False, tied=True)
 
 
+def flop(work: Work) -> float:
+    """Operations of all its products."""
+    return sum(own for own, _ in work.products) + work.score_flop
+
+
 def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None, instances=1):
     how = dict(microbatches=microbatches, gpus_per_node=gpus_per_node, instances=instances)
     parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, **how)
@@ -46,7 +51,7 @@ def test_six_operations_a_parameter_and_token(shape):
     matrices = shape.layers * sum(rows * sizes[0] for rows, *sizes in shape.layer(1).values() if sizes)
     matrices += shape.vocab * shape.hidden
     forward = work_of(work, batch)
-    total = sum(each.flop + each.backward(Work()).flop for each in forward)
+    total = sum(flop(each) + flop(each.backward(Work())) for each in forward)
     assert total == pytest.approx(6 * matrices * 128 + 14 * 4 * 64 * 256 * 128 / 2)
     biases_and_ends = shape.numel - matrices
     assert biases_and_ends < 0.13 * shape.numel  # the look-up's matrix; the rule holds within it and the scores
@@ -59,14 +64,14 @@ def test_six_operations_a_parameter_and_token(shape):
         return recomputed_work(layer, "transformer", used, how, 1, None)
 
     assert again("full") == layer and again(None) == Work()
-    assert layer.backward(Work()).flop == 2 * layer.flop + 0.5 * layer.score_flop
-    assert layer.backward(layer).flop == layer.backward(Work()).flop + layer.flop
-    assert again("selective").flop == layer.score_flop
+    assert flop(layer.backward(Work())) == 2 * flop(layer) + 0.5 * layer.score_flop
+    assert flop(layer.backward(layer)) == flop(layer.backward(Work())) + flop(layer)
+    assert flop(again("selective")) == layer.score_flop
     # Modules: of the MLP its two matrices, of norms no products.
-    mlp = again("selective", "mlp").flop
+    mlp = flop(again("selective", "mlp"))
     assert mlp == 2 * 128 * (3 if shape.gated else 2) * 256 * shape.ffn
-    assert again("selective", "layernorm").flop == 0 < again("selective", "layernorm").moved_bytes
-    assert again("selective", "core_attn", "mlp").flop == layer.score_flop + mlp
+    assert flop(again("selective", "layernorm")) == 0 < again("selective", "layernorm").moved_bytes
+    assert flop(again("selective", "core_attn", "mlp")) == layer.score_flop + mlp
 
 
 def test_bytes_between_the_matrices_by_hand():
@@ -96,7 +101,7 @@ def test_tensor_parallel_ranks_share_the_work():
     whole, batch = run_of()
     half, _ = run_of(tp=2, dp=4)
     one, two = work_of(whole, batch)[1], work_of(half, batch)[1]
-    assert two.flop == one.flop / 2 and two.reduced_bytes == (2 * 128 * 256,) * 2
+    assert flop(two) == flop(one) / 2 and two.reduced_bytes == (2 * 128 * 256,) * 2
     spread = work_of(half, batch._replace(sequence_parallel=True))[1]
     assert spread.moved_bytes == one.moved_bytes / 2 < two.moved_bytes
 
@@ -107,7 +112,7 @@ def test_context_parallel_ranks_share_the_tokens_and_attend_to_whole_sequences()
     whole, batch = run_of()
     part = batch._replace(context_parallel=2)
     one, two = work_of(whole, batch)[1], work_of(whole, part)[1]
-    assert part.tokens == batch.tokens / 2 and two.flop == one.flop / 2 and two.score_flop == one.score_flop / 2
+    assert part.tokens == batch.tokens / 2 and flop(two) == flop(one) / 2 and two.score_flop == one.score_flop / 2
     assert two.moved_bytes == one.moved_bytes / 2 and one.exchanged_bytes == 0
     ways = (part._replace(recompute=recompute) for recompute in (None, "selective", "full"))
     anew = (recomputed_work(two, None, [], batch, 1, None) for batch in ways)
@@ -194,7 +199,7 @@ def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
     layers = layers_of(work.chunks[0])
     one, moe = (forward_work(*layers[index], batch, 1, share) for index in (1, 2))
     mlp = 2 * 256 * 1024
-    assert moe.flop == one.flop + 2 * 128 * mlp  # two experts a token, each as large as the MLP
+    assert flop(moe) == flop(one) + 2 * 128 * mlp  # two experts a token, each as large as the MLP
     assert moe.routed == (2 * 2 * 128 * 256,) * 2 and moe.backward(moe).routed == moe.routed * 2
     with pytest.raises(InputError, match="experts: says of no experts"):
         forward_work(*layers[2], batch, 1)

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ext.measure import contention, operations
 from megatron_ext.measure.operations import Reduce
-from megatron_ext.measure.optimizer_steps import DeviceStep, HostOptimizer, HostStep, Optimizer
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
+from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, HostStep, Optimizer
 from megatron_ext.runtime.device import HostDevice
 
 
