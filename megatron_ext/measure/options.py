@@ -112,7 +112,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
 
         if self.device == "cuda" and not has_cuda():
-            raise InputError("torch sees no CUDA device here", file="--device", value="cuda")
+            raise option_error("device", "torch sees no CUDA device here", "cuda")
         return self.device != "cpu" and has_cuda()
 
     @property
