@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from megatron_ext.checkout.gaps import Gap, check_above, check_below, check_names, gap_after, gap_before, reached
+from megatron_ext.checkout.gaps import Gap, check_above, check_below, gap_after, gap_before, proven, reached
 from megatron_ext.checkout.hook_table import Hook, hooks_of
 from megatron_ext.checkout.syntax import (
     FunctionNode,
@@ -82,21 +82,17 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
         return "extra_args_provider" in tested and assigned_name(s.body[-1]) == "parser"
 
     body, index = statement_where(function, applies_provider, "`parser = extra_args_provider(parser)` in an `if`")
-    gap = reached(function, gap_after(hook, body, index, lines))
-    check_above(gap, calls(function, "parse_args", "parse_known_args"), "the options are parsed")
-    check_names([function], gap.chosen, {"parser"}, set())
-    return gap
+    above = calls(function, "parse_args", "parse_known_args"), "the options are parsed"
+    return proven(function, gap_after(hook, body, index, lines), {"parser"}, above=above)
 
 
 def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = function_named(tree.body, "train")
     test = lambda s: tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
     body, index = statement_where(function, test, "`if args.overlap_param_gather and args.align_param_gather`")
-    gap = reached(function, gap_before(hook, body, index, lines))
     loops = [node.lineno for node in own_nodes(function) if isinstance(node, ast.While)]
-    check_above(gap, loops, "the loop of train begins")
-    check_names([function], gap.chosen, {"args", "model", "optimizer", "config"}, set())
-    return gap
+    needed, above = {"args", "model", "optimizer", "config"}, (loops, "the loop of train begins")
+    return proven(function, gap_before(hook, body, index, lines), needed, above=above)
 
 
 def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -108,10 +104,8 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     # A training that a limit or a signal has ended leaves the process in front of the return.
     exits = lambda s: any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "exit" for n in ast.walk(s))
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
-    gap = reached(function, gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines))
-    check_above(gap, calls(function, "exit", "_exit"), "train leaves the process")
-    check_names([function], gap.chosen, set(), set())
-    return gap
+    gap = gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
+    return proven(function, gap, set(), above=(calls(function, "exit", "_exit"), "train leaves the process"))
 
 
 def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -124,9 +118,7 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
             f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
             f"but with the statement at line {function.body[-1].lineno}"
         )
-    gap = reached(function, gap_after(hook, body, index, lines))
-    check_names([function], gap.chosen, {"self"}, set())
-    return gap
+    return proven(function, gap_after(hook, body, index, lines), {"self"})
 
 
 def _unconditional(function: FunctionNode, test: Callable[[ast.stmt], bool], wanted: str) -> tuple[list[ast.stmt], int]:
@@ -150,10 +142,8 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 
     wanted = "`update_successful = super().step_with_ready_grads()`"
     body, index = _unconditional(function, parents_step, wanted)
-    gap = reached(function, gap_after(hook, body, index, lines))
-    check_above(gap, calls(function, "start_param_sync"), "the parameters are gathered")
-    check_names([function], gap.chosen, {"self", "update_successful"}, set())
-    return gap
+    above = calls(function, "start_param_sync"), "the parameters are gathered"
+    return proven(function, gap_after(hook, body, index, lines), {"self", "update_successful"}, above=above)
 
 
 def _interleaved(tree: ast.Module) -> FunctionNode:
@@ -163,11 +153,9 @@ def _interleaved(tree: ast.Module) -> FunctionNode:
 def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = _interleaved(tree)
     body, index = _unconditional(function, *_is_there("param_sync_func"))
-    gap = reached(function, gap_before(hook, body, index, lines))
-    check_above(gap, calls(function, "forward_step_helper", "backward_step_helper"), "a step runs")
+    above = calls(function, "forward_step_helper", "backward_step_helper"), "a step runs"
     needed = {"config", "model", "num_microbatches", "forward_only"}
-    check_names([function], gap.chosen, needed, {"gather_schedule"})
-    return gap
+    return proven(function, gap_before(hook, body, index, lines), needed, {"gather_schedule"}, above=above)
 
 
 def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
@@ -194,10 +182,10 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = _unconditional(helper, test, what)
     microbatch = _microbatch_name(helper)
-    gap = reached(helper, gap_before(hook, body, index, lines, microbatch=microbatch))
-    _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     # Only the helper's own names count: the outer function's model_chunk_id is a loop variable.
-    check_names([helper], gap.chosen, needed | {microbatch}, set())
+    gap = gap_before(hook, body, index, lines, microbatch=microbatch)
+    gap = proven(helper, gap, needed | {microbatch})
+    _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     return gap
 
 
@@ -252,9 +240,8 @@ def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> G
     # As early as config is known: later releases pick their backward function early, too.
     found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
     index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
-    gap = reached(function, gap_after(hook, function.body, index, lines))
-    rebound = {"forward_step", "backward_step"}
-    check_names([function], gap.last, {"config", "model", "num_microbatches", "forward_only"}, rebound)
+    needed, rebound = {"config", "model", "num_microbatches", "forward_only"}, {"forward_step", "backward_step"}
+    gap = proven(function, gap_after(hook, function.body, index, lines), needed, rebound)
     for step in sorted(rebound):
         if not any(isinstance(node, ast.Name) and node.id == step for node in ast.walk(function)):
             raise PlaceError(f"{span(function)} does not call {step}")

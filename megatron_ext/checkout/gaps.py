@@ -1,6 +1,7 @@
 """A gap between two statements of one body, where a hook line may stand; and proofs about what stands around it."""
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_ext.checkout.hook_table import Hook
@@ -87,29 +88,31 @@ def check_below(gap: Gap, lines: list[int], what: str) -> None:
         raise PlaceError(f"{what} at line {max(lines)}, after the hook")
 
 
-def check_names(functions: list[FunctionNode], gap_line: int, needed: set[str], rebound: set[str]) -> None:
-    """Names mean at the hook what the hook takes them to mean.
+Above = tuple[list[int], str]
+"""Lines, and what happens there."""
 
-    ``needed`` must be bound in ``functions`` (outermost first) above the hook. ``rebound`` are
-    the names the hook line binds itself: a use of one above the hook would turn from a
-    global into an unbound local, and ``hooks`` or ``gather_schedule`` must not be used at all.
+
+def proven(
+    function: FunctionNode, gap: Gap, needed: set[str], rebound: Collection[str] = (), *, above: Above = ([], "")
+) -> Gap:
+    """``gap``, where control comes, before all lines ``above`` (with what happens there), and where names mean what the
+    hook takes them to mean.
+
+    ``needed`` must be bound in ``function`` above the hook. ``rebound`` are the names the hook line binds itself: a use
+    of one above the hook would turn from a global into an unbound local, and ``hooks`` or ``gather_schedule`` must not
+    be used at all.
     """
-    outer, inner = functions[0], functions[-1]
-    bound = set()
-    for function in functions:
-        bound |= parameters(function)
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Store):
-                continue
-            if node.lineno <= gap_line or function is not inner:
-                bound.add(node.id)
-    for name in sorted(needed - bound):
-        raise PlaceError(f"no variable {name} in {span(inner)}")
-    for node in ast.walk(outer):
-        name = node.id if isinstance(node, ast.Name) else getattr(node, "arg", None)
+    check_above(reached(function, gap), *above)
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    stored = {node.id for node in names if isinstance(node.ctx, ast.Store) and node.lineno <= gap.chosen}
+    for name in sorted(needed - stored - parameters(function)):
+        raise PlaceError(f"no variable {name} in {span(function)}")
+    for node in ast.walk(function):
         if not isinstance(node, (ast.Name, ast.arg)):
             continue
-        if isinstance(node, ast.Name) and name in rebound and node.lineno <= gap_line:
-            raise PlaceError(f"{name} is used at line {node.lineno} of {outer.name}, before the hook")
+        name = node.id if isinstance(node, ast.Name) else node.arg
+        if isinstance(node, ast.Name) and name in rebound and node.lineno <= gap.chosen:
+            raise PlaceError(f"{name} is used at line {node.lineno} of {function.name}, before the hook")
         if name in ("hooks", "gather_schedule"):
-            raise PlaceError(f"{outer.name} has a variable {name} of its own, line {node.lineno}")
+            raise PlaceError(f"{function.name} has a variable {name} of its own, line {node.lineno}")
+    return gap
