@@ -1,15 +1,16 @@
 """The picture of one pipeline iteration: simulated above measured, on one time scale."""
 
 from megatron_ext.formats import picture
-from megatron_ext.formats.trace import WAITS
+from megatron_ext.formats.trace import END_NOT_KNOWN, WAITS
 from megatron_ext.report.build_report import Report
+from megatron_ext.report.parts import BACKWARD, FORWARD, part_of
 from megatron_ext.report.timeline_panels import Panel, Row, panels, zoom_us
 
 WIDTH_PX, DPI = 1600, 100
 
 THREAD = {
-    "F": ("#b5d3ea", "forward step"),
-    "B": ("#3f7fb5", "backward step"),
+    FORWARD: ("#b5d3ea", "forward step"),
+    BACKWARD: ("#3f7fb5", "backward step"),
     "optimizer": ("#8c8c8c", "optimizer step"),
     "wait": ("#e31a1c", "exposed: waits for a gather"),
     "reduce_wait": ("#fb9a99", "waits for a reduce"),
@@ -140,10 +141,10 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
     by_kind: dict[tuple[str, bool], list] = {}
     for bar in row.bars:
         if bar.start_us < until_us and bar.end_us >= from_us:
-            by_kind.setdefault((bar.kind, bar.end_known), []).append(bar)
+            by_kind.setdefault((part_of(bar), bar.name != END_NOT_KNOWN), []).append(bar)
     for (kind, known), bars in by_kind.items():
         spans = [(bar.start_us / 1e3, max(bar.duration_us, SHORTEST_PX * us_per_px) / 1e3) for bar in bars]
-        edge = "white" if kind in "FB" else "none"
+        edge = "white" if kind in (FORWARD, BACKWARD) else "none"
         part = STRIP if kind in WAITS else 1.0
         style = dict(facecolors=KINDS[kind][0], edgecolor=edge)
         if not known:
@@ -151,14 +152,10 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
         axes.broken_barh(spans, (y, tall * part), linewidth=0.6, zorder=3, **style)
     for bar in row.bars:
         start, end = max(bar.start_us, from_us), min(bar.end_us, until_us)
-        if bar.kind in "FB" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
-            how = {
-                "xycoords": "data",
-                "ha": "center",
-                "fontsize": 7.5,
-                "color": "white" if bar.kind == "B" else "black",
-            }
-            _write(axes, bar.name, (start + end) / 2e3, y + tall * 0.52, zorder=4, **how)
+        if bar.lane == "compute" and (end - start) / us_per_px > 6 * len(bar.name) + 2:
+            color = "white" if part_of(bar) == BACKWARD else "black"
+            place = (start + end) / 2e3, y + tall * 0.52
+            _write(axes, bar.name, *place, zorder=4, xycoords="data", ha="center", fontsize=7.5, color=color)
 
 
 def _write(axes, text: str, x: float, y: float, offset=(0, 0), **how) -> None:
@@ -178,7 +175,7 @@ def _name_rows(axes, panel: Panel) -> None:
 def _sum_up_rows(axes, panel: Panel) -> None:
     """What each row adds up to, in the right margin."""
     for row, y in _places(panel):
-        at_most = "" if all(bar.end_known for bar in row.bars) else "at most "
+        at_most = "" if all(bar.name != END_NOT_KNOWN for bar in row.bars) else "at most "
         said = f"{len(row.bars)} x, {at_most}{row.total_us(row.lane) / 1e3:.2f} ms"
         if row.lane == "thread":
             said = f"exposed {row.total_us('wait') / 1e3:.2f} ms\nissuing {row.total_us('issue') / 1e3:.2f} ms"
@@ -201,9 +198,9 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
     )
     figure.text(0.01, 1 - 0.54 / inches, how, fontsize=9.5, va="center")
     bars = [bar for panel in drawn for row in panel.rows for bar in row.bars]
-    used = {bar.kind for bar in bars}
+    used = {part_of(bar) for bar in bars}
     handles = [Patch(facecolor=color, label=meaning) for kind, (color, meaning) in KINDS.items() if kind in used]
-    if not all(bar.end_known for bar in bars):
+    if any(bar.name == END_NOT_KNOWN for bar in bars):
         meaning = "gather that ended at some time within"
         handles.append(Patch(facecolor="white", edgecolor=KINDS["gpu"][0], hatch=HATCH, label=meaning))
     if any(panel.step[0] for panel in drawn):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_ext.formats.trace import END_NOT_KNOWN, LANES, WAITS, Event
+from megatron_ext.formats.trace import LANES, WAITS, Event
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.measured_trace import THREAD_LANES, Window
 from megatron_ext.report.spread import median_iteration
@@ -22,35 +22,16 @@ MOST_RANKS = 8
 """Ranks in one panel; of more, an even choice of pipeline ranks is shown."""
 
 
-class Bar(NamedTuple):
-    """An interval in a row; ``kind`` is what it is drawn as: a lane, or F or B for a step."""
-
-    kind: str
-    name: str
-    start_us: float
-    duration_us: float
-
-    @property
-    def end_us(self) -> float:
-        """When it ends."""
-        return self.start_us + self.duration_us
-
-    @property
-    def end_known(self) -> bool:
-        """Whether the bar ends where the transfer did, and not where something had waited for it."""
-        return self.name != END_NOT_KNOWN
-
-
 class Row(NamedTuple):
-    """Bars of the training thread of a rank (``lane`` is ``thread``) or of one of its links."""
+    """Bars of the training thread of a rank (``lane`` is ``thread``) or of one of its links; a step is one bar."""
 
     rank: int
     lane: str
-    bars: list[Bar]
+    bars: list[Event]
 
-    def total_us(self, kind: str) -> float:
-        """Microseconds of all bars of a kind."""
-        return sum(bar.duration_us for bar in self.bars if bar.kind == kind)
+    def total_us(self, lane: str) -> float:
+        """Microseconds of all bars of a lane."""
+        return sum(bar.duration_us for bar in self.bars if bar.lane == lane)
 
 
 def shown_ranks(parallel: Parallel, *, replicas: bool) -> list[int]:
@@ -76,23 +57,22 @@ def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
         thread = _steps(by_place[rank, "compute"])
         # Later bars lie on top: what a step waits for is seen within the step.
         for lane in ("optimizer", "issue", *WAITS):
-            thread += [Bar(lane, e.name, e.start_us, e.duration_us) for e in by_place[rank, lane]]
+            thread += by_place[rank, lane]
         found.append(Row(rank, "thread", thread))
         for lane in LANES:
             if lane not in THREAD_LANES and by_place[rank, lane]:
-                found.append(
-                    Row(rank, lane, [Bar(lane, e.name, e.start_us, e.duration_us) for e in by_place[rank, lane]])
-                )
+                found.append(Row(rank, lane, by_place[rank, lane]))
     return found
 
 
-def _steps(events: list[Event]) -> list[Bar]:
+def _steps(events: list[Event]) -> list[Event]:
     """One bar a step; the simulator records the parts of a step between two waits."""
-    spans: dict[str, tuple[float, float]] = {}
+    steps: dict[str, Event] = {}
     for event in events:
-        start, end = spans.get(event.name, (event.start_us, 0.0))
-        spans[event.name] = (min(start, event.start_us), max(end, event.end_us))
-    return [Bar("F" if "F" in name else "B", name, start, end - start) for name, (start, end) in spans.items()]
+        begun = steps.get(event.name, event)
+        start, end = min(begun.start_us, event.start_us), max(begun.end_us, event.end_us)
+        steps[event.name] = event._replace(start_us=start, duration_us=end - start)
+    return [*steps.values()]
 
 
 class Panel(NamedTuple):

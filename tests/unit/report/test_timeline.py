@@ -11,9 +11,10 @@ from variations import some
 
 from megatron_ext import report
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.trace import END_NOT_KNOWN
+from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import timeline, timeline_panels
-from megatron_ext.report.timeline_panels import MOST_RANKS, Bar, Row, rows, shown_ranks
+from megatron_ext.report.parts import part_of
+from megatron_ext.report.timeline_panels import MOST_RANKS, Row, rows, shown_ranks
 from megatron_ext.workload.step_order import steps_of_ranks
 
 
@@ -35,8 +36,8 @@ def test_the_parts_of_a_step_become_one_bar():
     waits = events(0, "wait", ("0F0 for 1", 5.0, 3.0))
     gathers = [*events(0, "gpu", ("1", 1.0, 7.0)), *events(1, "gpu", ("2", 0.0, 1.0))]
     thread, link = rows([*compute, *waits, *gathers], [0])
-    assert thread == Row(0, "thread", [Bar("F", "0F0", 0.0, 10.0), Bar("wait", "0F0 for 1", 5.0, 3.0)])
-    assert link == Row(0, "gpu", [Bar("gpu", "1", 1.0, 7.0)])
+    assert thread == Row(0, "thread", [Event(0, "compute", "0F0", 0.0, 10.0), Event(0, "wait", "0F0 for 1", 5.0, 3.0)])
+    assert link == Row(0, "gpu", [Event(0, "gpu", "1", 1.0, 7.0)])
     assert thread.total_us("wait") == 3.0
 
 
@@ -54,7 +55,7 @@ def test_simulated_stands_above_measured(built):
     for panel in drawn:
         for row in panel.rows:
             if row.lane == "thread":
-                assert [bar.name for bar in row.bars if bar.kind in "FB"] == [
+                assert [bar.name for bar in row.bars if bar.lane == "compute"] == [
                     str(step) for step in steps[row.rank // 2]
                 ]
 
@@ -77,12 +78,12 @@ def test_gathers_in_a_small_share_are_shown_larger(built):
     )
     whole = max(panel.end_us() for panel in drawn)
     assert (timeline_panels.zoom_us(drawn) is not None) == (longest < timeline_panels.ZOOM_BELOW * whole)
-    early = [panel._replace(rows=[Row(0, "gpu", [Bar("gpu", "0", 0.0, 10.0)])]) for panel in drawn[:2]]
-    late = [*early, drawn[2]._replace(rows=[Row(0, "thread", [Bar("F", "0F0", 0.0, 1000.0)])])]
+    early = [panel._replace(rows=[Row(0, "gpu", [Event(0, "gpu", "0", 0.0, 10.0)])]) for panel in drawn[:2]]
+    late = [*early, drawn[2]._replace(rows=[Row(0, "thread", [Event(0, "compute", "0F0", 0.0, 1000.0)])])]
     assert timeline_panels.zoom_us(late) == pytest.approx(11.5)
     assert timeline_panels.zoom_us([*early, early[0]]) is None
     # Gathers that begin late in the iteration are looked at where they are.
-    shifted = [panel._replace(rows=[Row(0, "gpu", [Bar("gpu", "0", 500.0, 10.0)])]) for panel in early]
+    shifted = [panel._replace(rows=[Row(0, "gpu", [Event(0, "gpu", "0", 500.0, 10.0)])]) for panel in early]
     assert timeline_panels.zoom_us([*shifted, late[2]]) == pytest.approx(11.5) and shifted[0].first_gather_us() == 500.0
 
 
@@ -115,8 +116,8 @@ def test_the_picture_is_as_wide_as_promised_and_holds_every_kind(tmp_path, sizes
     built = report.build(report.load(tmp_path))
     timeline.save(built, tmp_path / "t.png")
     assert size_of(tmp_path / "t.png")[0] == timeline.WIDTH_PX
-    used = {bar.kind for panel in timeline_panels.panels(built) for row in panel.rows for bar in row.bars}
-    assert {"F", "B", "wait", "issue", "gpu", "optimizer"} <= used
+    used = {part_of(bar) for panel in timeline_panels.panels(built) for row in panel.rows for bar in row.bars}
+    assert {"forward", "backward", "wait", "issue", "gpu", "optimizer"} <= used
     for kind in used:
         assert pixels(tmp_path / "t.png", timeline.KINDS[kind][0]) > 100, kind  # its legend alone has more
 
@@ -140,7 +141,7 @@ def test_a_longer_wait_is_more_red(tmp_path):
 def test_every_kind_of_bar_has_a_colour_and_a_meaning():
     from megatron_ext.formats.trace import LANES
 
-    kinds = {"F", "B"} | set(LANES) - {"compute"}
+    kinds = {"forward", "backward"} | set(LANES) - {"compute"}
     assert kinds == set(timeline.KINDS)
     assert len({color for color, _ in timeline.KINDS.values()}) == len(kinds)
 
