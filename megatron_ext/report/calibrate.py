@@ -34,6 +34,7 @@ from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, part_
 from megatron_ext.report.run_dir import TracedRun
 from megatron_ext.report.turn_ratio import counted
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.step import Step
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 CURVES = {
@@ -113,7 +114,7 @@ def _times(events: Iterable[Event], run: TracedRun) -> Times:
     for event in given:
         pp_rank = event.rank // (parallel.world_size // parallel.pp)
         part = part_of(event)
-        chunk = _stage(event.name) // parallel.pp if part in (FORWARD, BACKWARD) else 0
+        chunk = Step.parse(event.name).model_chunk_id(parallel.pp) if part in (FORWARD, BACKWARD) else 0
         ranks[pp_rank].add(event.rank)
         found[part, pp_rank, chunk] += event.duration_us
         if part == "nvme" and run.schedule.state_slots is not None:
@@ -132,11 +133,6 @@ def _count_alike(measured: Times, predicted: Times, workload: Workload, timing: 
         us, waits = predicted.get(reduce, 0.0), (measured.get(wait, 0.0), predicted.get(wait, 0.0))
         if wait in measured and reduce not in measured and max(waits) > SYSTEMATIC * us:
             measured[reduce] = us + waits[0] - waits[1]
-
-
-def _stage(step: str) -> int:
-    """Of a step's text form, such as ``3B0``."""
-    return int(step.partition("B" if "B" in step else "F")[0])
 
 
 def _factors(measured: Times, predicted: Times) -> Times:

@@ -68,7 +68,7 @@ class MeasuredTrace:
         self._ranks = {rank: _RankTrace(mine, iterations, check) for rank, mine in by_rank.items()}
         steps = steps_of_ranks(parallel)
         for rank, trace in self._ranks.items():
-            trace.name_steps(rank, steps[_pp_rank_of(parallel, rank)])
+            trace.name_steps(rank, steps[rank // (parallel.world_size // parallel.pp)])
 
     def thread_us(self, lanes: tuple[str, ...]) -> list[float]:
         """Per iteration: microseconds of a training thread in ``lanes``, largest over ranks."""
@@ -178,7 +178,3 @@ class _RankTrace:
         """Events of the window of ``iteration`` on this rank, steps outside of training left out."""
         near = self.thread[iteration - 1] + self.thread[iteration] + self.links
         return [event for event in near if start <= event.start_us < end]
-
-
-def _pp_rank_of(parallel: Parallel, rank: int) -> int:
-    return rank // (parallel.world_size // parallel.pp)
