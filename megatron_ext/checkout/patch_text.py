@@ -30,11 +30,16 @@ def as_text(report: Report, verb: str) -> str:
         lines.append("  core only: the training scripts (pretrain_gpt.py, megatron/training) are absent")
     elif report.absent:
         lines.append(f"  absent: {', '.join(report.absent)}")
-    if verb == "check":
-        lines += _advice(report)
+    if verb == "check" and report.state in _ADVICE:
+        lines.append(_ADVICE[report.state].format(path=report.path))
     return "\n".join(lines)
 
 
+_ADVICE = {
+    "clean": "`megatron-ext patch apply {path}` inserts the hooks",
+    "drifted": "run `megatron-ext patch revert {path}`, then apply again",
+    "conflict": "the hooks cannot be placed; change what is named above, or use another release",
+}
 _HOW = {"exact": "a file of a known release", "syntax tree": "placed by the syntax tree"}
 
 
@@ -51,16 +56,6 @@ def _inserted(report: Report, dry_run: bool) -> list[str]:
         numbers = f"line{'s' if len(entry.lines) > 1 else ''} {', '.join(map(str, entry.lines))}"
         found.append(f"    {entry.file}{target}: {numbers} ({_HOW[entry.detail]})")
     return found
-
-
-def _advice(report: Report) -> list[str]:
-    if report.state == "clean":
-        return [f"`megatron-ext patch apply {report.path}` inserts the hooks"]
-    if report.state == "drifted":
-        return [f"run `megatron-ext patch revert {report.path}`, then apply again"]
-    if report.state == "conflict":
-        return ["the hooks cannot be placed; change what is named above, or use another release"]
-    return []
 
 
 def releases(checkout: str | None = None) -> dict:

@@ -241,8 +241,8 @@ class Measurement:
         self.total = 1 + sum(map(len, self.visits)) + len(self.pairs)
 
     def _weight(self, visit: tuple[str, int]) -> float:
-        """Share of the time of a visit, relative to others."""
-        return _weight(visit[1]) / (SHORT_VISITS if visit in self.short else 1)
+        """Share of the time of a visit, relative to others: a round of a large size takes longer."""
+        return (1.0 + min(visit[1] / (4 * MIB), 8.0)) / (SHORT_VISITS if visit in self.short else 1)
 
     def _refine(self) -> None:
         """After the first pass: sizes between neighbours that disagree, and which copies are short."""
@@ -373,11 +373,6 @@ def parts_due(used: float) -> int:
     """How many of the :data:`PASSES` parts of compute belong before the moment when this share of the curves' time
     is used: the first behind the first pass, the others as far apart as the time allows."""
     return min(PASSES, 1 + int(used * (PASSES - 1)))
-
-
-def _weight(size: int) -> float:
-    """Share of the time that a size gets: a round of a large one takes longer."""
-    return 1.0 + min(size / (4 * MIB), 8.0)
 
 
 def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
