@@ -3,8 +3,8 @@
     python -m megatron_ext.launch.launcher --nproc-per-node 4 [-m | --fork] SCRIPT_OR_MODULE [ARGUMENTS]
 
 sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
-a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with
-it (PR_SET_PDEATHSIG), the rank that brought the others down is named, and nothing listens where another machine
+a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with it (PR_SET_PDEATHSIG),
+and what they have started, the rank that brought the others down is named, and nothing listens where another machine
 could reach it. On clusters use torchrun or srun.
 
 [Note: One session]
@@ -65,9 +65,10 @@ name, on which other machines reach them."""
 _PR_SET_PDEATHSIG = 1
 
 
-def _begin(parent: int) -> None:
+def _begin(parent: int, groups: int) -> None:
     """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it
-    ends."""
+    ends. ``groups``: what the launcher alone is to hold open."""
+    os.close(groups)
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with "stty tostop" would stop whoever writes to it
     end_with_parent(parent)
@@ -126,6 +127,17 @@ class _Store:
 
 Rank = subprocess.Popen | ForkedRank
 
+_KILL_GROUPS = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups 2>/dev/null'
+
+
+def _guard() -> tuple[subprocess.Popen, int]:
+    """A process that kills the process groups whose numbers are written to the descriptor when that closes, however
+    this process ends: what ranks have started outlives them, such as the managers of Megatron's checkpoints."""
+    groups, write = os.pipe()
+    guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=groups, start_new_session=True)
+    os.close(groups)
+    return guard, write
+
 
 def launch(
     command: list[str],
@@ -159,7 +171,7 @@ def launch(
         **(environment or {}),
     }
     sharing = _sharing(num_processes, shared)
-    parent = os.getpid()
+    parent, (guard, groups) = os.getpid(), _guard()
     ranks: list[Rank] = []
     interrupted: list[int] = []
     previous = {
@@ -170,14 +182,18 @@ def launch(
         for rank in range(num_processes):
             own = {**device_sharing.settings(rank, sharing), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if fork:
-                ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent)))
+                ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent, groups)))
             else:
                 files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": pass_fds}
-                ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent), **files))
+                ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent, groups), **files))
+            os.write(groups, b"%d\n" % ranks[-1].pid)
         store.start()
         return _watch(ranks, interrupted)
     finally:
         _end(ranks)
+        guard.kill()
+        guard.wait()
+        os.close(groups)
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)

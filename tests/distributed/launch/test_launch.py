@@ -3,8 +3,10 @@
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from variations import some
@@ -108,6 +110,20 @@ def test_what_a_rank_has_started_ends_with_it(tmp_path):
     assert launch([sys.executable, "-c", STARTING, str(tmp_path / "child")], 2) == 1
     with contextlib.suppress(ProcessLookupError):
         assert select.select([os.pidfd_open(int((tmp_path / "child").read_text()))], [], [], 10)[0]
+
+
+@pytest.mark.parametrize("how", [[], ["--fork"]])
+def test_what_ranks_have_started_ends_with_a_killed_launcher(tmp_path, how):
+    (tmp_path / "starting.py").write_text(
+        f"if __name__ == '__main__':\n    exec({STARTING.replace('sys.exit(1)', '')!r})"
+    )
+    command = [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", "2", *how]
+    started = subprocess.Popen([*command, str(tmp_path / "starting.py"), str(tmp_path / "child")])
+    while not (tmp_path / "child").exists():
+        time.sleep(0.01)
+    child = os.pidfd_open(int((tmp_path / "child").read_text()))
+    started.kill()
+    assert started.wait() == -signal.SIGKILL and select.select([child], [], [], 10)[0]
 
 
 LISTENING = """
