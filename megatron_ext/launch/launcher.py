@@ -14,7 +14,6 @@ compute, a transfer was measured to take tens to hundreds of milliseconds longer
 """
 
 import argparse
-import contextlib
 import ctypes
 import os
 import signal
@@ -132,7 +131,7 @@ _KILL_GROUPS = 'while read -r group; do groups="$groups -$group"; done; kill -s 
 
 def _guard() -> tuple[subprocess.Popen, int]:
     """A process that kills the process groups whose numbers are written to the descriptor when that closes, however
-    this process ends: what ranks have started outlives them, such as the managers of Megatron's checkpoints."""
+    this process ends: after a checkpoint Megatron keeps a process in each rank that waits for ever."""
     groups, write = os.pipe()
     guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=groups, start_new_session=True)
     os.close(groups)
@@ -191,9 +190,10 @@ def launch(
         return _watch(ranks, interrupted)
     finally:
         _end(ranks)
-        guard.kill()
-        guard.wait()
+        if not any(rank.returncode for rank in ranks):
+            guard.kill()
         os.close(groups)
+        guard.wait()
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -284,7 +284,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
 
 
 def _end(ranks: list[Rank]) -> None:
-    """End every rank that still runs: first asked, then killed; and what ranks have started that did not end well."""
+    """End every rank that still runs: first asked, then killed."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -295,10 +295,6 @@ def _end(ranks: list[Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
-    for rank in ranks:
-        if rank.returncode:  # after a checkpoint Megatron keeps a process that waits for ever
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
 
 
 def main() -> int:

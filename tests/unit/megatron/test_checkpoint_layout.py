@@ -27,7 +27,8 @@ def saved(tmp_path, monkeypatch):
         if form is None:
             torch.save(content, folder / "mp_rank_00_000" / "model_optim_rng.pt")
         else:
-            torch.save(content | {"content_metadata": {"distrib_optim_sharding_type": form}}, folder / "common.pt")
+            said = {"content_metadata": {"distrib_optim_sharding_type": form}} if form else {}  # before 0.13 nothing
+            torch.save(content | said, folder / "common.pt")
             backend = '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
             (folder / "metadata.json").write_text(backend + '"common_backend_version": 1}')
         return args
@@ -102,6 +103,14 @@ def test_parameters_alone_are_loaded_into_other_groups(saved, layout, how):
 def test_states_of_each_parameter_are_loaded_into_other_groups(saved, layout):
     saved("fully_reshardable", **{GROUPS: layout})
     refuse_other_groups(groups("ac", "bd"), in_order=True)
+
+
+def test_states_of_each_parameter_that_0_12_wrote_are_loaded_into_other_groups(saved, layout):
+    saved("", **{GROUPS: layout}, ckpt_fully_parallel_save=True)
+    refuse_other_groups(groups("ac", "bd"), in_order=True)
+    saved("", **{GROUPS: layout}, ckpt_fully_parallel_save=False)
+    with pytest.raises(InputError, match="optimizer states by bucket"):
+        refuse_other_groups(groups("ac", "bd"), in_order=True)
 
 
 def test_a_checkpoint_that_does_not_say_its_groups_is_loaded_into_groups_in_order(saved):
