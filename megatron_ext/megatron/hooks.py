@@ -113,6 +113,8 @@ def add_arguments(parser):
     if of_megatron and any(a.startswith("--user-defined-schedule") for a in sys.argv):
         from megatron_ext.megatron import late_model
 
+        if any(a.startswith("--yaml-cfg") for a in sys.argv):
+            raise InputError("Megatron reads no other option then, and no schedule", field="--yaml-cfg")
         late_model.install(_late)
     return parser
 

@@ -5,6 +5,9 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
+import pytest
+
+from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks, lifecycle, one_line_end
 
 
@@ -21,6 +24,14 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
         parser = hooks.add_arguments(argparse.ArgumentParser())
     assert began == ["one line", hooks.require_end]
     assert "--user-defined-schedule" in parser.format_help()
+
+
+def test_a_schedule_that_megatron_would_not_read_is_refused(monkeypatch):
+    monkeypatch.setattr(hooks, "started", True)
+    monkeypatch.setitem(sys.modules, "megatron.training", ModuleType("megatron.training"))
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "c.yaml", "--user-defined-schedule", "s.json"])
+    with pytest.raises(InputError, match="^--yaml-cfg: "):
+        hooks.add_arguments(argparse.ArgumentParser())
 
 
 def test_a_run_that_stays_for_readers_ends_where_the_next_training_has_no_schedule(monkeypatch):
