@@ -23,7 +23,7 @@ VERSION = "2.6.0"
 """What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
 to bring kernels of the router of experts too."""
 
-PARTS = ("distributed", "fp8", "ops", "permutation", "tensor")
+PARTS = ("distributed", "fp8", "ops", "optimizers", "permutation", "tensor")
 PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
@@ -290,6 +290,10 @@ def _operation(name: str) -> type:
     return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
 
 
+def fused_adam(params, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, use_decoupled_grad, **options):
+    """Nobody steps here; Megatron looks at the arguments, for --use-precision-aware-optimizer."""
+
+
 def nothing(*arguments, **options):
     """A context in which nothing is different."""
     return contextlib.nullcontext()
@@ -302,6 +306,7 @@ def install() -> None:
     fill(".common.recipe", DelayedScaling=DelayedScaling)
     fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing, fp8_model_init=nothing)
     fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
+    fill(".pytorch.optimizers", FusedAdam=fused_adam)
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
     fill(".pytorch.ops", __getattr__=_operation)
     fill(".pytorch.permutation", __getattr__=_operation)

@@ -1,5 +1,6 @@
 """A model of Transformer Engine's layers is described without Transformer Engine, with Megatron's names and shapes."""
 
+import inspect
 import os
 import random
 import sys
@@ -108,11 +109,14 @@ def test_what_megatron_imports_in_one_go_is_there():
         engine_modules.install()
         from transformer_engine.pytorch import Fp8Padding, Fp8Unpadding
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
+        from transformer_engine.pytorch.optimizers import FusedAdam
         from transformer_engine.pytorch.permutation import moe_permute_with_probs, moe_unpermute
 
         assert callable(moe_permute_with_probs) and callable(moe_unpermute)
         assert not [*Fp8Padding(4, align_size=16).parameters(), *Fp8Unpadding(4).parameters()]
         assert not FP8GlobalStateManager.is_fp8_enabled()
+        aware = {"master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "use_decoupled_grad"}
+        assert aware <= inspect.signature(FusedAdam).parameters.keys()  # or a precision-aware optimizer is refused
         with fp8_autocast(enabled=False), fp8_model_init(enabled=False):
             pass
 
