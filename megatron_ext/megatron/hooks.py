@@ -96,9 +96,9 @@ def _configure_from(args) -> None:
 
         refusals.check_start(args)
         parallel = parallel_of_megatron(args)
-    trace, check = (getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check"))
+    of_us = ("trace", "check", "nvme_path")
+    trace, check, nvme_path = (getattr(args, f"user_defined_schedule_{name}", None) for name in of_us)
     delay = getattr(args, "delayed_parameter_update", None)
-    nvme_path = getattr(args, "user_defined_schedule_nvme_path", None)
     configure(schedule, trace, parallel=parallel, check=check, delay=delay, nvme_path=nvme_path)
 
 
@@ -194,9 +194,7 @@ def begin_steps(config, model, num_microbatches: int, forward_only: bool):
     """The same for the schedules without interleaving; also returns the step functions."""
     from megatron.core.pipeline_parallel import schedules
 
-    if _run is None:
-        return IDLE, schedules.forward_step, schedules.backward_step
-    calls = _run.begin_iteration(num_microbatches, forward_only)
+    calls = begin_iteration(config, model, num_microbatches, forward_only)
     if calls is IDLE:
         return calls, schedules.forward_step, schedules.backward_step
     counts = [0, 0]

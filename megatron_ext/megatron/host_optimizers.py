@@ -55,9 +55,7 @@ def divide(
     unit: dict[int, dict] = {}
     used = 0
     for number, group in enumerate(hybrid.cpu_param_groups):
-        for parameter in group["params"]:
-            if parameter not in chosen:
-                continue
+        for parameter in (one for one in group["params"] if one in chosen):
             if unit and used + size(parameter) > most:
                 yield list(unit.values())
                 unit, used = {}, 0
@@ -81,18 +79,16 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
     flat = kind is torch.optim.AdamW and all(group["fused"] for groups in units for group in groups)
     new = [FlatAdamW(groups) if flat else _without_device_calls(kind(groups)) for groups in units]
     states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
-    for one in new:
-        for group in one.param_groups:
-            for parameter in group["params"]:
-                if parameter in states:  # after a checkpoint was loaded, with a copy of the parameter among them
-                    own = states[parameter]
-                    # Nor what a checkpoint says of the shard, see save_from_drive: a step is taken back by tensors.
-                    one.state[parameter] = {n: v for n, v in own.items() if n not in ("master_param", "padding")}
-    chosen = {parameter for groups in units for group in groups for parameter in group["params"]}
+    chosen = {parameter: one for one in new for group in one.param_groups for parameter in group["params"]}
+    for parameter, own in states.items():  # after a checkpoint was loaded, with a copy of the parameter among them
+        if parameter in chosen:
+            # Nor what a checkpoint says of the shard, see save_from_drive: a step is taken back by tensors.
+            kept = {name: value for name, value in own.items() if name not in ("master_param", "padding")}
+            chosen[parameter].state[parameter] = kept
     for one in hybrid.cpu_optimizers:
         rest = [{**group, "params": [p for p in group["params"] if p not in chosen]} for group in one.param_groups]
         one.param_groups = [group for group in rest if group["params"]]
-        for parameter in chosen & one.state.keys():
+        for parameter in chosen.keys() & one.state.keys():
             del one.state[parameter]
     hybrid.cpu_optimizers = [one for one in hybrid.cpu_optimizers if one.param_groups] + new
     return new

@@ -85,15 +85,14 @@ class Run(BuildingRun):
 
     def _together(self, step: Callable[..., T], *arguments) -> T | None:
         """Take a step that may fail on this rank alone: all ranks go on, or all refuse; collective."""
-        result = None
+        result = refused = None
         try:
             result = step(*arguments)
         except InputError as error:
-            self._agree(str(error))
+            refused = str(error)
         except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
-            self._agree(f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0])
-        else:
-            self._agree(None)
+            refused = f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0]
+        self._agree(refused)
         return result
 
     def _take_shards(self, args) -> OwnRank | None:

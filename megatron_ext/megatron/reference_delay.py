@@ -76,13 +76,9 @@ class ReferenceDelay:
 
 def _gradients(inner) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
     """``(parameter, attribute, gradient)``, as the host optimizer looks them up."""
-    found = []
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            name = "decoupled_grad" if hasattr(parameter, "decoupled_grad") else "grad"
-            if (gradient := getattr(parameter, name)) is not None:
-                found.append((parameter, name, gradient))
-    return found
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    named = [(one, "decoupled_grad" if hasattr(one, "decoupled_grad") else "grad") for one in parameters]
+    return [(one, name, gradient) for one, name in named if (gradient := getattr(one, name)) is not None]
 
 
 def _put(inner, gradients: list, settings: list[dict]) -> None:

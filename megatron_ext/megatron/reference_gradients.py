@@ -46,7 +46,8 @@ class ReferenceGradients(StepCalls):
             # The reduces below are the only ones.
             for name in ("register_grad_ready", "start_grad_sync"):
                 vars(bucket_group)[name] = lambda *args, **kwargs: None
-            vars(bucket_group)["finish_grad_sync"] = _no_reduce(bucket_group)
+            own = vars(bucket_group)
+            own["finish_grad_sync"] = lambda *_, own=own, **__: own.update(param_gather_dispatched=False)
         hold_gradients(optimizers, held)
         for optimizer in optimizers if held else ():
             optimizer._copy_model_grads_to_main_grads = partial(self._take, optimizer._copy_model_grads_to_main_grads)
@@ -83,10 +84,3 @@ class ReferenceGradients(StepCalls):
         for part, copy in self._on_host:
             copy.copy_(part)
         return take(*args, **kwargs)
-
-
-def _no_reduce(bucket_group):
-    def finish_grad_sync(*args, **kwargs) -> None:
-        bucket_group.param_gather_dispatched = False
-
-    return finish_grad_sync
