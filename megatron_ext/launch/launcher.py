@@ -126,12 +126,13 @@ class _Store:
 
 Rank = subprocess.Popen | ForkedRank
 
-_KILL_GROUPS = 'while read -r group; do groups="$groups -$group"; done; kill -s KILL -- $groups 2>/dev/null'
+_KILL_GROUPS = 'while read -r one && [ "$one" ]; do all="$all -$one"; done; kill -s KILL -- $all 2>/dev/null'
 
 
 def _guard() -> tuple[subprocess.Popen, int]:
-    """A process that kills the process groups whose numbers are written to the descriptor when that closes, however
-    this process ends: after a checkpoint Megatron keeps a process in each rank that waits for ever."""
+    """A process that kills the process groups whose numbers are written to the descriptor, at an empty line or when
+    that closes, however this process ends: after a checkpoint Megatron keeps a process in each rank that waits for
+    ever."""
     groups, write = os.pipe()
     guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=groups, start_new_session=True)
     os.close(groups)
@@ -190,10 +191,9 @@ def launch(
         return _watch(ranks, interrupted)
     finally:
         _end(ranks)
-        if not any(rank.returncode for rank in ranks):
-            guard.kill()
-        os.close(groups)
+        os.write(groups, b"\n") if any(rank.returncode for rank in ranks) else guard.kill()
         guard.wait()
+        os.close(groups)
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
