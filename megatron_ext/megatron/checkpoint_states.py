@@ -11,6 +11,14 @@ assertion the entry is taken out again, and buckets are kept by number instead o
 Megatron merges lists of tensors and of other objects only where both have equally many items. The files are the same.
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
 
+[Note: States that are not loaded in place]
+Of this format Megatron sets what it has loaded as states of its host optimizer, and copies nothing to the parameters
+that the host steps. They are right where the states were read in place. Of local checkpoints, and where ranks exchange
+what they have read (``--ckpt-fully-parallel-load`` with several instances of the optimizer), they stay those of the
+initial model, and training goes on from these without a word. Here they are copied, as Megatron does it behind its
+other formats: a run by a schedule and its reference are right, and one without a schedule is not.
+Source: Megatron-LM ``distrib_optimizer.py``, ``_set_main_param_and_optimizer_states``, core_v0.16 to core_v0.19.
+
 [Note: States of padded buckets]
 For ``--dist-ckpt-optim-fully-reshardable`` Megatron brings the states of a buffer together without the padding behind
 each of its buckets, and then takes those of a parameter from where it lies in the buffer with that padding: behind the
@@ -99,7 +107,8 @@ def _with_empty(load):
                 shards = state.setdefault(number, {}).setdefault(dtype, {})
                 if isinstance(shards, dict):
                     shards.update({index: () for index in range(len(buckets)) if index not in shards})
-        return load(optimizer, state)
+        load(optimizer, state)
+        getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
 
     return _of_these_groups()(with_empty)
 

@@ -53,8 +53,6 @@ NEUTRAL = dict.fromkeys(REASONS, False) | {
 REASONS |= {
     "tensor_parallel_num_weight_shards": "shards weights over tensor-parallel ranks, and gathers them itself",
     "cuda_graph_scope": _GRAPH,
-    "non_persistent_ckpt_type": "Megatron loads no main parameters of --optimizer-cpu-offload from there, and goes on "
-    "from those that it was built with; leave one of both out",
 }
 
 OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
@@ -240,8 +238,6 @@ def refuse_combinations(args) -> None:
         found.append("tensor_parallel_num_weight_shards")
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
         found.append("cuda_graph_scope")
-    if getattr(args, "non_persistent_ckpt_type", None) == "local" and getattr(args, "optimizer_cpu_offload", False):
-        found.append("non_persistent_ckpt_type")
     if found:
         raise option_error(found[0], f"{NOT_COMBINED} {REASONS[found[0]]}", getattr(args, found[0], None))
 

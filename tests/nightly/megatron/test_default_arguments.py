@@ -202,6 +202,18 @@ def test_instances_of_the_optimizer_go_on_as_they_would_have(tree, tmp_path):
     assert len(losses(said)) == 3 and losses(anew) == pytest.approx(losses(said), rel=1e-3)
 
 
+def test_states_that_instances_exchange_as_they_load_reach_the_host(tree, tmp_path):
+    """They go on as where each instance reads all for itself."""
+    options = f"{CASES['two instances of the optimizer'][1]} --optimizer-cpu-offload --use-precision-aware-optimizer"
+    trainer = Trainer(tree("0.17.1"), tmp_path, options.split(), 3, 17, engine=True)
+    load, said = saved_and_loaded(trainer, tmp_path / "saved")
+    for words in ("this was the reference", "equal to the reference"):
+        result = trainer.train(*load, "--ckpt-fully-parallel-load", check="third.json")
+        exchanged = result.stdout + result.stderr
+        assert result.returncode == 0 and words in exchanged, exchanged[-4000:]
+    assert len(losses(said)) == 3 and losses(exchanged) == losses(said)
+
+
 @pytest.mark.parametrize(
     ("options", "seed"),
     [(PIPELINE, 15), ("--grad-reduce-in-bf16", 39)],

@@ -103,8 +103,11 @@ def test_what_was_written_is_loaded(megatron_as_it_is, rank):
     read = {0: {torch.float32: {1: [{"padding": False, "exp_avg": torch.ones(1)}] * (2 - rank)}}}
     if rank == 0:
         read[0][torch.float32] |= {0: [{"padding": False}], 2: [{"padding": False}]}
+    copy = lambda: optimizer.loaded.append("copied")
+    optimizer.optimizer = SimpleNamespace(_sync_hdo_state_to_sub_optimizers=copy)
     megatrons(2)(optimizer, read)
-    assert optimizer.loaded == [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
+    names = [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
+    assert optimizer.loaded == [*names, "copied"]  # to the parameters that the host steps
 
 
 @pytest.mark.parametrize("what, error", [("p.bucket_idx_0.exp_avg", InputError), ("p.weight", CheckpointException)])

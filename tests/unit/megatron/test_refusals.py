@@ -109,14 +109,6 @@ def test_defaults_of_options_that_are_refused_are_accepted():
     )
 
 
-def test_local_checkpoints_of_which_megatron_loads_a_part_are_refused():
-    how = {"non_persistent_ckpt_type": "local", "optimizer_cpu_offload": True}
-    for name, other in (("non_persistent_ckpt_type", "global"), ("optimizer_cpu_offload", False)):
-        refuse_unsupported(options(**how | {name: other}))
-    with pytest.raises(InputError, match="^--non-persistent-ckpt-type = 'local': .*main parameters"):
-        refuse_unsupported(options(**how))
-
-
 def test_an_unpatched_tree_is_refused(tmp_path):
     place = tmp_path / "megatron/core/distributed/distributed_data_parallel.py"
     place.parent.mkdir(parents=True)
