@@ -83,8 +83,8 @@ class Run:
         try:
             children = [
                 int(child)
-                for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-            ]
+                for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[1:]
+            ]  # behind the launcher's guard
         except OSError:  # the launcher is gone
             return []
         return [child for child in children if _leads(child)]

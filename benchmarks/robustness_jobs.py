@@ -162,8 +162,8 @@ class Job:
 
     def ranks(self) -> list[int]:
         """Process numbers of the ranks, in order; empty before they are forked or when the launcher has gone."""
-        try:
-            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        try:  # the first child is the launcher's guard
+            return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()[1:]]
         except OSError:
             return []
 

@@ -76,7 +76,7 @@ def caught_in_training(layout, schedule_path, corpus_prefix, tmp_path, *more: st
 
 def ranks_of(process) -> list[int]:
     with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
-        return [int(pid) for pid in children.read().split()]
+        return [int(pid) for pid in children.read().split()[1:]]  # behind the launcher's guard
 
 
 def nothing_left(marker, seconds: float) -> bool:
