@@ -205,7 +205,9 @@ def test_instances_of_the_optimizer_go_on_as_they_would_have(tree, tmp_path):
 def test_states_that_instances_exchange_as_they_load_reach_the_host(tree, tmp_path):
     """They go on as where each instance reads all for itself."""
     options = f"{CASES['two instances of the optimizer'][1]} --optimizer-cpu-offload --use-precision-aware-optimizer"
-    trainer = Trainer(tree("0.17.1"), tmp_path, options.split(), 3, 17, engine=True)
+    options = [*options.split(), "--user-defined-schedule-nvme-path", str(tmp_path)]
+    trainer = Trainer(tree("0.17.1"), tmp_path, options, 3, 17, engine=True)
+    assert {"nvme"} < {group.states_rest for group in trainer.schedule.groups}
     load, said = saved_and_loaded(trainer, tmp_path / "saved")
     for words in ("this was the reference", "equal to the reference"):
         result = trainer.train(*load, "--ckpt-fully-parallel-load", check="third.json")
