@@ -8,6 +8,10 @@ keeps the two coherent on one machine (open(2), "O_DIRECT").
 
 The file has no name (``O_TMPFILE``): its blocks are free again when the last process that holds
 it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
+
+[Note: Blocks in flight]
+``queue_depth`` threads move blocks of ``block_bytes`` each, so that as many requests lie in the drive's queue; the
+interpreter is free meanwhile. Blocks are begun in the order in which they were given, and end in any.
 """
 
 import errno
@@ -17,10 +21,10 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.block_reads import Request, open_reads
-from megatron_ext.runtime.worker import Transfer, tell_watch
+from megatron_ext.runtime.worker import Transfer, guarded, tell_watch
 from megatron_ext.workload.drive_reads import SECTOR_BYTES, DriveReads
 
 BLOCK = SECTOR_BYTES
@@ -149,14 +153,14 @@ class DriveFile:
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._reads = open_reads(self._direct, queue_depth, self.direct)
+        self._threads = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
-        self._reads.close()
+        self._threads.shutdown()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._reads = open_reads(self._direct, queue_depth, self.direct)
+        self._threads = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
 
     def start(
         self,
@@ -231,8 +235,9 @@ class DriveFile:
             raise DriveError(f"{what}: {self.label} cannot be flushed: {error.strerror}") from None
 
     def end_transfers(self) -> None:
-        """After this only :meth:`map` works, until :meth:`close` or until nobody holds this object."""
-        self._reads.close()
+        """What has begun has ended when this returns. After it only :meth:`map` works, until :meth:`close` or until
+        nobody holds this object."""
+        self._threads.shutdown()
         os.close(self._direct)
 
     def close(self) -> None:
@@ -241,7 +246,7 @@ class DriveFile:
 
 
 class _Move:
-    """One read or write of contiguous bytes, in blocks that end in any order."""
+    """One read or write of contiguous bytes, see [Note: Blocks in flight]."""
 
     def __init__(
         self,
@@ -261,25 +266,32 @@ class _Move:
     def begin(self) -> None:
         starts = range(0, len(self.memory), self.file.block_bytes)
         self._left = len(starts)
-        self.file._reads.read(
-            [self._request(start, min(start + self.file.block_bytes, len(self.memory))) for start in starts]
-        )
+        for start in starts:
+            self.file._threads.submit(guarded(self._move_block), start)
 
-    def _request(self, start: int, end: int) -> Request:
-        view, came = self.memory[start:end], lambda count: self._came(start, end, count)
-        return Request(view, self.offset + start, came, self.transfer.finish, self.is_write)
+    # On the threads.
 
-    def _came(self, start: int, end: int, count: int) -> None:
-        """A block's request has ended after ``count`` bytes, or with an error number below 0."""
-        if 0 < count < end - start and count % BLOCK == 0:
-            self.file._reads.read([self._request(start + count, end)])
-            return
-        error = None
-        if count < 0:
-            verb = "written" if self.is_write else "read"
-            error = f"cannot be {verb} at byte {self.offset + start}: {os.strerror(-count)}"
-        elif count < end - start:
-            error = f"ends at byte {self.offset + start + count}, {len(self.memory) - start - count} bytes too early"
+    def _move_block(self, start: int) -> None:
+        try:
+            self._end_block(self._moved(start, min(start + self.file.block_bytes, len(self.memory))))
+        except BaseException as error:  # nobody else would end the transfer
+            self.transfer.finish(error)
+            raise
+
+    def _moved(self, start: int, end: int) -> str | None:
+        """Move the bytes from ``start`` to ``end``; returns what went wrong, or None."""
+        while start < end:
+            try:
+                count = request(self.file._direct, self.memory[start:end], self.offset + start, self.is_write)
+            except OSError as error:
+                verb = "written" if self.is_write else "read"
+                return f"cannot be {verb} at byte {self.offset + start}: {error.strerror}"
+            start += count
+            if start < end and (count == 0 or count % BLOCK):
+                return f"ends at byte {self.offset + start}, {len(self.memory) - start} bytes too early"
+        return None
+
+    def _end_block(self, error: str | None) -> None:
         with self._lock:
             if error is not None and self._error is None:
                 self._error = DriveError(f"{self.what}: {self.file.label} {error}")
@@ -293,3 +305,8 @@ class _Move:
         self.transfer.finish(self._error)
         if self._error is not None:
             tell_watch(self._error)
+
+
+def request(descriptor: int, memory: memoryview, offset: int, write: bool) -> int:
+    """Fill ``memory`` from ``offset``, or write it there; returns the bytes that were moved. Raises OSError."""
+    return (os.pwritev if write else os.preadv)(descriptor, [memory], offset)

@@ -1,6 +1,6 @@
 """A thread that does, in order, what needs the processor and no device: begin reads of a drive, network, host memory.
 
-Reads end on a thread of their own (block_reads.py); errors of both end the run (watch.py). No such thread calls the
+Reads end on threads of their own (drive.py); errors of both end the run (watch.py). No such thread calls the
 device's driver, nor holds what the driver knows: see [Note: One issuer] in streams.py.
 """
 

@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 
-from megatron_ext.runtime.block_reads import KernelReads, Request, ThreadReads
+from megatron_ext.runtime import drive
 
 READ, WRITE = False, True
 
@@ -29,19 +29,18 @@ FAULTS = {
 def install(fault: str, number: int, setattr=setattr) -> None:
     """Let the ``number``-th request of its kind in this process, from 0, meet a fault; ``setattr``: how to replace."""
     write, change, _ = FAULTS[fault]
-    replace_results(lambda request, index, count: change(count) if index == number else count, write, setattr)
+    replace_results(lambda index, count: change(count) if index == number else count, write, setattr)
 
 
 def replace_results(changed, write: bool, setattr=setattr) -> None:
-    """``changed(request, index, count)`` is told for the result of every request of one direction."""
-    numbers = itertools.count()
+    """``changed(index, count)`` is told for the result of every request of one direction; below 0: an error's number,
+    which is raised."""
+    numbers, request = itertools.count(), drive.request
 
-    def altered(request: Request) -> Request:
-        if request.write != write:
-            return request
-        index = next(numbers)
-        return request._replace(done=lambda count: request.done(changed(request, index, count)))
+    def altered(descriptor: int, memory: memoryview, offset: int, is_write: bool) -> int:
+        count = request(descriptor, memory, offset, is_write)
+        if is_write == write and (count := changed(next(numbers), count)) < 0:
+            raise OSError(-count, os.strerror(-count))
+        return count
 
-    for cls in (KernelReads, ThreadReads):
-        read = cls.read
-        setattr(cls, "read", lambda self, requests, read=read: read(self, [altered(one) for one in requests]))
+    setattr(drive, "request", altered)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 import megatron_ext
 from megatron_ext.cpubench import ordered_collectives
-from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, Group, Residency
@@ -56,8 +55,8 @@ ITERATIONS = 2
 AT_ONCE = 10
 TRIES = 6
 HANGS_AFTER = 40.0
-SETUPS = {"one node": (2, True), "one node, reads by threads": (2, False), "two nodes": (1, True)}
-"""Ranks a node, and whether the kernel reads. What the first covers is not done again."""
+SETUPS = {"one node": 2, "two nodes": 1}
+"""Ranks a node. What the first covers is not done again."""
 
 
 class Injected(Exception):
@@ -105,8 +104,7 @@ class Trained(NamedTuple):
 
 def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     """A rank whose three groups go by three routes."""
-    per_node, by_kernel = SETUPS[setup]
-    block_reads.SYSTEM_CALLS = block_reads.SYSTEM_CALLS if by_kernel else {}
+    per_node = SETUPS[setup]
     ordered_collectives.install()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     sizes = dict(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1)

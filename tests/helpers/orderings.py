@@ -26,7 +26,7 @@ NAMES = {
 """Of calls that order something. ``when`` issues at once where it is taken away."""
 
 NOT_OF_STREAMS = {
-    *("watch.py", "recorder.py", "drive.py", "block_reads.py", "stream_flags.py", "debug.py", "census.py"),
+    *("watch.py", "recorder.py", "drive.py", "stream_flags.py", "debug.py", "census.py"),
     *("flags.py", "host_device.py", "worker.py", "issuer.py"),
 }
 """Files whose calls of these names are threads' own, or what all the others are made of."""

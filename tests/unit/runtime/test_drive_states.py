@@ -10,7 +10,6 @@ import torch
 from drive_faults import FAULTS
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import block_reads
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
@@ -188,12 +187,8 @@ def test_a_file_that_is_cut_off_ends_the_step_with_its_name(store, tmp_path):
             step(ours, own, iteration)
 
 
-@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "killed"])
-def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(
-    store, tmp_path, monkeypatch, fault, by_kernel
-):
-    monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
+def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(store, tmp_path, monkeypatch, fault):
     ours = parameters(0)
     own = optimizers_of(ours, UNITS)
     states = store(own, tmp_path, slots=3, block_bytes=4096)
@@ -209,14 +204,12 @@ def test_a_fault_of_the_drive_ends_the_step_and_no_state_is_used_after_it(
             step(ours, own, iteration)
 
 
-@pytest.mark.parametrize("by_kernel", [True, False])
-def test_requests_that_move_a_part_go_on_with_the_rest(store, tmp_path, monkeypatch, by_kernel):
-    monkeypatch.setattr(block_reads, "SYSTEM_CALLS", block_reads.SYSTEM_CALLS if by_kernel else {})
+def test_requests_that_move_a_part_go_on_with_the_rest(store, tmp_path, monkeypatch):
     parts = [0, 0]
     for write in (False, True):
 
-        def part(request, index, count):
-            parts[request.write] += count > 4096
+        def part(index, count, write=write):
+            parts[write] += count > 4096
             return min(count, 4096)
 
         drive_faults.replace_results(part, write, monkeypatch.setattr)
