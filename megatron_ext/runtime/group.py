@@ -81,9 +81,15 @@ class Group:
         version: the version that ``whole`` was gathered at.
         handle: of the gather in flight; None unless UNSHARDING.
         on_host: the shard rests in host memory.
+        bytes: of ``whole``.
+        resize: gives the storage of ``whole`` so many bytes; here it keeps them.
+        residency: counts ``whole`` while it has bytes on its own account.
     """
 
-    __slots__ = ("index", "name", "whole", "shard", "shard_start", "state", "version", "handle", "on_host")
+    __slots__ = (
+        *("index", "name", "whole", "shard", "shard_start", "state", "version", "handle", "on_host"),
+        *("bytes", "resize", "residency"),
+    )
 
     def __init__(self, index: int, name: str, whole: torch.Tensor, dp_rank: int, dp_size: int):
         assert whole.dim() == 1 and whole.numel() % dp_size == 0
@@ -92,13 +98,11 @@ class Group:
         self.shard_start = dp_rank * numel
         self.shard = whole.narrow(0, self.shard_start, numel)
         self.state, self.version, self.handle, self.on_host = _SHARDED, 0, None, False
+        self.bytes, self.residency = whole.numel() * whole.element_size(), Residency()
+        self.resize: Callable[[int], object] = _keep_size
 
     def __str__(self) -> str:
         return f"group {self.index} ({self.name})"
-
-    @property
-    def bytes(self) -> int:
-        return self.whole.numel() * self.whole.element_size()
 
     @property
     def dp_rank(self) -> int:
@@ -113,11 +117,16 @@ class Group:
 
         It raises ScheduleError where the group is not sharded.
         """
+        size, residency = self.bytes, self.residency
 
         def unshard() -> None:
             if self.state is not _SHARDED:
                 raise ScheduleError(f"{self} is unsharded while {self.state.value}")
+            self.resize(size)
             self.state = _UNSHARDING
+            now = residency.bytes = residency.bytes + size  # Residency.add, as a call, would be a fifth of an unshard
+            if now > residency.peak:
+                residency.peak = now
             self.version = clock.version
             self.handle = issue(self)
 
@@ -151,16 +160,32 @@ class Group:
 
     def drop(self) -> None:
         """Give the whole copy up; waits for a gather that is still in flight."""
-        if self.handle is not None:
-            self.handle.wait()
-            self.handle = None
-        self.state = _SHARDED
+        if self.state is not _SHARDED:
+            if self.handle is not None:
+                self.handle.wait()
+                self.handle = None
+            self.state = _WHOLE
+            self.reshard()
 
     def reshard(self) -> None:
-        """Drop a whole copy that the schedule frees."""
+        """Free a whole copy, as the schedule does."""
         if self.state is not _WHOLE:
             raise ScheduleError(f"{self} is freed while it is {self.state.value}")
-        self.drop()
+        self.state = _SHARDED
+        try:
+            self.resize(0)
+        except RuntimeError as error:
+            self._keep(error)
+        self.residency.bytes -= self.bytes
+
+    def _keep(self, error: RuntimeError) -> None:
+        """Leave the storage as large as it is from now on, where torch does not resize it any more."""
+        if self.whole.untyped_storage().resizable():
+            raise error
+        self.resize = _keep_size
+        warnings.warn(
+            f"{self} keeps its {self.bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2
+        )
 
     def adopt(self) -> None:
         """Take the shard from the whole copy, whose values were changed."""
@@ -187,10 +212,11 @@ class FreedGroup(Group):
     storage of its own, on the device or in host memory. Starts out whole. See [Note: Freed storage].
 
     Args:
+        residency: counts the whole copies of all groups.
         on_host: the shard rests in host memory, page-locked where the whole copy is on a GPU.
     """
 
-    __slots__ = ("residency", "resize", "_bytes")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -207,53 +233,8 @@ class FreedGroup(Group):
         self.on_host = on_host
         with torch.no_grad():
             self.shard = _host_copy(self.shard) if on_host else self.shard.clone()
-        self.resize: Callable[[int], object] = whole.untyped_storage().resize_
-        self._bytes, self.residency = self.bytes, residency
-        self.state = _WHOLE
-        residency.add(self._bytes)
-
-    def unshard_action(self, issue: Callable, clock: Clock) -> Callable[[], None]:
-        size, residency = self._bytes, self.residency
-
-        def unshard() -> None:
-            if self.state is not _SHARDED:
-                raise ScheduleError(f"{self} is unsharded while {self.state.value}")
-            self.resize(size)
-            self.state = _UNSHARDING
-            now = residency.bytes = residency.bytes + size  # Residency.add, as a call, would be a fifth of an unshard
-            if now > residency.peak:
-                residency.peak = now
-            self.version = clock.version
-            self.handle = issue(self)
-
-        return unshard
-
-    def reshard(self) -> None:
-        if self.state is not _WHOLE:
-            raise ScheduleError(f"{self} is freed while it is {self.state.value}")
-        self.state = _SHARDED
-        try:
-            self.resize(0)
-        except RuntimeError as error:
-            self._keep(error)
-        self.residency.bytes -= self._bytes
-
-    def drop(self) -> None:
-        if self.state is not _SHARDED:
-            if self.handle is not None:
-                self.handle.wait()
-                self.handle = None
-            self.state = _WHOLE
-            self.reshard()
-
-    def _keep(self, error: RuntimeError) -> None:
-        """Leave the storage as large as it is from now on, where torch does not resize it any more."""
-        if self.whole.untyped_storage().resizable():
-            raise error
-        self.resize = _keep_size
-        warnings.warn(
-            f"{self} keeps its {self._bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2
-        )
+        self.resize, self.residency, self.state = whole.untyped_storage().resize_, residency, _WHOLE
+        residency.add(self.bytes)
 
     def adopt(self) -> None:
         if self.state is _WHOLE:
