@@ -81,7 +81,7 @@ class Executor(StepCalls):
 
     def _follow(self, program: Program) -> None:
         self.program = program
-        self._forwards, self._backwards, self._end = _by_hook(program)
+        _, self._forwards, self._backwards, self._end = program
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
 
     def part(self, kind: type[Kind]) -> Kind | None:
@@ -364,17 +364,3 @@ class Executor(StepCalls):
             f"Megatron runs {kind} {virtual_microbatch_id} of chunk {model_chunk_id}, which the schedule does not "
             f"expect after {self._count_forward} forwards and {self._count_backward} backwards"
         )
-
-
-def _by_hook(program: Program):
-    """Actions by the hook that runs them. There is no hook after a forward: what a schedule
-    does after one happens at the next step's hook, before anything of that step."""
-    forwards, backwards, carried = [], [], ()
-    for entry in program.steps:
-        if entry.step.kind == "F":
-            forwards.append([entry.chunk, carried + entry.before])
-            carried = entry.after
-        else:
-            backwards.append([entry.chunk, carried + entry.before, entry.after])
-            carried = ()
-    return [tuple(x) for x in forwards], [tuple(x) for x in backwards], carried

@@ -53,20 +53,23 @@ class Layers(Protocol):
         ...
 
 
-class StepProgram(NamedTuple):
-    """What to call at one step: ``before`` its compute, ``after`` it."""
-
-    step: Step
-    chunk: int
-    before: tuple[Action, ...]
-    after: tuple[Action, ...]
-
-
 class Program(NamedTuple):
-    """One iteration of one rank: ``start`` runs when fresh parameters are published."""
+    """One iteration of one rank, by the hooks that call it.
 
-    start: tuple[Action, ...]
-    steps: tuple[StepProgram, ...]
+    There is no hook after a forward: what a schedule does after one happens at the next step's hook, before anything of
+    that step, or where the iteration ends.
+
+    Attributes:
+        start: runs when fresh parameters are published.
+        forwards: by number the chunk, and what runs before the forward.
+        backwards: by number the chunk, and what runs before and behind the backward.
+        end: runs where the iteration ends.
+    """
+
+    start: tuple[Action, ...] = ()
+    forwards: tuple[tuple[int, tuple[Action, ...]], ...] = ()
+    backwards: tuple[tuple[int, tuple[Action, ...], tuple[Action, ...]], ...] = ()
+    end: tuple[Action, ...] = ()
 
 
 class PlacedStep(NamedTuple):
@@ -101,16 +104,20 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
     """
     start, steps = placed
     backward_of = {(place.step.stage, place.step.microbatch): place.at for place in steps if place.step.kind == "B"}
-    compiled = []
+    forwards, backwards, carried = [], [], ()
     for step, chunk, begin, at_boundaries, end in steps:
-        before = list(begin)
+        before = [*carried, *begin]
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
             for boundary in sorted({*at_boundaries, *backward}):
                 own, later = (_polled(poll, at.get(boundary, ())) for at in (at_boundaries, backward))
                 before.append(layers.arm(chunk, boundary, own, later))
-        compiled.append(StepProgram(step, chunk, tuple(before), tuple(end)))
-    return Program(tuple(start), tuple(compiled))
+            forwards.append((chunk, tuple(before)))
+            carried = tuple(end)
+        else:
+            backwards.append((chunk, tuple(before), tuple(end)))
+            carried = ()
+    return Program(tuple(start), tuple(forwards), tuple(backwards), carried)
 
 
 def place_actions(

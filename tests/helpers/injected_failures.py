@@ -38,7 +38,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.program import Program, StepProgram
+from megatron_ext.runtime.program import Program
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes.drive_copy import DriveCopy
@@ -48,7 +48,6 @@ from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.runtime.watch import Watch, exit_code
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.step import Step
 
 PACKAGE = str(Path(megatron_ext.__file__).parent)
 ITERATIONS = 2
@@ -139,8 +138,7 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]
     waits = [partial(group.wait, clock) for group in groups]
     start = (partial(read.stage_in, groups[1], 0), *unshards)
-    steps = [StepProgram(Step.parse("0F0"), 0, tuple(waits), ()), StepProgram(Step.parse("0B0"), 0, (), ())]
-    program = Program(start, tuple(steps))
+    program = Program(start, ((0, tuple(waits)),), ((0, (), ()),))
     how = dict(pool=pool, recorder=recorder, drop_staged=read.drop)
     own = {group.index: group for group in groups}
     executor = Executor(program, own, clock, Residency(), None, issuer, [publisher], **how)

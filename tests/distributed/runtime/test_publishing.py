@@ -24,12 +24,11 @@ from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.program import Program, StepProgram
+from megatron_ext.runtime.program import Program
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.host_copy import HostCopy
 from megatron_ext.workload.drive_reads import DriveReads
-from megatron_ext.workload.step import Step
 
 
 class Node:
@@ -226,18 +225,15 @@ def test_closing_waits_for_what_is_being_written(tmp_path):
 def test_an_iteration_in_which_nobody_waited_for_a_group_is_no_iteration():
     """A module whose forward is never called, as under a replayed CUDA graph, waits for nothing."""
     group, clock = Group(0, "chunk 0", torch.zeros(128), 0, 1), Clock()
-    executor = Executor(Program((), ()), {0: group}, clock, Residency(), None, Issuer())
+    executor = Executor(Program(), {0: group}, clock, Residency(), None, Issuer())
     group.unshard(lambda group: None, clock)
     with pytest.raises(ScheduleError, match="group 0 .* nothing waited for it"):
         executor.end_iteration()
 
 
 def test_an_iteration_of_more_micro_batches_than_the_schedule_is_refused():
-    steps = tuple(
-        StepProgram(Step.parse(name), chunk, (), ())
-        for name, chunk in (("0F0", 0), ("1F0", 1), ("0F1", 0), ("1F1", 1), ("1B0", 1), ("0B0", 0))
-    )
-    executor = Executor(Program((), steps), {}, Clock(), Residency(), None, Issuer())
+    program = Program(forwards=tuple((chunk, ()) for chunk in (0, 1, 0, 1)))
+    executor = Executor(program, {}, Clock(), Residency(), None, Issuer())
     executor.expect(2)
     with pytest.raises(ScheduleError, match="has 3 micro-batches, the schedule 2"):
         executor.expect(3)

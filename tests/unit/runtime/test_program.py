@@ -11,6 +11,7 @@ from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError, State
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.schedule.footprint import in_order
+from megatron_ext.workload.step import Step
 
 
 def planned(**shape):
@@ -36,9 +37,11 @@ def test_groups_are_unsharded_in_the_order_of_the_file(shape):
 def test_steps_are_those_of_the_schedule_and_most_have_nothing_to_do():
     schedule, work = planned()  # zero stage 1: every group comes once
     program = OneRank(schedule, work).program
-    assert [str(step.step) for step in program.steps] == [entry.step for entry in schedule.ranks[0].steps]
-    backward = [step for step in program.steps if step.step.kind == "B"]
-    assert all(step.before == step.after == () for step in backward)
+    steps = [Step.parse(entry.step) for entry in schedule.ranks[0].steps]
+    chunks = {kind: [step.model_chunk_id(schedule.parallel.pp) for step in steps if step.kind == kind] for kind in "FB"}
+    assert [chunk for chunk, _ in program.forwards] == chunks["F"]
+    assert [chunk for chunk, *_ in program.backwards] == chunks["B"]
+    assert all(before == behind == () for _, before, behind in program.backwards)
 
 
 def test_a_group_is_waited_for_at_the_layer_that_uses_it_first_and_not_before():
