@@ -1,8 +1,6 @@
 """From a schedule that fits the run to an executor: groups, routes, parts and the compiled program."""
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from megatron_ext.cpubench.allocator import keep_freed_blocks
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.chunk_state import guard_state, save_copies
-from megatron_ext.megatron.collective_routes import CollectiveRoutes, collective_routes
+from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.late_memory import make_gradients
 from megatron_ext.megatron.own_rank import OwnRank
@@ -44,37 +42,7 @@ def build_executor(own: OwnRank) -> Executor:
     Raises:
         InputError: copies cannot be made; not on every rank of the run.
     """
-    shards = hold_shards(own.optimizers, own.buckets, own.links) if own.schedule.zero_stage == 3 else None
-    routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
-    copies = Copies(own)
-    host_step = _host_step(own, copies)
-    reducer = _reducer(own, routes.order, host_step)
-    steps = () if host_step is None else host_step.parts
-    census = _census(own, routes, copies, host_step, reducer, [] if shards is None else [shards.buffer])
-    parts = [part for part in (reducer, shards, copies.publisher, *steps, census) if part is not None]
-    boundaries = _boundaries(own)
-    turn = any(part is not None for part in (copies.publisher, host_step, reducer))
-    compiled = _compiler(own, routes, copies, boundaries, reducer, turn)
-    executor = Executor(
-        compiled(own.schedule.parallel.num_microbatches),
-        own.groups,
-        own.clock,
-        own.residency,
-        routes.gather.issue,
-        own.issuer,
-        parts,
-        recorder=own.recorder,
-        checks=_checks(own, routes.order),
-        pool=copies.pool,
-        drop_staged=copies.drop_staged,
-        memory=_memory_pool(own, reducer),
-        in_turn=_in_turn(own, routes, boundaries),
-        program_for=compiled,
-    )
-    _say_once(executor.fill_memory(partial(_rehearse, own, boundaries, reducer)))
-    _close_at_the_end(executor, own, boundaries, copies, routes, host_step)
-    _guard_chunks(own, executor)
-    return executor
+    return _Builder(own).executor()
 
 
 # The host.
@@ -105,113 +73,169 @@ def _say_once(line: str | None) -> None:
         say(line)
 
 
-# Parts.
-
-
 def _steps_on_host(schedule: Schedule) -> bool:
     """Whether the schedule says how the host's optimizer steps."""
     fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots
     return any(field is not None for field in fields)
 
 
-def _host_step(own: OwnRank, copies: Copies) -> HostStep | None:
-    """None where Megatron makes the host's step alone, or there is none."""
-    host_step = None
-    if own.groups and (own.delay is not None or _steps_on_host(own.schedule)):
-        host_step = HostStep(own, copies.publisher)
-        if any(unit.stay for unit in host_step.units):
-            _say_once(
-                "the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
-            )
-    units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
-    make_gradients(own.optimizers, units)
-    if own.links.counts:
-        count_own_steps(own, own.links, units)
-    return host_step
+class _Builder:
+    """What an executor is made of, each part behind those that it needs."""
 
+    def __init__(self, own: OwnRank):
+        self.own, self.schedule = own, own.schedule
+        self.shards = hold_shards(own.optimizers, own.buckets, own.links) if self.schedule.zero_stage == 3 else None
+        self.routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
+        self.copies = Copies(own)
+        self.host_step = self._host_step()
+        self.reducer = self._reducer()
+        self.boundaries = self._boundaries()
 
-def _reducer(own: OwnRank, order: debug.IssueOrder | None, host_step: HostStep | None) -> Reducer | None:
-    """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay whole."""
-    gradients = {index: one.gradient for index, one in sorted(own.bucket_groups.items()) if one.gradient is not None}
-    if not gradients:
-        return None
-    on_host = [index for index in gradients if own.schedule.groups[index].gradients == "host"]
-    held = [
-        HeldGradient(own.bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device)
-        for index, one in gradients.items()
-    ]
-    hold_gradients(own.optimizers, held, own.links)
-    reducer = Reducer(gradients, on_host, own.device, own.issuer, order, own.links)
-    reducer.complete = host_step.early.reduced if host_step is not None and host_step.early is not None else None
-    return reducer
-
-
-def _census(
-    own: OwnRank,
-    routes: CollectiveRoutes,
-    copies: Copies,
-    host_step: HostStep | None,
-    reducer: Reducer | None,
-    buffers: list[torch.Tensor],
-) -> Census:
-    parameters = [parameter for ddp in own.ddps for parameter in ddp.module.parameters()]
-    resting = partial(resting_storages, own, copies, host_step, routes.buffered, reducer, buffers)
-    return Census(own.residency, parameters, resting, reducer)
-
-
-def _checks(own: OwnRank, order: debug.IssueOrder | None) -> debug.Checks | None:
-    if order is None:
-        return None
-    exchange = partial(gather_objects, process_group=own.process_group)
-    peaks = {number: device_peaks(one)[own.pp_rank] for number, one in own.schedules.items()}
-    return debug.Checks(peaks, order, exchange)
-
-
-def _memory_pool(own: OwnRank, reducer: Reducer | None) -> MemoryPool | None:
-    """The pool that whole parameters and gradients of this rank come from; None where it has no groups."""
-    if own.device is None:
-        return None
-    pool = MemoryPool(own.device)
-    for held in (*own.groups.values(), *(reducer.gradients.values() if reducer is not None else ())):
-        pool.serve(held)
-    return pool
-
-
-def _in_turn(own: OwnRank, routes: CollectiveRoutes, boundaries: Boundaries) -> InTurn | None:
-    """None where all groups may be whole at a time."""
-    schedule = own.schedule
-    if not memory_bill.short_of_whole(schedule, own.pp_rank):
-        return None
-    chunks = {index: schedule.groups[index].model_chunk_id for index in own.groups}
-    most = device_peaks(schedule)[own.pp_rank]
-    return InTurn(own.groups, own.clock, routes.gather.issue, boundaries, chunks, most)
-
-
-# The program.
-
-
-def _boundaries(own: OwnRank) -> Boundaries:
-    """Where actions can run between the layers of this rank's chunks."""
-    uses = uses_of_groups(own.schedule.groups, own.workload)
-    blocks = [blocks_of(own.workload.chunk(own.pp_rank, n), ddp.config) for n, ddp in enumerate(own.ddps)]
-    return Boundaries(own.ddps, {index: uses[index] for index in own.groups}, blocks)
-
-
-def _compiler(
-    own: OwnRank, routes: CollectiveRoutes, copies: Copies, boundaries: Boundaries, reducer: Reducer | None, turn: bool
-) -> Callable[[int], Program]:
-    """Makes the program for a number of micro-batches; ``turn``: it lets the issuer issue what threads have ended."""
-    by_name: dict[str, Any] = routes.by_name | copies.routes
-
-    def compiled(num_microbatches: int) -> Program:
-        schedule = schedule_for(own.schedules, num_microbatches)
-        rank, check_uses = schedule.ranks[own.pp_rank], routes.order is not None
-        placed = place_actions(
-            schedule, rank, own.groups, by_name, own.clock, boundaries, own.recorder, check_uses, reducer
+    def executor(self) -> Executor:
+        own, copies = self.own, self.copies
+        steps = () if self.host_step is None else self.host_step.parts
+        parts = (self.reducer, self.shards, copies.publisher, *steps, self._census())
+        executor = Executor(
+            self._program(self.schedule.parallel.num_microbatches),
+            own.groups,
+            own.clock,
+            own.residency,
+            self.routes.gather.issue,
+            own.issuer,
+            [part for part in parts if part is not None],
+            recorder=own.recorder,
+            checks=self._checks(),
+            pool=copies.pool,
+            drop_staged=copies.drop_staged,
+            memory=self._memory_pool(),
+            in_turn=self._in_turn(),
+            program_for=self._program,
         )
-        return compile_program(placed, boundaries, own.issuer.turn if turn else None)
+        _say_once(executor.fill_memory(self._rehearse))
+        self._close_at_the_end(executor)
+        self._guard_chunks(executor)
+        return executor
 
-    return compiled
+    # Parts.
+
+    def _host_step(self) -> HostStep | None:
+        """None where Megatron makes the host's step alone, or there is none."""
+        own, host_step = self.own, None
+        if own.groups and (own.delay is not None or _steps_on_host(self.schedule)):
+            host_step = HostStep(own, self.copies.publisher)
+            if any(unit.stay for unit in host_step.units):
+                _say_once(
+                    "the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
+                )
+        units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
+        make_gradients(own.optimizers, units)
+        if own.links.counts:
+            count_own_steps(own, own.links, units)
+        return host_step
+
+    def _reducer(self) -> Reducer | None:
+        """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay
+        whole."""
+        own = self.own
+        kept = {index: one.gradient for index, one in sorted(own.bucket_groups.items()) if one.gradient is not None}
+        if not kept:
+            return None
+        on_host = [index for index in kept if self.schedule.groups[index].gradients == "host"]
+        held = [
+            HeldGradient(
+                own.bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device
+            )
+            for index, one in kept.items()
+        ]
+        hold_gradients(own.optimizers, held, own.links)
+        reducer = Reducer(kept, on_host, own.device, own.issuer, self.routes.order, own.links)
+        early = None if self.host_step is None else self.host_step.early
+        reducer.complete = None if early is None else early.reduced
+        return reducer
+
+    def _census(self) -> Census:
+        parameters = [parameter for ddp in self.own.ddps for parameter in ddp.module.parameters()]
+        return Census(self.own.residency, parameters, self._resting, self.reducer)
+
+    def _resting(self) -> tuple[dict[str, int], dict[str, int]]:
+        buffers = [] if self.shards is None else [self.shards.buffer]
+        return resting_storages(self.own, self.copies, self.host_step, self.routes.buffered, self.reducer, buffers)
+
+    def _checks(self) -> debug.Checks | None:
+        if self.routes.order is None:
+            return None
+        exchange = lambda value: gather_objects(value, self.own.process_group)
+        peaks = {number: device_peaks(one)[self.own.pp_rank] for number, one in self.own.schedules.items()}
+        return debug.Checks(peaks, self.routes.order, exchange)
+
+    def _memory_pool(self) -> MemoryPool | None:
+        """The pool that whole parameters and gradients of this rank come from; None where it has no groups."""
+        if self.own.device is None:
+            return None
+        pool = MemoryPool(self.own.device)
+        for held in (*self.own.groups.values(), *({} if self.reducer is None else self.reducer.gradients).values()):
+            pool.serve(held)
+        return pool
+
+    def _in_turn(self) -> InTurn | None:
+        """None where all groups may be whole at a time."""
+        own, schedule = self.own, self.schedule
+        if not memory_bill.short_of_whole(schedule, own.pp_rank):
+            return None
+        chunks = {index: schedule.groups[index].model_chunk_id for index in own.groups}
+        most = device_peaks(schedule)[own.pp_rank]
+        return InTurn(own.groups, own.clock, self.routes.gather.issue, self.boundaries, chunks, most)
+
+    # The program.
+
+    def _boundaries(self) -> Boundaries:
+        """Where actions can run between the layers of this rank's chunks."""
+        own, uses = self.own, uses_of_groups(self.schedule.groups, self.own.workload)
+        blocks = [blocks_of(own.workload.chunk(own.pp_rank, n), ddp.config) for n, ddp in enumerate(own.ddps)]
+        return Boundaries(own.ddps, {index: uses[index] for index in own.groups}, blocks)
+
+    def _program(self, num_microbatches: int) -> Program:
+        """For a number of micro-batches."""
+        own, schedule = self.own, schedule_for(self.own.schedules, num_microbatches)
+        by_name: dict[str, Any] = self.routes.by_name | self.copies.routes
+        placed = place_actions(
+            schedule,
+            schedule.ranks[own.pp_rank],
+            own.groups,
+            by_name,
+            own.clock,
+            self.boundaries,
+            own.recorder,
+            self.routes.order is not None,
+            self.reducer,
+        )
+        threads = any(part is not None for part in (self.copies.publisher, self.host_step, self.reducer))
+        return compile_program(placed, self.boundaries, own.issuer.turn if threads else None)
+
+    def _rehearse(self) -> None:
+        own = self.own
+        for schedule in own.schedules.values():
+            rehearse(schedule, schedule.ranks[own.pp_rank], own.groups, own.clock, self.boundaries, self.reducer)
+
+    # The end.
+
+    def _close_at_the_end(self, executor: Executor) -> None:
+        """What the end of training closes, the last one first: page-locked memory goes when nothing uses it any
+        more."""
+        if self.own.device is not None:
+            executor.on_close(self.own.device.close)
+        executor.on_close(self.boundaries.close, *self.copies.closing, *(one.close for one in self.routes.buffered))
+        if self.host_step is not None:
+            executor.on_close(self.host_step.close)
+
+    def _guard_chunks(self, executor: Executor) -> None:
+        """At zero stage 3 the state of a freed chunk is refused, or given in turn."""
+        groups = self.own.groups
+        for chunk_id, ddp in enumerate(self.own.ddps if self.schedule.zero_stage == 3 else ()):
+            freed = [g for index, g in groups.items() if self.schedule.groups[index].model_chunk_id == chunk_id]
+            guard_state(bare(ddp), freed, None if executor.in_turn is None else executor)
+        if executor.in_turn is not None:
+            executor.on_close(save_copies(executor))
 
 
 def schedule_for(schedules: dict[int, Schedule], num_microbatches: int) -> Schedule:
@@ -220,36 +244,3 @@ def schedule_for(schedules: dict[int, Schedule], num_microbatches: int) -> Sched
         there = ", ".join(map(str, schedules))
         raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedules are for {there}")
     return schedules[num_microbatches]
-
-
-def _rehearse(own: OwnRank, boundaries: Boundaries, reducer: Reducer | None) -> None:
-    for schedule in own.schedules.values():
-        rehearse(schedule, schedule.ranks[own.pp_rank], own.groups, own.clock, boundaries, reducer)
-
-
-# The end.
-
-
-def _close_at_the_end(
-    executor: Executor,
-    own: OwnRank,
-    boundaries: Boundaries,
-    copies: Copies,
-    routes: CollectiveRoutes,
-    host_step: HostStep | None,
-) -> None:
-    """What the end of training closes, the last one first: page-locked memory goes when nothing uses it any more."""
-    if own.device is not None:
-        executor.on_close(own.device.close)
-    executor.on_close(boundaries.close, *copies.closing, *(one.close for one in routes.buffered))
-    if host_step is not None:
-        executor.on_close(host_step.close)
-
-
-def _guard_chunks(own: OwnRank, executor: Executor) -> None:
-    """At zero stage 3 the state of a freed chunk is refused, or given in turn."""
-    for chunk_id, ddp in enumerate(own.ddps if own.schedule.zero_stage == 3 else ()):
-        freed = [g for index, g in own.groups.items() if own.schedule.groups[index].model_chunk_id == chunk_id]
-        guard_state(bare(ddp), freed, None if executor.in_turn is None else executor)
-    if executor.in_turn is not None:
-        executor.on_close(save_copies(executor))
