@@ -7,8 +7,9 @@ from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron import expert_options
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.recompute import refuse_together
-from megatron_ext.workload import parallel as parallel_sizes
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
+from megatron_ext.workload.parallel import LARGEST as MOST_RANKS
+from megatron_ext.workload.parallel import Parallel
 
 UNEVEN = (
     "decoder_first_pipeline_num_layers",
@@ -158,7 +159,7 @@ PARALLEL = (*PARALLEL_SIZES, "micro_batch_size", "data_parallel_size", "global_b
 
 def _check_sizes(args) -> None:
     """Sizes that are given are positive, and not beyond any model."""
-    for name, largest in {**LARGEST, **dict.fromkeys((*PARALLEL, CONTEXT), parallel_sizes.LARGEST)}.items():
+    for name, largest in {**LARGEST, **dict.fromkeys((*PARALLEL, CONTEXT), MOST_RANKS)}.items():
         value = getattr(args, name, None)
         if value is not None and value < 1:
             _refuse(args, name, "must be at least 1")
@@ -258,23 +259,29 @@ def _fill_batch(args) -> None:
     args.global_batch_size = args.num_microbatches * args.micro_batch_size * dp
 
 
-def parallel_of(args):
+def parallel_of(args) -> Parallel:
     """The workload's parallel sizes for checked options."""
-    from megatron_ext.workload.parallel import Parallel
+    vp, group = args.num_virtual_stages_per_pipeline_rank, args.microbatch_group_size_per_virtual_pipeline_stage
+    return parallel_sizes_of(args, vp, args.num_microbatches, group, args.gpus_per_node)
 
-    pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
+
+def parallel_sizes_of(
+    args, vp: int | None, microbatches: int, group: int | None, gpus_per_node: int | None
+) -> Parallel:
+    """The workload's parallel sizes, for our options or Megatron's, which name the others otherwise. Context-parallel
+    ranks hold the same parameters, and Megatron shards over them as over replicas: they count as such."""
     return Parallel.of(
-        pp=pp,
+        pp=args.pipeline_model_parallel_size,
         vp=vp,
         dp=args.data_parallel_size * context_ranks(args),
         tp=args.tensor_model_parallel_size,
-        microbatches=args.num_microbatches,
-        group=args.microbatch_group_size_per_virtual_pipeline_stage if vp else None,
-        gpus_per_node=args.gpus_per_node,
+        microbatches=microbatches,
+        group=group if vp else None,
+        gpus_per_node=gpus_per_node,
         order="interleaved" if vp else None,
         ep=getattr(args, "expert_model_parallel_size", 1),
         etp=getattr(args, "expert_tensor_parallel_size", None),
-        instances=args.num_distributed_optimizer_instances,
+        instances=getattr(args, "num_distributed_optimizer_instances", 1),
     )
 
 

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.gpt_arguments import parallel_of
+from megatron_ext.megatron.gpt_arguments import parallel_of, parallel_sizes_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.releases import has_microbatch_groups, ramps_up
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
@@ -45,28 +45,14 @@ def numbers_of_run(args, consumed_samples: int = 0) -> tuple[int, ...]:
 
 
 def parallel_of_megatron(args) -> Parallel:
-    """Parallel sizes from Megatron's own validated arguments. Context-parallel ranks hold the same parameters, and
-    Megatron shards over them as over replicas: they count as such.
+    """Parallel sizes from Megatron's own validated arguments.
 
     Raises:
         InputError: the batch size does not divide, or this release orders micro-batches otherwise.
     """
-    pp, vp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
-    num_microbatches = numbers_of_run(args)[-1]
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None) if vp else None
-    if vp and not has_microbatch_groups(args) and num_microbatches == pp:
+    vp, num_microbatches = args.virtual_pipeline_model_parallel_size, numbers_of_run(args)[-1]
+    if vp and not has_microbatch_groups(args) and num_microbatches == args.pipeline_model_parallel_size:
         said = "this Megatron then runs all forwards before the first backward, which no schedule of ours knows"
         raise InputError(said, field="num_microbatches", value=num_microbatches)
-    return Parallel.of(
-        pp=pp,
-        vp=vp,
-        dp=args.data_parallel_size * getattr(args, "context_parallel_size", 1),
-        tp=args.tensor_model_parallel_size,
-        microbatches=num_microbatches,
-        group=group,
-        gpus_per_node=ranks_on_this_node(),
-        order="interleaved" if vp else None,
-        ep=getattr(args, "expert_model_parallel_size", 1),
-        etp=getattr(args, "expert_tensor_parallel_size", None),
-        instances=getattr(args, "num_distributed_optimizer_instances", 1),
-    )
+    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
+    return parallel_sizes_of(args, vp, num_microbatches, group, ranks_on_this_node())

@@ -262,9 +262,8 @@ def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> N
         block_pages.make(block, rank, size, progress)
     except OSError as error:
         failed = error.strerror
-    failures = [text for text in exchange(failed) if text is not None]
-    if failures:
-        raise InputError(failures[0], field="host memory", value=len(block))
+    if (failure := shared_block.first_failure(failed, exchange)) is not None:
+        raise InputError(failure, field="host memory", value=len(block))
 
 
 def _alive(pid: int) -> bool:

@@ -56,18 +56,25 @@ def share_file(
                 failed = "it is another file"
         except OSError as error:
             failed = error.strerror
-    # Nobody closes the descriptor before everybody has opened it, and all fail alike.
-    failures = [text for text in exchange(failed) if text is not None]
-    if failures:
+    if (failure := first_failure(failed, exchange)) is not None:  # nobody closes it before everybody has opened it
         if descriptor is not None:
             os.close(descriptor)
         raise InputError(
-            f"memory of process {pid} cannot be shared: {failures[0]}; ranks of one node must share a process "
+            f"memory of process {pid} cannot be shared: {failure}; ranks of one node must share a process "
             "namespace and a user",
             field=field,
         )
     assert descriptor is not None
     return descriptor, pid
+
+
+def first_failure(failed: str | None, exchange: Callable[[object], list]) -> str | None:
+    """What went wrong on the first rank on which something did, so that all fail alike; collective.
+
+    Args:
+        failed: what went wrong on this one, or None.
+    """
+    return next((text for text in exchange(failed) if text is not None), None)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
