@@ -12,13 +12,14 @@ from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.shards import offloaded_shards
 from megatron_ext.runtime.host_pool import HostPool, Sharers
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.routes.host_copy import CopyRoute
-from megatron_ext.runtime.routes.makers import READERS, Sources
+from megatron_ext.runtime.routes.makers import READERS
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.route import Copy, kind_of
@@ -77,17 +78,16 @@ class Copies:
             raise errors[0]
         self.pool = pool
         self.closing.append(pool.close)
-        own.issuer.checks.append(lambda: pool.check_peers(own.clock.version))
         self.own_bytes = pool.own_bytes
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin()
-        sources = Sources(pool, nvme, device, own.issuer, own.clock, own.links)
+        copies = NodeCopies(pool, nvme, device, own.issuer, own.clock, own.links)
         there: dict[Copy | None, bool] = {"cpu": bool(pool.copies), "nvme": nvme is not None}
-        self.routes = {name: make(sources) for name, make in READERS.items() if there.get(kind_of(name).copy)}
+        self.routes = {name: make(copies) for name, make in READERS.items() if there.get(kind_of(name).copy)}
         self.closing += [] if nvme is None else [nvme.close]
         self.closing += [route.close for route in self.routes.values()]
-        self.publisher = Publisher(targets, pool, nvme, device, own.issuer, own.clock, own.links)
+        self.publisher = Publisher(targets, copies)
 
     def drop_staged(self) -> None:
         """Empty the staging slots."""

@@ -17,13 +17,12 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
-from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import DRIVE, HostPool
-from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import DRIVE
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
-from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.part import Part
-from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
+from megatron_ext.runtime.recorder import log_of
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
@@ -75,22 +74,12 @@ class Publisher(Part):
 
     Args:
         targets: published groups of this rank, in the order in which they are written.
-        pool: the node's host copies and everybody's flags.
-        nvme: the node's NVMe copy, or None.
     """
 
-    def __init__(
-        self,
-        targets: list[Target],
-        pool: HostPool,
-        nvme: NvmePool | None,
-        device,
-        issuer: Issuer,
-        clock: Clock,
-        recorder: Recorder = NOTHING,
-    ):
-        self.targets, self.pool, self.nvme = targets, pool, nvme
-        self.device, self.issuer, self.clock, self.recorder = device, issuer, clock, recorder
+    def __init__(self, targets: list[Target], copies: NodeCopies):
+        self.targets = targets
+        self.pool, self.nvme, device, self.issuer, self.clock, recorder = copies
+        self.device, self.recorder = device, recorder
         self.worker, self.arrivals = Worker("publisher"), None
         if any(target.nodes.crosses_nodes for target in targets):
             self.arrivals = Worker("publisher-arrivals")

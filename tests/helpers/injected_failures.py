@@ -35,6 +35,7 @@ from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.room import Link
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.node_groups import make_node_groups
 from megatron_ext.runtime.nvme_pool import NvmePool
@@ -127,14 +128,13 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     pool = HostPool([sharers], {0, 1}, written, device)
     slots = dict(slots=1, slot_bytes=groups[1].bytes, settings=DriveReads(block_bytes=4096, queue_depth=3))
     nvme = NvmePool(folder, [sharers._replace(groups=groups[1:2])], **slots, device=device)
-    how = (device, issuer, clock)
-    cpu = HostCopy(pool, *how, recorder)
-    read = DriveCopy(nvme, pool, *how, recorder)
+    copies = NodeCopies(pool, nvme, device, issuer, clock, recorder)
+    cpu, read = HostCopy(copies), DriveCopy(copies)
     if legs is None:
         collective = ShardGather(gathers, device, recorder)
     else:
         collective = HierarchicalGather(legs, device, recorder)
-    publisher = Publisher(targets, pool, nvme, *how, recorder)
+    publisher = Publisher(targets, copies)
     unshards = [partial(group.unshard, route.issue, clock) for group, route in zip(groups, (cpu, read, collective))]
     waits = [partial(group.wait, clock) for group in groups]
     start = (partial(read.stage_in, groups[1], 0), *unshards)

@@ -5,11 +5,9 @@ from time import perf_counter_ns
 
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.flags import poll
-from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import DRIVE, HostPool
-from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.nvme_pool import NvmePool
-from megatron_ext.runtime.recorder import NOTHING
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import DRIVE
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.routes.host_copy import CopyRoute
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import LATER, Transfer, Worker
@@ -23,13 +21,13 @@ class DriveCopy(CopyRoute):
     in the trace each begins where the one before ended.
     """
 
-    def __init__(self, pool: NvmePool, flags: HostPool, device, issuer: Issuer, clock: Clock, recorder=NOTHING):
-        super().__init__("nvme-copy", device, issuer, recorder)
-        self.pool, self.flags, self.issuer, self.clock, self.recorder = pool, flags, issuer, clock, recorder
+    def __init__(self, copies: NodeCopies):
+        assert copies.nvme is not None  # some group has a copy there
+        super().__init__("nvme-copy", copies)
+        self.pool, self.flags, self.recorder = copies.nvme, copies.pool, copies.recorder
         self.reader = Worker("nvme-read")
-        self._copied_out = [0] * len(
-            pool.copied_out
-        )  # copies out of each slot so far, those that are not issued yet included
+        # Copies out of each slot so far, those that are not issued yet included.
+        self._copied_out = [0] * len(self.pool.copied_out)
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
 

@@ -5,10 +5,10 @@ from functools import partial
 import torch
 
 from megatron_ext.runtime.flags import DeviceFlag
-from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import COPY, HostPool
-from megatron_ext.runtime.issuer import Issuer
-from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.host_pool import COPY
+from megatron_ext.runtime.node_copies import NodeCopies
+from megatron_ext.runtime.recorder import log_of
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 
@@ -16,9 +16,10 @@ from megatron_ext.runtime.streams import Arrival
 class CopyRoute(StreamRoute):
     """Copies whole groups to the device; base of every route from host memory."""
 
-    def __init__(self, name: str, device, issuer: Issuer, recorder: Recorder = NOTHING):
-        super().__init__(name, device, issuer)
-        self.stream.log = log_of(recorder, "gather", "to_device", "cpu")
+    def __init__(self, name: str, copies: NodeCopies):
+        super().__init__(name, copies.device, copies.issuer)
+        self.issuer, self.clock = copies.issuer, copies.clock
+        self.stream.log = log_of(copies.recorder, "gather", "to_device", "cpu")
 
     def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
         """Issue the copy of group ``index`` behind what the stream has been given."""
@@ -30,11 +31,11 @@ class CopyRoute(StreamRoute):
 class HostCopy(CopyRoute):
     """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
-    def __init__(self, pool: HostPool, device, issuer: Issuer, clock: Clock, recorder=NOTHING):
-        super().__init__("cpu-route", device, issuer, recorder)
-        self.pool, self.issuer, self.clock = pool, issuer, clock
+    def __init__(self, copies: NodeCopies):
+        super().__init__("cpu-route", copies)
+        self.pool = copies.pool
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
-        issuer.checks.append(lambda: pool.check_peers(clock.version))
+        copies.issuer.checks.append(lambda: copies.pool.check_peers(copies.clock.version))
 
     def issue(self, group: Group) -> Arrival:
         version, arrival, pool = self.clock.version, self.arrival(group.index), self.pool

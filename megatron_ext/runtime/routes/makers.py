@@ -11,11 +11,9 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import Clock, Group
-from megatron_ext.runtime.host_pool import HostPool
-from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_groups import make_node_groups
-from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import Recorder
 from megatron_ext.runtime.routes import symmetric_gather
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
@@ -23,31 +21,10 @@ from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
-from megatron_ext.runtime.streams import Device
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 
-
-class Sources(NamedTuple):
-    """What a rank's routes read published copies from, and what they issue by."""
-
-    pool: HostPool
-    nvme: NvmePool | None
-    device: Device
-    issuer: Issuer
-    clock: Clock
-    recorder: Recorder
-
-
-def _drive_copy(of: Sources) -> DriveCopy:
-    assert of.nvme is not None  # some group has a copy there
-    return DriveCopy(of.nvme, of.pool, of.device, of.issuer, of.clock, of.recorder)
-
-
-READERS: dict[str, Callable[[Sources], CopyRoute]] = {
-    "cpu": lambda of: HostCopy(of.pool, of.device, of.issuer, of.clock, of.recorder),
-    "nvme": _drive_copy,
-}
+READERS: dict[str, Callable[[NodeCopies], CopyRoute]] = {"cpu": HostCopy, "nvme": DriveCopy}
 
 
 class OfKind(NamedTuple):

@@ -22,6 +22,7 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
 from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.program import Program
@@ -43,9 +44,8 @@ class Node:
         self.pool = HostPool(sharers, {0, 1, 2}, by_thread(targets), device)
         slots = dict(slots=1, slot_bytes=self.groups[0].bytes, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, sharers, **slots)
-        how = (device, self.issuer, self.clock)
-        self.cpu, self.route = HostCopy(self.pool, *how), DriveCopy(self.nvme, self.pool, *how)
-        self.publisher = Publisher(targets, self.pool, self.nvme, *how)
+        copies = NodeCopies(self.pool, self.nvme, device, self.issuer, self.clock)
+        self.cpu, self.route, self.publisher = HostCopy(copies), DriveCopy(copies), Publisher(targets, copies)
 
     def publish(self) -> None:
         self.clock.version += 1
@@ -196,7 +196,7 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
     pools[0].fail(OSError("the drive is full"))
     clock, device, issuer = Clock(), HostDevice(), Issuer()
     clock.version = 2
-    route = HostCopy(pools[1], device, issuer, clock)
+    route = HostCopy(NodeCopies(pools[1], None, device, issuer, clock))
     arrival = route.issue(groups[0])
     assert isinstance(within(10, arrival.wait), PeerLost)
     route.close()

@@ -14,6 +14,7 @@ from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_device import HostStream
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes.all_gather import AllGather
@@ -50,9 +51,8 @@ class Copies:
         size = self.groups[0].bytes
         drive = dict(slots=1, slot_bytes=size, settings=DriveReads(), device=device)
         self.nvme = NvmePool(directory, sharers, **drive)
-        how = (device, self.issuer, self.clock)
-        self.host_copy = HostCopy(self.pool, *how, recorder)
-        self.drive = DriveCopy(self.nvme, self.pool, *how, recorder)
+        copies = NodeCopies(self.pool, self.nvme, device, self.issuer, self.clock, recorder)
+        self.host_copy, self.drive = HostCopy(copies), DriveCopy(copies)
 
     def store(self, group: Group) -> None:
         """Say that both copies are there at the clock's version."""

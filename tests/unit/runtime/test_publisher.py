@@ -10,6 +10,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import Clock, Group
 from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -26,8 +27,8 @@ class OneRank:
             [Sharers(self.groups, 0, 1, lambda value: [value])], hosted, by_thread(targets), self.device
         )
         self.clock, self.issuer = Clock(), Issuer()
-        how = (self.device, self.issuer, self.clock, recorder)
-        self.publisher = Publisher(targets, self.pool, drive, *how)
+        copies = NodeCopies(self.pool, drive, self.device, self.issuer, self.clock, recorder)
+        self.publisher = Publisher(targets, copies)
 
     def publish(self, iterations: int = 0, **how) -> None:
         self.clock.version += 1
