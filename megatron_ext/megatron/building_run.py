@@ -33,6 +33,7 @@ from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
+from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
@@ -92,28 +93,24 @@ class BuildingRun:
     """
 
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
-        self.path, self.trace_path, self.delay, self.nvme_path = schedule, trace, delay, nvme_path
+        self.path, self.trace_path, self.delay = schedule, trace, delay
         self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
         host_optimizers.forget_chosen()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         sampled = run_summary.SAMPLED if trace is None else None
-        self.recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
-        self.sample = run_summary.Sample(self.recorder)
+        recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
+        self.own = OwnRank(recorder=recorder, nvme_path=nvme_path)
+        self.sample = run_summary.Sample(self.own.recorder)
         self.check: EqualityCheck | None = None
         self.schedule: Schedule | None = None
-        self.schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self.executor: Executor | None = None
         self.watch: Watch | None = None
         self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
-        self._ddps: list = []
-        self._bucket_groups: dict = {}
         self._error: str | None = None
         self._host_bytes = 0  # that this node needs
         self._late: late_model.LateModel | None = None
         self._looked_late = False
         self._chained: list = []  # Megatron's distributed optimizers
-        self._optimizers: list = []  # those of them that step something
-        self._workload: Workload | None = None  # of the whole model, as all ranks hold it
         self._optimizers_pending: set[int] = set()
         self._steps: OptimizerSteps | None = None
         self._reference: ReferenceGradients | None = None
@@ -122,9 +119,9 @@ class BuildingRun:
         self._unfinished = False  # an iteration has begun, and the optimizer has not been called since
         if schedule is not None:
             self.sha256 = schedules.sha256(schedule)
-            self.schedules = schedules.load(schedule)
-            last = next(reversed(self.schedules.values()))
-            self.schedule = last if parallel is None else self.schedules.get(parallel.num_microbatches, last)
+            self.own.schedules = schedules.load(schedule)
+            last = next(reversed(self.own.schedules.values()))
+            self.schedule = last if parallel is None else self.own.schedules.get(parallel.num_microbatches, last)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
             if check is not None:
@@ -136,7 +133,7 @@ class BuildingRun:
             late_memory.leave_buffers_out(lambda: rest and built(), lambda: self.late is not None)
             late_model.install(lambda: self.late)
         if trace is not None:
-            stock_trace.record_steps(self.recorder)
+            stock_trace.record_steps(self.own.recorder)
             if rank == 0:
                 # Said before hours of training whose trace would be lost.
                 self._error = _refusal(json_files.check_writable, trace)
@@ -187,7 +184,7 @@ class BuildingRun:
             return
         self.unshard_all()
         if self.executor is None:
-            for ddp in self._ddps:
+            for ddp in self.own.ddps:
                 ddp.start_param_sync(force_sync=True)
 
     # While the model is built.
@@ -197,12 +194,12 @@ class BuildingRun:
         if self.state is State.BUILDING:
             self._lay_out(ddp)
         if self.schedule is None or self.stock_gather:
-            stock_trace.record_gathers(ddp, self.recorder)
+            stock_trace.record_gathers(ddp, self.own.recorder)
 
     def _lay_out(self, ddp) -> None:
         assert self.schedule is not None
-        chunk = len(self._ddps)
-        self._ddps.append(ddp)
+        chunk = len(self.own.ddps)
+        self.own.ddps.append(ddp)
         if has_cuda():  # before host memory is made
             host_threads.bind(host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())))
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -229,10 +226,10 @@ class BuildingRun:
         self._agree(self._error)  # groups of a model that is built late are broadcast
         lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
         # Megatron's next collectives are for ranks that have a model.
-        self._agree(_refusal(lambda: self._bucket_groups.update(lay_out())))
+        self._agree(_refusal(lambda: self.own.bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
-            first = next(index for index, own in self._bucket_groups.items() if own in of_experts)
+            first = next(index for index, own in self.own.bucket_groups.items() if own in of_experts)
             checkpoint_layout.refuse_other_experts(first)
         on_device = [index for index in groups if groups[index].states_rest == "device"]
         if on_device:
@@ -242,14 +239,14 @@ class BuildingRun:
         if not self.stock_gather:
             replace_pre_hooks(ddp, self._make_whole)
             on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
-            if on_drive and self.nvme_path is not None:
-                late_memory.leave_copies_out(map(self._stored, on_drive), self.nvme_path)
+            if on_drive and self.own.nvme_path is not None:
+                late_memory.leave_copies_out(map(self._stored, on_drive), self.own.nvme_path)
                 checkpoint_states.refuse_without_room()
 
     def _stored(self, index: int) -> torch.Tensor:
         """What the parameters that the optimizer gets of group ``index`` lie in."""
         late = self.late
-        return self._bucket_groups[index].buckets[0].param_data if late is None else late.rest_of(index)
+        return self.own.bucket_groups[index].buckets[0].param_data if late is None else late.rest_of(index)
 
     def _check(self, args) -> None:
         """Refuse a run that is not the one that the schedule is for; collective.
@@ -261,54 +258,55 @@ class BuildingRun:
             InputError: on this rank.
         """
         assert self.schedule is not None
-        if not self._ddps:
+        if not self.own.ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
-        flushed = _refusal(late_memory.flush, self._optimizers)  # on all ranks, before any looks for memory
+        flushed = _refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any looks for memory
         self._error = self._error or flushed
         pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        chunks = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self._ddps)]
+        chunks = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self.own.ddps)]
         everybody, held = zip(*gather_objects((chunks, self._held_on_host())))
         if self._error is not None:
             raise InputError(self._error)
         seen = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
-        self._workload = workload = msgspec.structs.replace(
+        self.own.workload = workload = msgspec.structs.replace(
             workload_of_run(args), chunks=tuple(seen[key] for key in sorted(seen)), zero_stage=self.schedule.zero_stage
         )
-        _check_copies(self.schedule, self.nvme_path, file=self.path)
+        _check_copies(self.schedule, self.own.nvme_path, file=self.path)
         if any(group.gradients for group in self.schedule.groups):
             on_host = any(group.gradients == "host" for group in self.schedule.groups)
-            refusals.refuse_with_gradients(args, self._ddps[0].config, on_host)
+            refusals.refuse_with_gradients(args, self.own.ddps[0].config, on_host)
         refusals.refuse_checkpoints(args, self.schedule)
         match.match(self.schedule, workload, file=self.path)
         self._check_numbers(args, workload)
         refusals.refuse_host_shards_of_aware_optimizer(self.schedule, args, file=self.path)
-        device = device_of_chunks(self._ddps)
+        device = device_of_chunks(self.own.ddps)
         refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
         taken = memory_bill.host_bytes_taken(self.schedule, workload, held, getattr(args, "save", None) is not None)
         self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
         free_host_memory.require(
             self._host_bytes, "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
         )
-        for number, schedule in self.schedules.items():
+        for number, schedule in self.own.schedules.items():
             of_number = workload.with_microbatches(number)
             memory_bill.check_run(schedule, of_number, file=self.path)
-            check_recompute(schedule, of_number, self._ddps[0].config, file=self.path)
+            check_recompute(schedule, of_number, self.own.ddps[0].config, file=self.path)
 
     def _held_on_host(self) -> tuple[int, int]:
         assert self.schedule is not None
-        rest = {index: self.schedule.groups[index].states_rest for index in self._bucket_groups}
+        rest = {index: self.schedule.groups[index].states_rest for index in self.own.bucket_groups}
         on_drive = {self._stored(index).untyped_storage()._cdata for index in rest if rest[index] == "nvme"}
-        return held_on_host(self._ddps, self._late, self._optimizers, on_drive)
+        return held_on_host(self.own.ddps, self._late, self.own.optimizers, on_drive)
 
     def _check_numbers(self, args, workload: Workload) -> None:
         """Every number of micro-batches that is to come has a schedule, and all are for this model. Raises
         InputError."""
-        for number, schedule in self.schedules.items():
+        schedules = self.own.schedules
+        for number, schedule in schedules.items():
             match.match(schedule, workload.with_microbatches(number), file=self.path)
         for number in numbers_of_run(args, getattr(args, "consumed_train_samples", 0)):
-            if number not in self.schedules:
-                why = f"there are schedules for {', '.join(map(str, self.schedules))}, and the batch size of this run"
+            if number not in schedules:
+                why = f"there are schedules for {', '.join(map(str, schedules))}, and the batch size of this run"
                 why += " reaches another; describe and plan with this training's options"
                 raise InputError(why, file=self.path, field="num_microbatches", value=number)
 
@@ -319,8 +317,8 @@ class BuildingRun:
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:
             lines.append(warning)
-        if len(self.schedules) > 1:
-            lines.append(f"schedules for {', '.join(map(str, self.schedules))} micro-batches, as the batch size grows")
+        if len(schedules := self.own.schedules) > 1:
+            lines.append(f"schedules for {', '.join(map(str, schedules))} micro-batches, as the batch size grows")
         if not self.stock_gather:
             lines += refusals.replaced_options(args)
         if self.delay is not None:

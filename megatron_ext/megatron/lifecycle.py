@@ -67,9 +67,9 @@ class Run(BuildingRun):
             assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
             if self.late is not None:
                 self.late.close()
-            self.nvme_path = getattr(args, "user_defined_schedule_nvme_path", None) or self.nvme_path
+            self.own.nvme_path = getattr(args, "user_defined_schedule_nvme_path", None) or self.own.nvme_path
             self._chained = list(getattr(optimizer, "chained_optimizers", [optimizer]))
-            self._optimizers = [one for one in self._chained if not getattr(one, "is_stub_optimizer", False)]
+            self.own.optimizers = [one for one in self._chained if not getattr(one, "is_stub_optimizer", False)]
             self._together(self._check, args)
             if dist.get_rank() == 0:
                 self._announce(args)
@@ -80,7 +80,7 @@ class Run(BuildingRun):
             self._together(self._prepare, args, optimizer, own)
             self._begin()
             self._watch_reads(optimizer)
-        traced = self.recorder if self.trace_path is not None else NOTHING
+        traced = self.own.recorder if self.trace_path is not None else NOTHING
         self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
     def _together(self, step: Callable[..., T], *arguments) -> T | None:
@@ -100,20 +100,11 @@ class Run(BuildingRun):
         None where Megatron gathers."""
         if self.stock_gather:
             return None
-        assert self._workload is not None
-        own = OwnRank(
-            schedules=self.schedules,
-            workload=self._workload,
-            ddps=self._ddps,
-            bucket_groups=self._bucket_groups,
-            optimizers=self._optimizers,
-            recorder=self.recorder,
-            nvme_path=self.nvme_path,
-            delay=None if self.delay is None else (getattr(args, "iteration", 0), self.delay),
-            late=self.late,
-        )
+        own = self.own
+        own.late = self.late
+        own.delay = None if self.delay is None else (getattr(args, "iteration", 0), self.delay)
         ready_the_host(own)
-        assert own.groups.keys() == self._bucket_groups.keys()
+        assert own.groups.keys() == own.bucket_groups.keys()
         return own
 
     def _prepare(self, args, optimizer, own: OwnRank | None) -> None:
@@ -125,9 +116,9 @@ class Run(BuildingRun):
             return
         if self.delay is not None:
             begun = getattr(args, "iteration", 0)
-            self._reference_delay = ReferenceDelay(optimizer, self._optimizers, self._ddps, begun, self.delay)
+            self._reference_delay = ReferenceDelay(optimizer, self.own.optimizers, self.own.ddps, begun, self.delay)
         if any(group.gradients for group in self.schedule.groups):
-            self._reference = ReferenceGradients(self.schedule, self._bucket_groups, self._optimizers)
+            self._reference = ReferenceGradients(self.schedule, self.own.bucket_groups, self.own.optimizers)
 
     def _step_ended(self, result: tuple) -> None:
         """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
@@ -141,7 +132,7 @@ class Run(BuildingRun):
             self._move_to(State.REFERENCE)
             return
         assert self.schedule is not None and self.executor is not None and self.watch is not None
-        for bucket_group in self._bucket_groups.values():
+        for bucket_group in self.own.bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
         self.watch.executor = self.executor
@@ -153,7 +144,7 @@ class Run(BuildingRun):
 
     def _watch_reads(self, optimizer) -> None:
         """See [Note: Reads between iterations]."""
-        parameters = (parameter for bucket_group in self._bucket_groups.values() for parameter in bucket_group.params)
+        parameters = (parameter for one in self.own.bucket_groups.values() for parameter in one.params)
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
         in_turn = None if self.executor is None else self.executor.in_turn
         missing = None if in_turn is None else in_turn.missing
@@ -164,7 +155,7 @@ class Run(BuildingRun):
             if in_turn is not None:
                 reads.open()
         else:
-            *others, last = self._ddps
+            *others, last = self.own.ddps
             for ddp in others:
                 ddp.start_param_sync = reads.unnoticed(ddp.start_param_sync)
             last.start_param_sync = reads.until_forced(last.start_param_sync)
@@ -188,10 +179,10 @@ class Run(BuildingRun):
         self._unfinished = again or not forward_only
         if not forward_only:
             if again:
-                self.sample.run_again(self.recorder.iteration)
+                self.sample.run_again(self.own.recorder.iteration)
             else:
-                self.recorder.begin_iteration()
-                self.sample.begin_iteration(self.recorder.iteration, num_microbatches)
+                self.own.recorder.begin_iteration()
+                self.sample.begin_iteration(self.own.recorder.iteration, num_microbatches)
         if self.state is State.BUILDING and not self.stock_gather and (self.late is not None or not forward_only):
             what = "an evaluation of parameters that never fit whole" if forward_only else "training"
             raise ScheduleError(f"{what} begins before megatron_ext.megatron.hooks.on_train_setup was called")
@@ -200,7 +191,7 @@ class Run(BuildingRun):
         elif self._reference_delay is not None and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
-            self._reference.begin(schedule_for(self.schedules, num_microbatches))
+            self._reference.begin(schedule_for(self.own.schedules, num_microbatches))
             return self._reference
         if self.state is not State.READY:
             return IDLE
@@ -233,12 +224,12 @@ class Run(BuildingRun):
         else:
             assert self._steps is not None
             self._steps.told += 1
-            self.recorder.end_count()
+            self.own.recorder.end_count()
             self.executor.params_updated()
 
     def _step_skipped(self) -> None:
         assert self.executor is not None
-        self.recorder.end_count()
+        self.own.recorder.end_count()
         self.executor.step_skipped()
 
     def params_changed(self) -> None:
@@ -290,7 +281,7 @@ class Run(BuildingRun):
         if not goes_on:
             self.close(freed=never_whole or not brought)
         if self.trace_path is not None:
-            everybody = gather_objects((self.recorder.events(), list(self.recorder.counted.values())))
+            everybody = gather_objects((self.own.recorder.events(), list(self.own.recorder.counted.values())))
             if dist.get_rank() == 0:
                 events = [event for events, _ in everybody for event in events]
                 moved = [counted for _, counted in everybody]
@@ -310,20 +301,20 @@ class Run(BuildingRun):
         if self.executor is not None:
             if freed:
                 self.executor.let_go()
-                for ddp in self._ddps:
+                for ddp in self.own.ddps:
                     ddp.module.register_forward_pre_hook(_refuse_forward)
             self.executor.close()
             self.executor = None
             if self.watch is not None:
                 self.watch.close()
-            for bucket_group in self._bucket_groups.values():
+            for bucket_group in self.own.bucket_groups.values():
                 bucket_group.end()
         self._move_to(State.CLOSED)
 
     def _parameter_digest(self) -> str:
         """Of this rank's parameters; collective."""
         self._make_whole()
-        return parameter_digest(self._ddps)
+        return parameter_digest(self.own.ddps)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
         """Say on the first rank what was measured and whether the check holds; collective. ``steps``: during the
@@ -335,7 +326,7 @@ class Run(BuildingRun):
             measured = run_summary.combine([times for times, *_ in everybody])
             reference = self.check.reference if self.check is not None else None
             compared = reference.measured if reference is not None else None
-            sampled = self.schedules.get(self.sample.num_microbatches, self.schedule)
+            sampled = self.own.schedules.get(self.sample.num_microbatches, self.schedule)
             lines = run_summary.end_lines(sampled, measured, compared, reference=self.stock_gather)
             lines += run_summary.early_lines(*(sum(steps[which] for *_, steps in everybody) for which in (0, 1)))
             try:

@@ -20,7 +20,7 @@ from megatron_ext.workload.workload import Workload
 
 @dataclass(kw_only=True, eq=False)
 class OwnRank:
-    """What is known of a run on one rank when its model is laid out and its schedule fits.
+    """What is known of a run on one rank: complete when its model is laid out and its schedule fits.
 
     Attributes:
         schedules: by number of micro-batches, the last one last; they have their groups in common.
@@ -34,11 +34,11 @@ class OwnRank:
         late: the model where it was built late, or None.
     """
 
-    schedules: dict[int, Schedule]
-    workload: Workload
-    ddps: list
-    bucket_groups: dict
-    optimizers: list
+    schedules: dict[int, Schedule] = field(default_factory=dict)
+    workload: Workload = field(init=False)
+    ddps: list = field(default_factory=list)
+    bucket_groups: dict = field(default_factory=dict)
+    optimizers: list = field(default_factory=list)
     recorder: Recorder = NOTHING
     nvme_path: object = None
     delay: tuple[int, int] | None = None

@@ -72,7 +72,7 @@ def test_an_iteration_ends_with_the_optimizer_however_often_its_steps_run(tmp_pa
             run.begin_iteration(4, forward_only=False)
         run.begin_iteration(4, forward_only=True)  # an evaluation
         optimizer.step()
-    assert run.recorder.iteration == 3
+    assert run.own.recorder.iteration == 3
 
 
 def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, capfd):
