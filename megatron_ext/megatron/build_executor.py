@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron_ext.cpubench.allocator import keep_freed_blocks
 from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.chunk_state import guard_state, save_copies
-from megatron_ext.megatron.collective_routes import collective_routes
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.late_memory import make_gradients
 from megatron_ext.megatron.own_rank import OwnRank
@@ -29,6 +28,7 @@ from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.program import Program, compile_program, place_actions
+from megatron_ext.runtime.routes.makers import collective_routes
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.group_facts import uses_of_groups

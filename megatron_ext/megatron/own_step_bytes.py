@@ -12,6 +12,7 @@ import torch
 from megatron_ext.megatron.host_optimizers import gradient_of
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.shards import places_of_groups, steps_on_the_host
+from megatron_ext.runtime.host_step.unit import held_bytes
 from megatron_ext.runtime.recorder import Recorder
 
 
@@ -31,10 +32,8 @@ def count_own_steps(own: OwnRank, recorder: Recorder, units: Collection[torch.op
 def _count(recorder: Recorder, kept: dict, one: torch.optim.Optimizer, *_) -> None:
     for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
         shard, group = kept[parameter]
-        states = [value for value in one.state[parameter].values() if torch.is_tensor(value) and value.dim()]
-        held = {id(tensor): tensor.nbytes for tensor in (parameter, *states)}
         cast = shard.nbytes if shard.dtype is not parameter.dtype or group.shard_rests == "host" else 0
-        recorder.moved("step", "host_memory", parameter.nbytes + 2 * sum(held.values()) + cast)
+        recorder.moved("step", "host_memory", parameter.nbytes + 2 * held_bytes(one, parameter) + cast)
         if group.shard_rests != "host":
             recorder.moved("shard", "to_device", shard.nbytes)
         if group.gradients == "host":

@@ -61,11 +61,13 @@ class _Block:
         pids: processes of its ranks.
     """
 
-    def __init__(self, sharers: Sharers, copied: set[int], progress: Callable[[int, int], None]):
-        self.sharers, self._rows = sharers, 2 * len(sharers.groups) + 1
+    def __init__(
+        self, sharers: Sharers, copied: set[int], by_thread: Collection[int], progress: Callable[[int, int], None]
+    ):
+        self.sharers, rows = sharers, 2 * len(sharers.groups) + 1
         rank, size, exchange = sharers[1:]
         hosted = [group for group in sharers.groups if group.index in copied]
-        sizes = [flags_bytes(self._rows, size), *(group.bytes for group in hosted)]
+        sizes = [flags_bytes(rows, size), *(group.bytes for group in hosted)]
         starts = [*accumulate((-(-part // mmap.PAGESIZE) * mmap.PAGESIZE for part in sizes), initial=0)]
         descriptor = shared_block.share(starts[-1], rank, exchange, field="gpus_per_node")
         self._map = mmap.mmap(descriptor, starts[-1])
@@ -77,16 +79,13 @@ class _Block:
             group.index: torch.frombuffer(self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=start)
             for group, start in zip(hosted, starts[1:])
         }
-
-    def make_flags(self, by_thread: Collection[int], offset: int) -> None:
-        """``offset``: of the device's addresses."""
-        memory, ranks = open_flags(self._map, self._rows, self.sharers.size), range(self.sharers.size)
+        words, ranks = open_flags(self._map, rows, size), range(size)
         self.flags: dict[tuple[int, int], Sequence[Flag]] = {}
-        for number, group in enumerate(self.sharers.groups):
+        for number, group in enumerate(sharers.groups):
             kind = HostFlag if group.index in by_thread else DeviceFlag
-            self.flags[group.index, COPY] = [kind(memory, 2 * number, rank, offset) for rank in ranks]
-            self.flags[group.index, DRIVE] = [HostFlag(memory, 2 * number + 1, rank, offset) for rank in ranks]
-        self.reads_done = [DeviceFlag(memory, self._rows - 1, rank, offset) for rank in ranks]
+            self.flags[group.index, COPY] = [kind(words, 2 * number, rank) for rank in ranks]
+            self.flags[group.index, DRIVE] = [HostFlag(words, 2 * number + 1, rank) for rank in ranks]
+        self.reads_done = [DeviceFlag(words, rows - 1, rank) for rank in ranks]
 
     def check(self, flags: Sequence[Flag], value: int, what: str) -> None:
         """Raise PeerLost where a rank whose flag is not ``value`` never stores it."""
@@ -152,18 +151,13 @@ class HostPool:
         errors = []
         for own in sharers:
             try:
-                self.blocks.append(_Block(own, copied, progress))
+                self.blocks.append(_Block(own, copied, by_thread, progress))
             except InputError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
         self._block_of = {group.index: block for block in self.blocks for group in block.sharers.groups}
         self.copies = {index: copy for block in self.blocks for index, copy in block.copies.items()}
-        self._make_flags([0] * len(self.blocks))
-
-    def _make_flags(self, offsets: Sequence[int]) -> None:
-        for block, offset in zip(self.blocks, offsets):
-            block.make_flags(self._by_thread, offset)
         self.flags = {key: flags for block in self.blocks for key, flags in block.flags.items()}
         self.reads_done = [flag for block in self.blocks for flag in block.reads_done]
         self.own_reads_done = [block.reads_done[block.sharers.rank] for block in self.blocks]
@@ -173,7 +167,9 @@ class HostPool:
         for block in self.blocks:
             self._device.pin(block.memory)
             self._pinned = True
-        self._make_flags([self._device.address_offset(block.memory) for block in self.blocks])
+            offset = self._device.address_offset(block.memory)
+            for flag in (*block.reads_done, *(flag for flags in block.flags.values() for flag in flags)):
+                flag.device_address += offset
 
     @property
     def bytes(self) -> int:

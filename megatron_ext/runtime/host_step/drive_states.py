@@ -67,7 +67,10 @@ class DriveUnit(HostUnit):
     def _after_step(self) -> None:
         self._states.put_back(self)
         super()._after_step()
-        self._states.stepped(self)
+        if self._states.rooms is not None:
+            self._states.free(self)
+        if self.before is None:
+            self._states.count(self)
 
     def _let_go(self) -> None:
         self.regions.let_go()
@@ -78,7 +81,8 @@ class DriveUnit(HostUnit):
 
     def write_shards(self) -> None:
         """In an iteration that is skipped."""
-        self._states.bring(self)
+        self._states.hold(self)
+        self._states.fetch(self)
         super().write_shards()
         self._states.restored(self)
 
@@ -179,8 +183,8 @@ class DriveStates:
         return unit.slot is not None or bool(self._slots.free)
 
     def take(self, unit: DriveUnit) -> Room:
-        """The room of the slot of ``unit``, into which it is read or being read from now on."""
-        return self._rooms[self._hold(unit)]
+        """The room of the slot of ``unit``."""
+        return self._rooms[self.hold(unit)]
 
     def free(self, unit: DriveUnit) -> None:
         assert unit.slot is not None
@@ -191,7 +195,8 @@ class DriveStates:
         self._slots.free.append(unit.slot)
         unit.slot, unit.read, unit.fetched = None, None, False
 
-    def _hold(self, unit: DriveUnit) -> int:
+    def hold(self, unit: DriveUnit) -> int:
+        """The slot of ``unit``, into which it is read or being read from now on."""
         self._coming.pop(unit, None)
         if unit.slot is None:
             unit.slot, regions = self._slots.free.popleft(), unit.regions
@@ -206,7 +211,7 @@ class DriveStates:
     def read_ahead(self) -> None:
         """Begin to read the units that come next, but leave one slot free."""
         while self._coming and len(self._slots.free) > 1:
-            self._hold(next(iter(self._coming)))
+            self.hold(next(iter(self._coming)))
 
     # Around a step, on the thread that steps.
 
@@ -215,7 +220,7 @@ class DriveStates:
         if unit.fetched:
             return
         if self.rooms is not None:
-            self._hold(unit)
+            self.hold(unit)
         assert unit.slot is not None
         self._wait(unit.read)
         unit.fetched = True
@@ -239,19 +244,7 @@ class DriveStates:
         if transfer is not None:
             transfer.wait() if on_worker() else self._issuer.join(transfer)
 
-    def stepped(self, unit: DriveUnit) -> None:
-        """Everything behind the step is done."""
-        if self.rooms is not None:
-            self.free(unit)
-        if unit.before is None:
-            self.count(unit)
-
     # Iterations.
-
-    def bring(self, unit: DriveUnit) -> None:
-        """Point a unit at its slot outside of a step."""
-        self._hold(unit)
-        self.fetch(unit)
 
     def restored(self, unit: DriveUnit) -> None:
         """The shards have the values of the unit's parameters, in an iteration that is skipped."""

@@ -146,9 +146,7 @@ class HostUnit:
         total = 0
         for piece in self.pieces:
             if piece.parameter.grad is not None:
-                states = [piece.parameter, *self.optimizer.state[piece.parameter].values()]
-                held = {id(t): t.nbytes for t in states if isinstance(t, torch.Tensor) and t.dim()}
-                total += piece.parameter.grad.nbytes + 2 * sum(held.values())
+                total += piece.parameter.grad.nbytes + 2 * held_bytes(self.optimizer, piece.parameter)
                 total += 0 if cast_on_device else piece.shard.nbytes
         return total
 
@@ -203,6 +201,13 @@ class HostUnit:
         """Leave the optimizer to itself."""
         for hook in self._hooks:
             hook.remove()
+
+
+def held_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+    """Of ``parameter`` and its states, without numbers that are kept as tensors. Megatron's host optimizer lists the
+    parameter itself among them."""
+    held = {id(t): t.nbytes for t in optimizer.state[parameter].values() if torch.is_tensor(t) and t.dim()}
+    return sum((held | {id(parameter): parameter.nbytes}).values())
 
 
 def _aligned(tensor: torch.Tensor) -> int:
