@@ -14,11 +14,10 @@ from megatron_ext.measure.operation import DONE, Handle, Operation
 from megatron_ext.measure.timed_steps import Optimizer
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
-from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
-from megatron_ext.runtime.routes.shard_gather import make_data_group
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 

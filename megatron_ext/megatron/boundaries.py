@@ -126,11 +126,8 @@ class Boundaries:
     def num_layers(self, model_chunk_id: int) -> int:
         return len(self.layers[model_chunk_id])
 
-    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
-        return self._blocks[model_chunk_id][layer][1]
-
-    def backward_ends(self, model_chunk_id: int, layer: int) -> int:
-        return self._blocks[model_chunk_id][layer][0]
+    def block(self, model_chunk_id: int, layer: int) -> tuple[int, int]:
+        return self._blocks[model_chunk_id][layer]
 
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and

@@ -251,7 +251,7 @@ def _lay_out_buffer(
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
     storages = _move_parameters(buffer, members, ranges, device, late, instances)
-    wholes, shards = make_gradients(buffer, ranges, [kept.get(index) for index in members], device)
+    gradients = resting_gradients(buffer, ranges, [kept.get(index) for index in members], device)
     none_extra = accepted(buffer._new_bucket, bucket_params_with_extra_main_grads=[])  # refused at start
     resting, buffer.grad_data = buffer.grad_data, buffer.grad_data.new_zeros(1).expand(start)
     for bucket_id, (index, (begin, end, unpadded)) in enumerate(zip(members, ranges)):
@@ -263,16 +263,15 @@ def _lay_out_buffer(
             bucket_id=bucket_id,
             **none_extra,
         )
-        whole, shard = wholes[bucket_id], shards[bucket_id]
+        own, goes = gradients[bucket_id], index in kept
         bucket.param_data = storages[bucket_id]
-        bucket.grad_data = whole if whole is not None else torch.zeros(end - begin, dtype=shard.dtype, device=device)
+        bucket.grad_data = torch.zeros(end - begin, dtype=own.dtype, device=device) if goes else own
         for parameter in members[index]:
             first, last, _ = index_map[parameter]
             vars(parameter)["main_grad"] = bucket.grad_data[first - begin : last - begin].view(parameter.shape)
-        if whole is None:  # freed at once: one of them has bytes at a time
-            rank = buffer.data_parallel_group.rank()
-            place = rank * shard.numel(), instances_of(buffer.ddp_config)
-            vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, shard, *place)
+        if goes:  # freed at once: one of them has bytes at a time
+            place = buffer.data_parallel_group.rank() * own.numel(), instances_of(buffer.ddp_config)
+            vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, own, *place)
         buffer.buckets.append(bucket)
     buffer.grad_data = resting
 
@@ -305,10 +304,13 @@ def _move_parameters(
     return storages
 
 
-def make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tensor | None], list]:
+def resting_gradients(buffer, ranges, kept: list, device) -> list[torch.Tensor]:
     """Of every bucket the whole gradient that stays, or the shard of one that comes and goes.
 
     Sets ``buffer.grad_data`` to what rests on the device.
+
+    Args:
+        kept: where the shards of gradients that come and go are; None for those that stay whole.
     """
     dp, dtype = buffer.data_parallel_world_size, buffer.grad_dtype
     sizes = [end - begin if keeps is None else (end - begin) // dp for (begin, end, _), keeps in zip(ranges, kept)]
@@ -319,7 +321,7 @@ def make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tenso
         starts.append(numel)
         numel += 0 if keeps == "host" else size
     buffer.grad_data = torch.zeros(numel, dtype=dtype, device=device)
-    wholes, shards = [], []
+    found = []
     for size, start, keeps in zip(sizes, starts, kept):
         own = buffer.grad_data[start : start + size]
         if keeps == "host":
@@ -327,9 +329,8 @@ def make_gradients(buffer, ranges, kept: list, device) -> tuple[list[torch.Tenso
             if type(buffer) is not _BufferWithHostShards:
                 buffer.__class__, buffer.host_shards = _BufferWithHostShards, []
             buffer.host_shards.append(own)
-        wholes.append(own if keeps is None else None)
-        shards.append(own if keeps is not None else None)
-    return wholes, shards
+        found.append(own)
+    return found
 
 
 class _BufferWithHostShards(upstream._ParamAndGradBuffer):

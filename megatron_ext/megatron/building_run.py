@@ -34,12 +34,11 @@ from megatron_ext.megatron.equality_check import EqualityCheck
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.own_rank import OwnRank
-from megatron_ext.megatron.pre_hooks import replace_pre_hooks
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.resting_storages import held_on_host
-from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup
+from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup, replace_pre_hooks
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.runtime import free_host_memory, host_threads
 from megatron_ext.runtime.device import Device, device_of, has_cuda

@@ -9,7 +9,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.10 | groups of micro-batches have a size of their own | has_microbatch_groups | workload_of_run.py |
 | 0.10 | shards may lie over one of several distributed-optimizer instances | accepted | own_rank.py |
 | 0.10 | experts are cut over tensor-parallel ranks of their own | accepted | gpt_model.py |
-| 0.11 | disable_forward_pre_hook takes param_sync | accepted | pre_hooks.py |
+| 0.11 | disable_forward_pre_hook takes param_sync | accepted | scheduled_bucket_group.py |
 | 0.11 | TransformerConfig knows options of experts, in several releases | has | gpt_model.py |
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.moved_bytes import reduced_bytes
+from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.group import ScheduleError
 
@@ -90,3 +91,22 @@ def begun_reduce(bucket_group):
     overlap_param_gather, which a schedule needs, needs overlap_grad_reduce.)"""
     handle = bucket_group.grad_reduce_handle
     return bucket_group.communication_stream.record_event() if handle is None else handle
+
+
+def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:
+    """Take Megatron's module pre-hooks off a chunk: the program waits for groups instead.
+
+    Callers that switch the hooks off (evaluation, checkpoints) need all parameters whole: ``unshard_all`` is called.
+    """
+    if ddp.use_forward_hook:
+        # Without param_sync it always synchronises, which our bucket groups ignore so far.
+        ddp.disable_forward_pre_hook(**accepted(ddp.disable_forward_pre_hook, param_sync=False))
+
+    def enable() -> None:
+        """The program is always on."""
+
+    def disable(param_sync: bool = True) -> None:
+        if param_sync:
+            unshard_all()
+
+    ddp.enable_forward_pre_hook, ddp.disable_forward_pre_hook = enable, disable

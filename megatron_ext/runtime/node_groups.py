@@ -64,11 +64,19 @@ def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: in
     return found
 
 
-def high_priority(backend: str) -> dict[str, Any]:
+def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, **how) -> dist.ProcessGroup:
+    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run.
+    ``ranks``: see :func:`make_node_groups`; ``how``: further arguments of ``dist.new_group``."""
+    every = [members for pp_rank in range(parallel.pp) for members in parallel.replicas(pp_rank, ranks)]
+    groups = [_new_group([*members], backend, **how) for members in every]
+    return next(group for members, group in zip(every, groups) if dist.get_rank() in members)
+
+
+def _high_priority(backend: str) -> dict[str, Any]:
     """Arguments of ``dist.new_group`` by which NCCL's own stream goes before compute: a step waits for its gathers."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     return {"pg_options": nccl.Options(is_high_priority_stream=True)} if backend == "nccl" else {}
 
 
-def _new_group(ranks: list[int], backend: str) -> Any:
-    return dist.new_group(ranks, backend=backend, **high_priority(backend))
+def _new_group(ranks: list[int], backend: str, **how) -> Any:
+    return dist.new_group(ranks, backend=backend, **(_high_priority(backend) | how))

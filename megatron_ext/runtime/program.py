@@ -37,12 +37,9 @@ class Layers(Protocol):
 
     def num_layers(self, model_chunk_id: int) -> int: ...
 
-    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
-        """The layer at which the backward of ``layer`` begins, where several are recomputed together."""
-        ...
-
-    def backward_ends(self, model_chunk_id: int, layer: int) -> int:
-        """The layer at which the backward of ``layer`` has ended, where several are recomputed together."""
+    def block(self, model_chunk_id: int, layer: int) -> tuple[int, int]:
+        """The first and the last layer that are recomputed together with ``layer``: the backward of all of them begins
+        at the last one and has ended at the first one."""
         ...
 
     def arm(
@@ -189,10 +186,10 @@ def _gradient_actions(
                 continue
             first, last = layers.uses(index)
             if (visit - 1) % group.reduce_every == 0:
-                begins = layers.backward_begins(chunk, last)
+                begins = layers.block(chunk, last)[1]
                 actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient, group.alone)))
             if visit % group.reduce_every == 0 or visit == visits:
-                ends = layers.backward_ends(chunk, first)
+                ends = layers.block(chunk, first)[0]
                 actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient, visit == visits)))
         actions.sort(key=lambda item: (-item.layer, item.behind))
     return found
@@ -228,7 +225,7 @@ class _Compiler:
             # The layer that uses the group first waits for it, not the whole step.
             first, last = self.layers.uses(index)
             own = self.schedule.groups[index].model_chunk_id == chunk
-            layer = -1 if not own else first if step.kind == "F" else self.layers.backward_begins(chunk, last)
+            layer = -1 if not own else first if step.kind == "F" else self.layers.block(chunk, last)[1]
             self._before(place, layer).append(self.wait(index))
         for _, layer, action in (item for item in gradients if not item.behind):
             self._before(place, layer).append(action)
@@ -237,7 +234,7 @@ class _Compiler:
                 if self.schedule.groups[index].model_chunk_id == chunk:
                     for layer in range(self.layers.uses(index)[0], self.layers.uses(index)[1] + 1):
                         if step.kind == "B":
-                            layer = self.layers.backward_begins(chunk, layer)
+                            layer = self.layers.block(chunk, layer)[1]
                         self._before(place, layer).append(partial(group.check_usable, self.clock))
         return place
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
-from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
+from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.workload import route
 from megatron_ext.workload.parallel import Parallel
 

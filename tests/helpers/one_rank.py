@@ -27,11 +27,8 @@ class Layers:
     def num_layers(self, model_chunk_id: int) -> int:
         return self.workload.chunk(0, model_chunk_id).num_layers
 
-    def backward_begins(self, model_chunk_id: int, layer: int) -> int:
-        return layer
-
-    def backward_ends(self, model_chunk_id: int, layer: int) -> int:
-        return layer
+    def block(self, model_chunk_id: int, layer: int) -> tuple[int, int]:
+        return layer, layer
 
     def arm(self, model_chunk_id, boundary, forward, backward):
         return lambda: self.armed.append((boundary, forward, backward))

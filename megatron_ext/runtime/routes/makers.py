@@ -16,7 +16,7 @@ from megatron_ext.runtime import debug
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.node_copies import NodeCopies
-from megatron_ext.runtime.node_groups import make_node_groups
+from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes import Route, symmetric_gather
 from megatron_ext.runtime.routes.all_gather import AllGather
@@ -24,7 +24,7 @@ from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.runtime.routes.drive_copy import DriveCopy
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
-from megatron_ext.runtime.routes.shard_gather import ShardGather, make_data_group
+from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 

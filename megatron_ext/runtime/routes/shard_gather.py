@@ -15,25 +15,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.node_groups import high_priority
 from megatron_ext.runtime.recorder import NOTHING, log_of
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import shard_pieces
-
-
-def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, **how):
-    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run.
-    ``ranks``: see :func:`megatron_ext.runtime.node_groups.make_node_groups`; ``how``: further arguments of
-    ``dist.new_group``."""
-    own = None
-    for pp_rank in range(parallel.pp):
-        for members in parallel.replicas(pp_rank, ranks):
-            group = dist.new_group([*members], backend=backend, **(high_priority(backend) | how))
-            if dist.get_rank() in members:
-                own = group
-    assert own is not None
-    return own
 
 
 class ShardGather(BufferedGather):

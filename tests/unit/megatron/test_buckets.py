@@ -28,17 +28,16 @@ def test_what_a_kernel_reads_at_once_begins_where_it_does_in_megatron_s_buffer(r
     ends = list(itertools.accumulate(bucket_numel([100 + number], dp) for number in range(len(KEPT))))
     ranges = [(begin, end, 0) for begin, end in zip([0, *ends], ends)]
     buffer = Buffer(rank, dp)
-    wholes, shards = buckets.make_gradients(buffer, ranges, KEPT, torch.device("cpu"))
+    gradients = buckets.resting_gradients(buffer, ranges, KEPT, torch.device("cpu"))
     used = needed = 0
-    for (begin, end, _), keeps, whole, shard in zip(ranges, KEPT, wholes, shards):
-        assert (whole is None) == (keeps is not None) != (shard is None)
+    for (begin, end, _), keeps, own in zip(ranges, KEPT, gradients, strict=True):
         size = end - begin if keeps is None else (end - begin) // dp
-        own, place = (whole, begin) if keeps is None else (shard, begin + rank * size)
+        place = begin if keeps is None else begin + rank * size
         assert own.numel() == size
         if keeps != "host":
             assert own.storage_offset() >= used and own.storage_offset() % 4 == place % 4
             used, needed = own.storage_offset() + size, needed + size
-    assert [len(own) for own in buffer.host_shards] == [len(shards[KEPT.index("host")])]
+    assert [len(own) for own in buffer.host_shards] == [len(gradients[KEPT.index("host")])]
     assert buffer.grad_data.numel() == used and (used == needed if dp <= 32 else used < needed + 4 * len(KEPT))
 
 
@@ -69,7 +68,7 @@ def test_a_gradient_in_host_memory_is_scaled_by_the_factor_that_a_kernel_takes(d
     """A kernel casts a factor that lies on the device to the gradient's type, and takes one that does not as it is."""
     buffer = Buffer(0, 1)
     buffer.grad_dtype = dtype
-    (_, shards) = buckets.make_gradients(buffer, [(0, 64, 0)], ["host"], torch.device("cpu"))
+    shards = buckets.resting_gradients(buffer, [(0, 64, 0)], ["host"], torch.device("cpu"))
     shards[0].copy_(torch.linspace(1, 2, 64))
     taken = torch.tensor(factor, dtype=dtype if on_device else torch.float32)
     expected = (shards[0].float() * taken.float()).to(dtype)

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from megatron_ext.runtime.node_groups import make_node_groups
-from megatron_ext.runtime.routes.shard_gather import make_data_group
+from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.workload.parallel import Parallel
 
 
