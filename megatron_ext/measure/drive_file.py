@@ -5,6 +5,7 @@ import os
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.drive import DriveError, DriveFile, aligned, create
+from megatron_ext.workload.drive_reads import DriveReads
 
 OPTION = "--nvme-path"
 
@@ -16,16 +17,9 @@ def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_dept
         InputError: the directory is missing or not writable, or the drive is full.
     """
     descriptor = create(directory, aligned(size_bytes), option=OPTION, memory=True)
-    try:
-        file = DriveFile(
-            f"/proc/self/fd/{descriptor}",
-            directory,
-            block_bytes=block_bytes,
-            queue_depth=queue_depth,
-            need_direct=False,
-        )
-    finally:
-        os.close(descriptor)  # the file holds it open by descriptors of its own
+    file = DriveFile(
+        descriptor, directory, DriveReads(block_bytes=block_bytes, queue_depth=queue_depth), need_direct=False
+    )
     # Reserved blocks that nobody has written are not read from the drive.
     piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
     piece[:] = os.urandom(len(piece))

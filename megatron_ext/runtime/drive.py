@@ -111,23 +111,17 @@ def open_own(directory, size_bytes: int, settings: DriveReads) -> "DriveFile":
 
 
 def open_file(descriptor: int, pid: int, directory, settings: DriveReads) -> "DriveFile":
-    """The nameless file that process ``pid`` has made in ``directory``; ``descriptor`` is closed. Raises InputError as
-    :class:`DriveFile`."""
-    path, label = f"/proc/self/fd/{descriptor}", f"the file of process {pid} in {directory}"
-    try:
-        return DriveFile(path, label, block_bytes=settings.block_bytes, queue_depth=settings.queue_depth)
-    finally:
-        os.close(descriptor)
+    """The nameless file that process ``pid`` has made in ``directory``. Raises InputError as :class:`DriveFile`."""
+    return DriveFile(descriptor, f"the file of process {pid} in {directory}", settings)
 
 
 class DriveFile:
     """One process's access to a nameless file.
 
     Args:
-        path: by which the file can be opened, for example /proc/<pid>/fd/<fd>.
+        descriptor: of the file; this object closes it, also where it is refused.
         label: what errors call it.
-        block_bytes: size of one read request; a multiple of :data:`BLOCK`.
-        queue_depth: requests in flight.
+        settings: how to read; blocks are multiples of :data:`BLOCK`.
         need_direct: refuse a file system that knows no direct reads; otherwise the page cache
             forgets what was read.
 
@@ -139,21 +133,21 @@ class DriveFile:
         InputError: the file cannot be opened past the page cache.
     """
 
-    def __init__(self, path: str, label: str, *, block_bytes: int, queue_depth: int, need_direct: bool = True):
-        self.label, self.direct = label, True
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def __init__(self, descriptor: int, label: str, settings: DriveReads, *, need_direct: bool = True):
+        self.label, self.direct, self.descriptor = label, True, descriptor
+        path = f"/proc/self/fd/{descriptor}"  # which opens the file once more
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if need_direct:
-                os.close(self.descriptor)
+                os.close(descriptor)
                 raise InputError(
                     f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label
                 ) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._threads = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+        self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
+        self._threads = ThreadPoolExecutor(self.queue_depth, thread_name_prefix="megatron_ext-drive")
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:

@@ -60,7 +60,8 @@ def test_what_has_begun_has_ended_when_the_file_closes(tmp_path):
     file = drive.open_own(tmp_path, BLOCK * BLOCKS, DriveReads(block_bytes=BLOCK, queue_depth=1))
     transfer, memory = Transfer(), memoryview(drive.mmap.mmap(-1, BLOCK * BLOCKS))
     file.start(memory, 0, "all", transfer)
+    descriptor = file.descriptor
     file.close()
     assert transfer.ended and transfer.error is None
     with pytest.raises(OSError):
-        os.fstat(file.descriptor)
+        os.fstat(descriptor)
