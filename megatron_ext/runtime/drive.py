@@ -147,14 +147,14 @@ class DriveFile:
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
-        self._threads = ThreadPoolExecutor(self.queue_depth, thread_name_prefix="megatron_ext-drive")
+        self._movers = ThreadPoolExecutor(self.queue_depth, thread_name_prefix="megatron_ext-drive")
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
-        self._threads.shutdown()
+        self._movers.shutdown()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._threads = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+        self._movers = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
 
     def start(
         self,
@@ -231,7 +231,7 @@ class DriveFile:
     def end_transfers(self) -> None:
         """What has begun has ended when this returns. After it only :meth:`map` works, until :meth:`close` or until
         nobody holds this object."""
-        self._threads.shutdown()
+        self._movers.shutdown()
         os.close(self._direct)
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class _Move:
         starts = range(0, len(self.memory), self.file.block_bytes)
         self._left = len(starts)
         for start in starts:
-            self.file._threads.submit(guarded(self._move_block), start)
+            self.file._movers.submit(guarded(self._move_block), start)
 
     # On the threads.
 
