@@ -20,6 +20,7 @@ class CopyRoute(StreamRoute):
         super().__init__(name, copies.device, copies.issuer)
         self.issuer, self.clock = copies.issuer, copies.clock
         self.stream.log = log_of(copies.recorder, "gather", "to_device", "cpu")
+        copies.issuer.checks.append(lambda: copies.pool.check_peers(copies.clock.version))
 
     def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
         """Issue the copy of group ``index`` behind what the stream has been given."""
@@ -35,7 +36,6 @@ class HostCopy(CopyRoute):
         super().__init__("cpu-route", copies)
         self.pool = copies.pool
         self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
-        copies.issuer.checks.append(lambda: copies.pool.check_peers(copies.clock.version))
 
     def issue(self, group: Group) -> Arrival:
         version, arrival, pool = self.clock.version, self.arrival(group.index), self.pool
