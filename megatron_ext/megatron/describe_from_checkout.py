@@ -197,7 +197,7 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
     _stop_at_model(chunks)
     _leave_no_trace()
 
-    _parse_for_no_gpu()
+    _parse_for_no_gpu(options)
     sys.argv = [str(script), *options]
     sys.path[:0] = list(dict.fromkeys((str(script.parent), str(tree))))
     with only_fake_groups():
@@ -212,7 +212,7 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
     raise InputError(f"{script.name} ended without building a model")
 
 
-def _parse_for_no_gpu() -> None:
+def _parse_for_no_gpu(options: list[str]) -> None:
     """Let every parser raise what is wrong, and do without kernels that may not be here."""
     from megatron_ext.megatron.refusals import refuse_combinations
 
@@ -221,6 +221,8 @@ def _parse_for_no_gpu() -> None:
 
     def check(args):
         args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
+        # KERNELS turn it off, and on a GPU it is on: what layers save there depends on it.
+        args.bias_swiglu_fusion = args.distributed_backend != "gloo" and "--no-bias-swiglu-fusion" not in options
         args.skip_train = False  # the model is that of training, which alone is handed to DistributedDataParallel
         refuse_combinations(args)
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size

@@ -17,6 +17,9 @@ from megatron_ext import planner
 from megatron_ext.cost.cost_table import Compute, ExpertCurves
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.describe_from_checkout import describe_command_line
+from megatron_ext.megatron.gpt_arguments import batch_of, parallel_of, shape_of
+from megatron_ext.megatron.ignored_options import parse
+from megatron_ext.workload.gpt_shapes import gpt_workload
 
 OF_THE_CHECKOUT = ("pretrain_mamba.py", "pretrain_t5.py", "pretrain_bert.py")
 """Entry scripts that a clone has and the package has not."""
@@ -66,3 +69,18 @@ def test_a_public_script_is_described_and_planned(clone, script):
     planned = planner.plan(workload, table)
     assert planned.predicted is not None
     assert len(planner.plan_ramp(planned, workload, table)) == len(workload.ramp)
+
+
+@pytest.mark.parametrize("unfused", [(), ("--no-bias-swiglu-fusion",)])
+def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
+    options = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16"
+    options = f"{options} --swiglu --normalization RMSNorm --disable-bias-linear --micro-batch-size 1 --lr 1 --train-iters 1"
+    options = f"{options} --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --global-batch-size 4"
+    options = [*options.split(), *unfused, "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"]
+    options += "--overlap-grad-reduce --overlap-param-gather --data-parallel-size 2 --vocab-size 1023".split()
+    options += ["--transformer-impl", "transformer_engine"]
+    mocked = [*options, "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    (described,) = describe_command_line(clone, mocked).workload.chunks
+    args = parse(options)
+    (counted,) = gpt_workload(shape_of(args), parallel_of(args), batch_of(args), zero_stage=1).chunks
+    assert sum(described.activation_bytes) == pytest.approx(sum(counted.activation_bytes), rel=0.01)
