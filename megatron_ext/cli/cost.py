@@ -174,7 +174,8 @@ def cost_estimate(
     table = estimated_table.estimate(sheet, work, batch, name=hardware)
     cost_table.save(out, table)
     notes = list(table.metadata.notes)
-    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([cost_table_text.text(table), f"wrote {out}", *notes]))
+    said = f"wrote {out} (megatron-ext cost show prints every curve)"
+    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([said, *notes]))
 
 
 @cost_group.command("hardware")

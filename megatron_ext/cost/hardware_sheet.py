@@ -290,7 +290,7 @@ HOW_TO_FIND = {
     "host.numa_nodes": "lscpu: NUMA node(s)",
     "host.cores": "lscpu: Core(s) per socket x Socket(s)",
     "host.core_bytes_per_s": "STREAM triad on all cores, over their number",
-    "network.bytes_per_s": "ibstat or ethtool: rate of a node's cards / 8 / GPUs of the node",
+    "network.bytes_per_s": "ibstat or ethtool: bits a second of all cards of a node / 8 / GPUs of a node",
     "drive.read_bytes_per_s": "of all drives of a node: fio --rw=read --bs=16M --iodepth=8 --direct=1",
     "drive.write_bytes_per_s": "the same with --rw=write",
 }
@@ -312,6 +312,11 @@ def template(name: str) -> dict[str, Any]:
         if field in known:
             source = f"FILL IN, or delete for {known[field].value:g}: {how}"
             made.setdefault(section, {})[figure] = {"value": None, "origin": "measured", "source": source}
+    if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets that have a network
+        source = f"FILL IN, or delete network where there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
+        rate = {"value": None, "origin": "measured", "source": source}
+        network = msgspec.to_builtins(load("h100-rdma").network)
+        made["network"] = network | {"bytes_per_s": rate, "shares_host_link": None}
     if base.host_link.pcie is not None:
         made["host_link"]["pcie"] = None  # the rate itself is given
     return made

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cli import main as cli
@@ -37,7 +38,15 @@ def test_the_order_is_named(run):
     assert limit.startswith("limit: ") and last.startswith("verdict: an iteration takes ")
     low, high = (figures["interval"] or {}).get("low_us"), (figures["interval"] or {}).get("high_us")
     us = figures["iteration_time_us"]
+    assert "synthetic" not in last
     assert (f"{low / 1e3:.3f} to {high / 1e3:.3f} ms by" if low else f"{us / 1e3:.3f} ms by") in last
+
+
+def test_the_last_line_says_that_a_table_is_synthetic(run, tmp_path):
+    table = make_table(WORK, **WHOLE)
+    cost.save(tmp_path / "t.json", replace(table, metadata=replace(table.metadata, synthetic=True)))
+    code, out, _ = run()
+    assert code == 0 and "synthetic cost table" in out.splitlines()[-1]
 
 
 def test_what_was_not_measured_makes_an_interval_or_is_refused(run, tmp_path):

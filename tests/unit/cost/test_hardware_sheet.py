@@ -89,9 +89,24 @@ def test_a_sheet_of_ones_own_extends_a_known_one(tmp_path):
     assert sheets.load(path) == base
 
 
+def test_a_template_of_a_node_without_a_network_has_one_to_fill_in(tmp_path):
+    path, made = tmp_path / "mine.json", sheets.template("l40s")
+    made = {key: made[key] for key in ("title", "extends", "network")}
+    for field, value in (("bytes_per_s", {**made["network"]["bytes_per_s"], "value": 3e9}), ("shares_host_link", True)):
+        path.write_text(json.dumps(made))
+        with pytest.raises(InputError, match=rf"mine\.json: network\.{field}.*null"):
+            sheets.load(path)
+        made["network"][field] = value
+    path.write_text(json.dumps(made))
+    network = sheets.load(path).network
+    assert network is not None and network.bytes_per_s.value == 3e9 and network.shares_host_link
+
+
 @pytest.mark.parametrize("name", ("h100-rdma", "rtx4090", "gh200"))
 def test_a_template_is_refused_until_it_is_filled_in_and_then_is_a_sheet(tmp_path, name):
     path, made = tmp_path / "mine.json", sheets.template(name)
+    if sheets.load(name).network is None:
+        del made["network"]
     path.write_text(json.dumps(made))
     with pytest.raises(InputError, match=r"mine\.json.*value.*null"):
         sheets.load(path)
