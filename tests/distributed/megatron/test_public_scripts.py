@@ -71,14 +71,16 @@ def test_a_public_script_is_described_and_planned(clone, script):
     assert len(planner.plan_ramp(planned, workload, table)) == len(workload.ramp)
 
 
-@pytest.mark.parametrize("unfused", [(), ("--no-bias-swiglu-fusion",)])
+LLAMA = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16
+    --swiglu --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --hidden-dropout 0
+    --attention-dropout 0 --position-embedding-type rope --micro-batch-size 1 --global-batch-size 4 --vocab-size 1023
+    --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --train-iters 1 --lr 1
+    --data-parallel-size 2 --transformer-impl transformer_engine"""
+
+
+@pytest.mark.parametrize("unfused", ["", "--no-bias-swiglu-fusion"])
 def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
-    options = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --bf16"
-    options = f"{options} --swiglu --normalization RMSNorm --disable-bias-linear --micro-batch-size 1 --lr 1 --train-iters 1"
-    options = f"{options} --hidden-dropout 0 --attention-dropout 0 --position-embedding-type rope --global-batch-size 4"
-    options = [*options.split(), *unfused, "--untie-embeddings-and-output-weights", "--use-distributed-optimizer"]
-    options += "--overlap-grad-reduce --overlap-param-gather --data-parallel-size 2 --vocab-size 1023".split()
-    options += ["--transformer-impl", "transformer_engine"]
+    options = f"{LLAMA} {unfused}".split()
     mocked = [*options, "--mock-data", "--tokenizer-type", "NullTokenizer"]
     (described,) = describe_command_line(clone, mocked).workload.chunks
     args = parse(options)
