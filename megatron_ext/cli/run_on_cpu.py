@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag, option_error
 
 
 @click.command("run-on-cpu", context_settings={"ignore_unknown_options": True})
@@ -36,7 +36,7 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
     check = given.ours.user_defined_schedule_check
     if check is not None and given.schedule is None:
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=check)
-    nproc = nproc or (given.replica_size if given.schedule is None else _ranks_of_schedule(given.schedule))
+    nproc = (nproc or given.replica_size) if given.schedule is None else _ranks_of_schedule(given, nproc)
     if nproc % given.replica_size:
         raise InputError(
             f"is no multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)",
@@ -72,7 +72,16 @@ def _import_once(command: list[str]) -> bool:
     return forked_rank.import_script(command[0])
 
 
-def _ranks_of_schedule(path: str) -> int:
+def _ranks_of_schedule(given, nproc: int | None) -> int:
+    """Ranks of the schedule in ``given`` script arguments, which have to agree with it: Megatron, started with other
+    numbers, says what does not divide what."""
     from megatron_ext.schedule import user_defined_schedule
 
-    return user_defined_schedule.decode(path).parallel.world_size
+    parallel = user_defined_schedule.decode(given.schedule).parallel
+    for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
+        if (said := getattr(given.sizes, name) or 1) != (size := getattr(parallel, name)):
+            why = f"the script's arguments say {flag(name)} {said}"
+            raise InputError(why, file=given.schedule, field=f"parallel.{name}", value=size)
+    if nproc not in (None, parallel.world_size):
+        raise option_error("nproc", f"the schedule is for {parallel.world_size} ranks", nproc)
+    return parallel.world_size

@@ -138,10 +138,16 @@ def test_run_on_cpu_says_at_once_what_every_rank_would_say_later(tmp_path, capsy
     tree, schedule = tmp_path / "tree", tmp_path / "s.json"
     toy_megatron.write(tree)
     work = make_workload(pp=2, vp=1, dp=2, layers=2, microbatches=4, order="1f1b")
+    work = msgspec.structs.replace(work, parallel=msgspec.structs.replace(work.parallel, tensor_model_parallel_size=2))
     user_defined_schedule.save(schedule, planner.plan(work, make_table(work), policy="all-gpu"))
     command = ["run-on-cpu", "--", str(tree / "pretrain_gpt.py"), *ARGUMENTS, "--user-defined-schedule", str(schedule)]
     assert cli.main(command) == 2
     assert "has no hooks yet; run `megatron-ext patch apply" in capsys.readouterr().err
+    assert cli.main(["run-on-cpu", "--nproc", "4", *command[1:]]) == 2
+    assert capsys.readouterr().err == "megatron-ext: --nproc = 4: the schedule is for 8 ranks\n"
+    assert cli.main([*command, "--pipeline-model-parallel-size", "4"]) == 2
+    said = ": parallel.pipeline_model_parallel_size = 2: the script's arguments say --pipeline-model-parallel-size 4\n"
+    assert capsys.readouterr().err.endswith(f"s.json{said}")
 
 
 def test_a_directory_without_the_script_is_refused(tmp_path, capsys):
