@@ -92,6 +92,7 @@ def plan(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.cost import environment
     from megatron_ext.formats import json_files
+    from megatron_ext.planner.last_lines import training_by
     from megatron_ext.planner.policies import check_policy
     from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
@@ -117,7 +118,7 @@ def plan(
     notes["delay_note"] = delay.text() if delay is not None else None
     more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]
     figures = {"schedule": out, "policy": policy, "verdict": judged.text} | judged.figures | notes
-    last = judged.ending(f"--user-defined-schedule {out}")
+    last = judged.ending(training_by(out, planned))
     figures |= {"delay": delay and delay._asdict(), "differences": differences, "ramp": planner.ramp_us(ramp)}
     text = "\n".join(line for line in (*reasons.values(), *judged.said, *more, *last) if line is not None)
     emit(as_json, figures | {"explained": reasons}, text)

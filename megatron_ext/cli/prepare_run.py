@@ -236,13 +236,15 @@ def prepare(
         return
     from megatron_ext.planner.fit import fit_text
     from megatron_ext.planner.fit.answer import answer_of
+    from megatron_ext.planner.last_lines import training_by
 
     judged = steps.plan()
     schedule = os.path.abspath(steps.schedule_path)
-    more, last = [], judged.ending(f"--user-defined-schedule {schedule}")
+    by = training_by(schedule, user_defined_schedule.decode(schedule), nvme_path)
+    more, last = [], judged.ending(by)
     answer = answer_of(found) if found is not None else None
     if found is not None and answer is not None:
-        more, last = fit_text.as_prepared(found, answer, judged, schedule)
+        more, last = fit_text.as_prepared(found, answer, judged, os.path.dirname(schedule), by)
     lines = [*judged.said, *more]
     if not steps.patched:
         lines += ["patch the checkout:", f"    megatron-ext patch apply {checkout}"]

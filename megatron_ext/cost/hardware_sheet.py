@@ -315,8 +315,8 @@ def template(name: str) -> dict[str, Any]:
     if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets that have a network
         source = f"FILL IN, or delete network where there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
         rate = {"value": None, "origin": "measured", "source": source}
-        network = msgspec.to_builtins(load("h100-rdma").network)
-        made["network"] = network | {"bytes_per_s": rate, "shares_host_link": None}
+        made["network"] = msgspec.to_builtins(load("h100-rdma").network)
+        made["network"] |= {"bytes_per_s": rate, "shares_host_link": None}
     if base.host_link.pcie is not None:
         made["host_link"]["pcie"] = None  # the rate itself is given
     return made

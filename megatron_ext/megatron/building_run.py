@@ -336,9 +336,8 @@ def device_of_chunks(chunks: list) -> Device:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
-    on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
-    if nvme_path is None and (on_drive or any("nvme" in entry.to for entry in schedule.publish)):
-        said = f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where"
+    if nvme_path is None and schedule.uses_drive:
+        said = "the schedule keeps optimizer states on nvme or publishes to it; say where"
         raise InputError(said, file=file, field="--user-defined-schedule-nvme-path", value=None)
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)

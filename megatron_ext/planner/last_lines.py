@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_ext.schedule.user_defined_schedule import Schedule
+
 GIB = 1 << 30
 
 
@@ -42,6 +44,12 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
         *([f"take out: {take_out}"] if take_out else []),
         f"verdict: {verdict}",
     ]
+
+
+def training_by(path: object, schedule: Schedule, drive: object = None) -> str:
+    """Options that train by ``schedule``, which is at ``path``; ``drive``: the directory there, where it is known."""
+    at = f" --user-defined-schedule-nvme-path {drive or 'DIRECTORY'}"
+    return f"--user-defined-schedule {path}" + at * schedule.uses_drive
 
 
 def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:

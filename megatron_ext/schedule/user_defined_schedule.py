@@ -272,6 +272,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         """Of all pipeline ranks."""
         return [action for rank in self.ranks for action in rank.unshards]
 
+    @property
+    def uses_drive(self) -> bool:
+        """Whether a run has to say where its drive is."""
+        return "nvme" in {group.states_rest for group in self.groups}.union(*(entry.to for entry in self.publish))
+
 
 def files_of(path) -> list[Path]:
     """The file, or the JSON files in the directory ``path``, those that are named by numbers in their order.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock
 from megatron_ext.planner.fit.found import Found
 from megatron_ext.planner.fit.setting import Setting, as_words
-from megatron_ext.planner.last_lines import Run, last_lines, short_of
+from megatron_ext.planner.last_lines import Run, last_lines, short_of, training_by
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, Verdict, verdict
 
@@ -33,10 +33,10 @@ class Answer(NamedTuple):
     given: Verdict | None
 
     def lines(self, found: Found, schedule: str = "schedule.json") -> list[str]:
-        """The last lines. ``schedule``: options that train by it."""
+        """The last lines. ``schedule``: its path."""
         setting, by_schedule = self.best
         add, take_out = found.launch_of(setting)
-        words = [as_words(add), f"--user-defined-schedule {schedule}" if by_schedule else ""]
+        words = [as_words(add), training_by(schedule, found.fit.winner.schedules[-1]) if by_schedule else ""]
         return last_lines(self.conclusion, self.runs, add=" ".join(filter(None, words)), take_out=" ".join(take_out))
 
 
@@ -68,7 +68,9 @@ def answer_of(found: Found) -> Answer:
     given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
     of_given = judged(found, given)
     said = None if not own else of_given if winner is given else judged(found, winner)
-    if said is not None and said.figures["answer"] is not None:
+    # Where only plans fit there is nothing that a gain would be over.
+    needed = without is None and found.fit.settings > 1 and (said is None or said.figures["answer"] != HELPS)
+    if said is not None and said.figures["answer"] is not None and not needed:
         answer, conclusion = said.figures["answer"], said.conclusion
     elif without is None:
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"

@@ -1,7 +1,5 @@
 """What ``fit`` found, on one screen and as one JSON object."""
 
-import os
-
 import msgspec
 
 from megatron_ext.formats import rank_memory
@@ -137,12 +135,12 @@ def as_text(found: Found, said: Answer) -> str:
     return "\n".join([*lines(found, said), "", *commands, "", *said.lines(found)])
 
 
-def as_prepared(found: Found, answer: Answer, judged: Verdict, schedule: str) -> tuple[list[str], list[str]]:
-    """What ``prepare`` says once it has measured and planned the winner: this, and the last lines."""
-    directory = os.path.dirname(schedule)
+def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
+    """What ``prepare`` says once it has measured and planned the winner: this, and the last lines. ``by``: options that
+    train by the schedule."""
     after = "after the run ask whether other settings are faster by what it measured:"
     add, take_out = found.launch_of(found.fit.winner.setting)
-    options = f"{as_words(add)} --user-defined-schedule {schedule}"
+    options = f"{as_words(add)} {by}"
     options += f" --user-defined-schedule-trace {directory}/scheduled.trace.json"
     said = [*lines(found, answer), "", after, f"    megatron-ext report {directory}"]
     return said, last_lines(judged.conclusion, judged.runs, add=options.strip(), take_out=" ".join(take_out))

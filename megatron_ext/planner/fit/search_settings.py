@@ -66,6 +66,9 @@ FEW_PLANS = 3
 ALIKE = 0.005
 """A whole plan this near to a quick one is the plan."""
 
+MORE_HOST = (1.5, 2, 3, 5, 10)
+"""Times the host memory that are tried where no plan has enough."""
+
 LEAST_STEP = 0.05
 """Of its bytes, that a choice of the frontier must hold less than the one before."""
 
@@ -82,6 +85,14 @@ class Candidate(NamedTuple):
     room_bytes: int
     least_bytes: int
     bound_us: float
+
+    def choice(self, **limits: int) -> Choice | InputError:
+        """Its quick plan within ``limits``, or why there is none."""
+        work = replace(self.workload, limits=replace(self.workload.limits, **limits))
+        try:
+            return quick_choice(self.setting, work, self.table, self.bound_us)
+        except InputError as error:
+            return error
 
 
 class Fit(NamedTuple):
@@ -155,7 +166,7 @@ class Search:
         planned = {choice.setting: choice for choice in self._planned(candidates)}
         whole = [*planned.values(), *(choice for choices in self.choices.values() for choice in choices)]
         if not whole:
-            raise next(iter(self.refused.values()))
+            raise self._short_of_host(candidates)
         best = (planned.get(one.setting) or self._known(one, 1.0) for one in candidates)
         tried = sorted(filter(None, best), key=lambda choice: (choice.us, choice.device_bytes))
         given = next((choice for choice in tried if choice.setting == self.space.given), None)
@@ -201,6 +212,17 @@ class Search:
             raise NothingFits(setting, need, int(short))
         return found
 
+    def _short_of_host(self, candidates: list[Candidate]) -> InputError:
+        """Why none of ``candidates`` is planned, which fit the device: how much host memory one of them takes."""
+        limit, tried = self.limits.host_bytes, [one for one in candidates if one.setting in self.refused]
+        for more in () if limit is None else (int(times * limit) for times in MORE_HOST):
+            found = [choice for one in tried if isinstance(choice := one.choice(host_bytes=more), Choice)]
+            if found:
+                least = min(found, key=lambda choice: choice.host_bytes)
+                why = f"nothing fits: {least.setting.text()} takes {least.host_bytes} bytes of a node's host memory"
+                return InputError(why, field="--limit-host-bytes", value=limit)
+        return next(iter([self.refused[one.setting] for one in tried] or self.refused.values()))
+
     def _known(self, one: Candidate, part: float) -> Choice | None:
         """The fastest known choice of a setting within a part of the device."""
         fits = [each for each in self.choices.get(one.setting, ()) if each.device_bytes <= part * one.room_bytes]
@@ -226,12 +248,10 @@ class Search:
             self.left_out.add(one.setting)
             return None
         self.effort -= effort
-        limits = replace(one.workload.limits, device_bytes=int(part * one.room_bytes))
-        try:
-            choice = quick_choice(one.setting, replace(one.workload, limits=limits), one.table, one.bound_us)
-        except InputError as error:
+        choice = one.choice(device_bytes=int(part * one.room_bytes))
+        if isinstance(choice, InputError):
             if part == 1:
-                self.refused[one.setting] = error
+                self.refused[one.setting] = choice
             return None
         self.choices.setdefault(one.setting, []).append(choice)
         return choice

@@ -1,6 +1,7 @@
 """The search: brute force on small cases, what is fixed stays, H200 by its bytes, the same answer each time."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,7 +9,7 @@ from megatron_ext.cost import hardware_sheet
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.planner.effort import EFFORT
-from megatron_ext.planner.fit import search_settings
+from megatron_ext.planner.fit import answer, search_settings
 from megatron_ext.planner.fit.answer import answer_of, fastest_without
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes, stock_of
 from megatron_ext.planner.fit.fit_text import as_json, as_text
@@ -17,6 +18,7 @@ from megatron_ext.planner.fit.request import Request, ready, with_changes
 from megatron_ext.planner.fit.setting import COUNT_ENDS
 from megatron_ext.planner.fit.space import NAMES, Space
 from megatron_ext.planner.quick_plan import FewRounds
+from megatron_ext.planner.verdict import HELPS, HELPS_NOT
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.validate import validate
@@ -252,6 +254,23 @@ def test_every_machine_has_room_beside_the_reserve():
         problem = ready(request(SMALL, hardware=name))
         room = problem.room(problem.space.given, problem.space.given.workload(Limits()))
         assert 0.85 * sheet.device.memory_bytes.value < room < sheet.device.memory_bytes.value, (tp, dp)
+
+
+def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypatch):
+    words = [*SMALL, "--num-layers", "2", "--limit-device-bytes", str(120 << 20), "--limit-host-bytes"]
+    fixed = ("micro-batch-size", "zero-stage")
+    with pytest.raises(InputError, match=r"--limit-host-bytes = 20000000: nothing fits: .* takes \d+ bytes") as error:
+        ready(request([*words, "20000000"], hardware="h200-one-gpu", fixed=fixed)).search()
+    enough = str(error.value).partition(" takes ")[2].split()[0]
+    asked = request([*words, enough], hardware="h200-one-gpu", fixed=fixed)
+    problem = ready(asked)
+    found = judge(asked, problem, problem.search())
+    # Where no settings train without a plan it helps to fit, whatever it gains over what does not fit.
+    nothing = SimpleNamespace(figures={"answer": HELPS_NOT}, conclusion="does not help")
+    monkeypatch.setattr(answer, "judged", lambda *given: nothing)
+    said = answer_of(found)
+    assert fastest_without(found) is None and (said.answer, said.conclusion[:13]) == (HELPS, "helps to fit.")
+    assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found)[2]
 
 
 def test_a_cost_table_alone_holds_for_the_settings_that_it_was_measured_with(tmp_path):
