@@ -28,8 +28,7 @@ class Gap:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    decorators = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(d.lineno for d in decorators)])
+    return min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
 
 
 def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:

@@ -59,8 +59,7 @@ def check(path) -> Report:
     """
     tree = Tree(path)
     with locked(tree.root):
-        repaired = recover(tree.root)
-        return _examine(tree, repaired)[0]
+        return _examine(tree, recover(tree.root))[0]
 
 
 def apply(path, *, dry_run: bool = False) -> Report:

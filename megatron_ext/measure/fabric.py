@@ -40,8 +40,7 @@ def arena_bytes(options: Options) -> int:
 
 
 def _control_bytes(options: Options) -> int:
-    size = SharedBoard.size_bytes(options.world_size)
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-SharedBoard.size_bytes(options.world_size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Fabric:

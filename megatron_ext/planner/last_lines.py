@@ -48,8 +48,8 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
 
 def training_by(path: object, schedule: Schedule, drive: object = None) -> str:
     """Options that train by ``schedule``, which is at ``path``; ``drive``: the directory there, where it is known."""
-    at = f" --user-defined-schedule-nvme-path {drive or 'DIRECTORY'}"
-    return f"--user-defined-schedule {path}" + at * schedule.uses_drive
+    at = f" --user-defined-schedule-nvme-path {drive or 'DIRECTORY'}" if schedule.uses_drive else ""
+    return f"--user-defined-schedule {path}{at}"
 
 
 def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:

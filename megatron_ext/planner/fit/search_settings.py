@@ -321,8 +321,7 @@ def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
         rounds.parts = [(one.workload, 1.0)]
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
-        made = Plan("hybrid", (schedule,), times)
-        return choice_of(one.setting, rounds, made, bound, planned=True)
+        return choice_of(one.setting, rounds, Plan("hybrid", (schedule,), times), bound, planned=True)
     except InputError:
         return None
 
