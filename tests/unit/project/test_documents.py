@@ -5,6 +5,8 @@ import re
 import pytest
 from places import ROOT
 
+from megatron_ext.cli import main as cli
+
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
     ROOT / "patches" / "README.md",
@@ -30,3 +32,15 @@ def test_the_readme_is_short():
 def test_every_page_of_the_docs_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in (ROOT / "docs").glob("*.md") if page.name not in navigation] == []
+
+
+def test_the_schedule_of_the_docs_is_one(tmp_path):
+    (tmp_path / "s.json").write_text(
+        (ROOT / "docs/schedule_format.md").read_text().split("```")[1].removeprefix("json")
+    )
+    assert cli.main(["show", str(tmp_path / "s.json")]) == 0
+
+
+def test_kinds_of_files_that_the_docs_print_schemas_of_exist(capsys):
+    kinds = re.findall(r"megatron-ext schema (\w+)", "".join(path.read_text() for path in DOCUMENTS))
+    assert kinds and {cli.main(["schema", kind]) for kind in kinds} == {0}
