@@ -68,7 +68,7 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
     default="hybrid",
     show_default=True,
     help=(
-        "hybrid, exact, random:SEED, or a baseline: all-gpu, all-cpu, window-1 or -2, share-25, -50 or "
+        "hybrid, exact, random:SEED, gathers-only, or a baseline: all-gpu, all-cpu, window-1 or -2, share-25, -50 or "
         "-75, urgency, pipeswitch, hierarchical."
     ),
 )

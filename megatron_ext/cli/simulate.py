@@ -62,6 +62,6 @@ def simulate(
     runs = [Run("this schedule" if given is not None else by, result.iteration_time_us, holds)]
     without = without_plan(work, table, extrapolate=use.extrapolate)
     runs += [without] if without is not None and without.by != by else []
-    add = training_by(schedule_path, given) if given is not None and by_time(runs)[0] is runs[0] else ""
+    add = training_by(schedule_path, given) if given is not None and by_time(runs[::-1])[0] is runs[0] else ""
     lines += last_lines(f"an iteration takes {known}", runs, add=add)
     emit(as_json, figures, "\n".join(lines))

@@ -55,6 +55,12 @@ def filesystem(directory) -> str:
     return found[1]
 
 
+def refuse_memory(directory, option: str = OPTION) -> None:
+    """Raises InputError where ``directory`` is in memory; ``option``: by which it was given."""
+    if (kind := filesystem(directory)) in MEMORY_FILESYSTEMS:
+        raise InputError(f"is on {kind}: that is memory, not a drive", field=option, value=str(directory))
+
+
 def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = False) -> int:
     """Descriptor of a new nameless file of ``size_bytes``, whose blocks are reserved.
 
@@ -68,9 +74,8 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
     where = dict(field=option, value=str(directory))
     if not os.path.isdir(directory):
         raise InputError("is no directory", **where)
-    kind = filesystem(directory)
-    if kind in MEMORY_FILESYSTEMS and not memory:
-        raise InputError(f"is on {kind}: that is memory, not a drive", **where)
+    if not memory:
+        refuse_memory(directory, option)
     descriptor = None
     try:
         descriptor = _unnamed(directory)

@@ -8,6 +8,8 @@ from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import plan
+from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.workload import workload
 
 WORK = make_workload(pp=2, vp=1, microbatches=4, order="1f1b")
@@ -47,6 +49,14 @@ def test_the_last_line_says_that_a_table_is_synthetic(run, tmp_path):
     cost.save(tmp_path / "t.json", replace(table, metadata=replace(table.metadata, synthetic=True)))
     code, out, _ = run()
     assert code == 0 and "synthetic cost table" in out.splitlines()[-1]
+
+
+def test_a_schedule_that_is_as_fast_as_none_is_not_to_be_added(run, tmp_path):
+    work = make_workload(pp=1, vp=1, order="no_pipeline")
+    workload.save(tmp_path / "w.json", work)
+    user_defined_schedule.save(tmp_path / "s.json", plan(work, make_table(work, **WHOLE), policy="all-gpu"))
+    code, out, _ = run("--schedule", str(tmp_path / "s.json"))
+    assert code == 0 and out.splitlines()[-2] == "add: nothing"
 
 
 def test_what_was_not_measured_makes_an_interval_or_is_refused(run, tmp_path):

@@ -82,6 +82,10 @@ REFUSED = {
     "policy": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--policy", "fastest"], "fastest"),
     "time": (["prepare", "--out", "OUT", "--data-parallel-size", "2", "--seconds", "0"], "--seconds"),
     "a drive": (["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/dev/null/drive"], "--nvme-path"),
+    "memory": (
+        ["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/dev/shm"],
+        "is on tmpfs: that is memory, not a",
+    ),
     "beside, prepare": (["prepare", "--out", "OUT", "--seq-length", "64"], "= '64': the script's arguments say --seq"),
     "beside, describe": (["describe", "--out", "OUT", "--num-layers", "8"], "arguments say --num-layers 4"),
     "beside, plan": (["plan", "--out", "OUT", "--cost-table", "T", "--hidden-size", "8"], "say --hidden-size 64"),
