@@ -43,7 +43,7 @@ class Preparation:
     ):
         from megatron_ext.checkout import check
         from megatron_ext.planner.policies import check_policy
-        from megatron_ext.runtime.drive import refuse_memory
+        from megatron_ext.runtime.drive import refuse_no_drive
 
         self.checkout, self.entry, self.policy, self.kept = checkout, entry, policy, []
         self.workload_path, self.table_path, self.schedule_path = (
@@ -57,7 +57,7 @@ class Preparation:
         self.options = Options(seconds=seconds, nvme_path=nvme_path)
         refuse_early(self.script, self.options)
         if nvme_path is not None:  # as the run does that is prepared
-            refuse_memory(nvme_path, "--nvme-path")
+            refuse_no_drive(nvme_path, "--nvme-path")
         refuse_script(self.script, "prepare")
         self.arguments = [*self._places(), *arguments]
         self.is_first = os.environ.get("RANK", "0") == "0"

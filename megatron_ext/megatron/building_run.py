@@ -40,7 +40,7 @@ from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.resting_storages import held_on_host
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup, replace_pre_hooks
 from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
-from megatron_ext.runtime import free_host_memory, host_threads
+from megatron_ext.runtime import drive, free_host_memory, host_threads
 from megatron_ext.runtime.device import Device, device_of, has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.objects import gather_objects
@@ -123,6 +123,7 @@ class BuildingRun:
             self.schedule = last if parallel is None else self.own.schedules.get(parallel.num_microbatches, last)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
+                _check_copies(self.schedule, nvme_path, file=schedule)  # before a model is built for minutes
             if check is not None:
                 rule = "" if delay is None else f" {host_optimizers.DELAY_OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
@@ -336,8 +337,10 @@ def device_of_chunks(chunks: list) -> Device:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
-    if nvme_path is None and schedule.uses_drive:
-        said = "the schedule keeps optimizer states on nvme or publishes to it; say where"
-        raise InputError(said, file=file, field="--user-defined-schedule-nvme-path", value=None)
+    if schedule.uses_drive:
+        if nvme_path is None:
+            said = "the schedule publishes to nvme or keeps optimizer states there; say where"
+            raise InputError(said, file=file, field=drive.OPTION, value=None)
+        drive.refuse_no_drive(nvme_path)
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)

@@ -55,9 +55,15 @@ def filesystem(directory) -> str:
     return found[1]
 
 
-def refuse_memory(directory, option: str = OPTION) -> None:
-    """Raises InputError where ``directory`` is in memory; ``option``: by which it was given."""
-    if (kind := filesystem(directory)) in MEMORY_FILESYSTEMS:
+def refuse_no_drive(directory, option: str = OPTION, *, memory: bool = False) -> None:
+    """Raises InputError where there is no such directory, or where it is in memory and that is not taken.
+
+    Args:
+        option: by which the directory was given.
+    """
+    if not os.path.isdir(directory):
+        raise InputError("is no directory", field=option, value=str(directory))
+    if not memory and (kind := filesystem(directory)) in MEMORY_FILESYSTEMS:
         raise InputError(f"is on {kind}: that is memory, not a drive", field=option, value=str(directory))
 
 
@@ -71,12 +77,8 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
     Raises:
         InputError: no directory, not a drive, not writable, or not enough free space.
     """
-    where = dict(field=option, value=str(directory))
-    if not os.path.isdir(directory):
-        raise InputError("is no directory", **where)
-    if not memory:
-        refuse_memory(directory, option)
-    descriptor = None
+    refuse_no_drive(directory, option, memory=memory)
+    where, descriptor = dict(field=option, value=str(directory)), None
     try:
         descriptor = _unnamed(directory)
         os.fchmod(descriptor, 0o600)

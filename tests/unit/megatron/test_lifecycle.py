@@ -15,6 +15,7 @@ from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.step_calls import IDLE
 from megatron_ext.schedule import user_defined_schedule
+from megatron_ext.schedule.user_defined_schedule import PublishGroup
 
 
 @pytest.fixture
@@ -32,6 +33,16 @@ def test_a_run_without_a_schedule_leaves_megatron_alone_and_ends_once():
     assert run.state is State.CLOSED
     with pytest.raises(AssertionError, match="closed cannot become closed"):
         run.finish()
+
+
+@pytest.mark.parametrize("drive", [None, "/dev/shm", "/dev/shm/none"])
+def test_a_drive_that_is_none_is_refused_before_a_model_is_built(schedule_path, drive):
+    made = all_gpu(make_workload())
+    made = replace(made, publish=(PublishGroup(group=0, to=("nvme",)),))
+    user_defined_schedule.save(schedule_path, made)
+    assert made.uses_drive and not replace(made, publish=()).uses_drive
+    with pytest.raises(InputError, match=f"--user-defined-schedule-nvme-path = '?{drive}'?: "):
+        Run(schedule_path, None, made.parallel, nvme_path=drive)
 
 
 @pytest.mark.parametrize(
