@@ -222,7 +222,7 @@ def _parse_for_no_gpu(options: list[str]) -> None:
     def check(args):
         args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
         # KERNELS turn it off, and on a GPU it is on: what layers save there depends on it.
-        args.bias_swiglu_fusion = args.distributed_backend != "gloo" and "--no-bias-swiglu-fusion" not in options
+        args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
         args.skip_train = False  # the model is that of training, which alone is handed to DistributedDataParallel
         refuse_combinations(args)
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
