@@ -65,5 +65,6 @@ def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: 
     owned = ([group for group in groups if group.pp_rank == rank] for rank in range(workload.parallel.pp))
     of_ranks = [sum(host_gradients(own, workload)) + host_add_bytes(own, workload) for own in owned]
     optimizer = optimizer_on_host(workload, on_drive=False) if states_in_memory else least_of_optimizer(workload)
-    left = limits.host_bytes - max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))
+    held = max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))
+    left = limits.host_bytes - held
     return left if limits.pinned_host_bytes is None else min(left, limits.pinned_host_bytes)

@@ -192,7 +192,8 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
 def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step: str, *, before: bool) -> None:
     """The hook comes before, or after, the call of ``step``, in its helper or in the one that calls it."""
     if lines := calls(helper, step):
-        return (check_above if before else check_below)(gap, lines, f"{step} is called")
+        check = check_above if before else check_below
+        return check(gap, lines, f"{step} is called")
     whole = function_named(outer.body, f"{step}_helper", where=span(outer))
     steps, parts = calls(whole, step), calls(whole, helper.name)
     if not steps or not parts:

@@ -28,7 +28,8 @@ class Gap:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    return min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+    decorators = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(d.lineno for d in decorators)])
 
 
 def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:

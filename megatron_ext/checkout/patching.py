@@ -59,7 +59,8 @@ def check(path) -> Report:
     """
     tree = Tree(path)
     with locked(tree.root):
-        return _examine(tree, recover(tree.root))[0]
+        repaired = recover(tree.root)
+        return _examine(tree, repaired)[0]
 
 
 def apply(path, *, dry_run: bool = False) -> Report:

@@ -135,7 +135,8 @@ def _read(points: tuple[Point, ...], size_bytes: int) -> Estimate:
     left = right if right.size_bytes == size_bytes else points[index - 1]
     us = right.p50_us if left is right else between(left, right, size_bytes)
     spread = max(spread_of_samples(left), spread_of_samples(right))
-    return _around(us, us, us, _half_width(points, index if left is right else index - 0.5), spread)
+    half = _half_width(points, index if left is right else index - 0.5)
+    return _around(us, us, us, half, spread)
 
 
 def _around(

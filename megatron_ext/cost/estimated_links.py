@@ -111,7 +111,8 @@ class Links:
 
     def sequence_gather(self, ranks: int) -> Line:
         """Keys and values of the context-parallel ranks to each of them, by the bytes of all."""
-        return self.ring(ranks, -(-self.parallel.tensor_model_parallel_size * ranks // self.ranks_per_node))
+        tp = self.parallel.tensor_model_parallel_size
+        return self.ring(ranks, -(-tp * ranks // self.ranks_per_node))
 
     def tensor_all_reduce(self) -> Line:
         """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""

@@ -179,7 +179,8 @@ def load(name_or_path) -> HardwareSheet:
         raw = _merged(msgspec.to_builtins(load(base)), raw)
     elif "host" not in raw:
         raise InputError("is missing; give it, or a sheet that has one by extends", file=path, field="host")
-    return _check(json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path), path)
+    sheet = json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path)
+    return _check(sheet, path)
 
 
 def _part(sheet: HardwareSheet, gpus: int, name) -> HardwareSheet:

@@ -90,7 +90,8 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     """
     use_cuda = options.device != "cpu" and has_cuda()
     store = meet(use_cuda, int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return _Checks(find_place(use_cuda, ranks_per_node), options, say, store).run()
+    place = find_place(use_cuda, ranks_per_node)
+    return _Checks(place, options, say, store).run()
 
 
 class _Checks:

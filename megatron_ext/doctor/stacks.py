@@ -17,7 +17,8 @@ def path_of(folder: str, rank: int) -> Path:
 def main_thread(text: str) -> list[str]:
     """The innermost frames of the thread that began last in ``text``: Python's own, as faulthandler orders them."""
     last = re.split(r"(?m)^(?:Current thread|Thread) ", text)[-1]
-    return [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)][:MOST_FRAMES]
+    frames = [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)]
+    return frames[:MOST_FRAMES]
 
 
 def fatal(text: str) -> str:

@@ -40,7 +40,8 @@ def arena_bytes(options: Options) -> int:
 
 
 def _control_bytes(options: Options) -> int:
-    return -(-SharedBoard.size_bytes(options.world_size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = SharedBoard.size_bytes(options.world_size)
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Fabric:

@@ -126,7 +126,8 @@ def urgency(workload: Workload, timing: Timing) -> Schedule:
 
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
     """As :func:`urgency`, in groups that trade calls against waiting."""
-    cuts = [pipelined_cut(timing, chunk, ALL_GATHER, workload.streamed_bytes) for chunk in workload.chunks]
+    limit = workload.streamed_bytes
+    cuts = [pipelined_cut(timing, chunk, ALL_GATHER, limit) for chunk in workload.chunks]
     return _placed(workload, timing, cuts, "pipeswitch")
 
 

@@ -265,7 +265,8 @@ class _Model:
         limit = self.workload.limits.pinned_host_bytes
         if limit is None:
             return
-        needs = {g: pinned_need(self.workload, [self.blocks.groups[g]], {0}) for g in hosted}
+        groups = self.blocks.groups
+        needs = {g: pinned_need(self.workload, [groups[g]], {0}) for g in hosted}
         for node in range(self.workload.parallel.num_nodes):
             self.model.add(sum(needs[g][node] * there for g, there in hosted.items()) <= limit)
 

@@ -76,7 +76,8 @@ def part_of(
         if parameter.bytes <= (left if at_most else 2 * left):
             chosen.add(parameter.name)
             left -= parameter.bytes
-    return [p for p in parameters if p.name in chosen], [p for p in parameters if p.name not in chosen]
+    inside = [p for p in parameters if p.name in chosen]
+    return inside, [p for p in parameters if p.name not in chosen]
 
 
 def splitter(timing: Timing, routes: tuple[Route, ...]):

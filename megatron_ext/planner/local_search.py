@@ -80,7 +80,8 @@ def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
         if us < inf and made is not None:
             own = made.blocks.groups
             best[own] = min(best.get(own, (inf, settings)), (-1.0 if own == known.groups else us, settings))
-    return [made for _, settings in sorted(best.values())[:GROUPINGS] if (made := every.made(settings)) is not None]
+    ranked = sorted(best.values())[:GROUPINGS]
+    return [made for _, settings in ranked if (made := every.made(settings)) is not None]
 
 
 class Annealing:

@@ -175,7 +175,8 @@ def _exact(problem: Problem, _: str) -> Found:
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
     known, baselines_us = _hybrid(problem)
-    return Found(exact_schedule(problem, known, judged_us(problem.workload, problem.timing, known)), baselines_us)
+    known_us = judged_us(problem.workload, problem.timing, known)
+    return Found(exact_schedule(problem, known, known_us), baselines_us)
 
 
 def _gathers_only(problem: Problem, policy: str) -> Found:

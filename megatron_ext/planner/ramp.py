@@ -110,7 +110,8 @@ def _in_memory_of(planned: Schedule, made: Schedule) -> Schedule:
     Raises:
         InputError: ``made`` has other groups.
     """
-    groups = tuple(clamped(group, made.parallel.num_microbatches) for group in planned.groups)
+    number = made.parallel.num_microbatches
+    groups = tuple(clamped(group, number) for group in planned.groups)
     if [group.parameters for group in groups] != [group.parameters for group in made.groups]:
         raise InputError("other groups than those of the plan", field="groups")
     return replace(planned, parallel=made.parallel, ranks=made.ranks, groups=groups, predicted=None)

@@ -10,7 +10,8 @@ GIB = 2**30
 
 def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:
     """One line of it, of the node with the most; None where the schedule has no host copies, or the table no figure."""
-    most = max(on_nodes(workload, [kinds.get("host_copies", 0) for kinds in host_bytes(schedule, workload)]))
+    copies = [kinds.get("host_copies", 0) for kinds in host_bytes(schedule, workload)]
+    most = max(on_nodes(workload, copies))
     pages, pin = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
     if not most or pages is None:
         return None

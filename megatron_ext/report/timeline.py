@@ -90,7 +90,8 @@ def save(report: Report, path) -> None:
 
 
 def _height(panel: Panel) -> float:
-    return sum(_tall(row) for row in panel.rows) + GAP * (len({row.rank for row in panel.rows}) + 1)
+    ranks = len({row.rank for row in panel.rows})
+    return sum(_tall(row) for row in panel.rows) + GAP * (ranks + 1)
 
 
 def _tall(row: Row) -> float:

@@ -133,7 +133,8 @@ def representatives(report: Report) -> dict[str, Window]:
 def zoom_us(drawn: list[Panel]) -> float | None:
     """How long the schedule's gathers run from the first to the last, simulated and measured; None where
     that is so much of the iteration that a larger view would show nothing new."""
-    longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in drawn[:2])
+    scheduled = drawn[:2]
+    longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in scheduled)
     whole = max(panel.end_us() for panel in drawn)
     return 1.15 * longest if 0 < longest < ZOOM_BELOW * whole else None
 

@@ -24,7 +24,8 @@ class TurnRatio(NamedTuple):
 def counted(iterations: int, turn_iterations: int | None) -> list[int]:
     """Indices of the iterations that figures are of."""
     warm = range(warm_up(iterations), iterations)
-    return [index for index in warm if not turn_iterations or index % turn_iterations] or list(warm)
+    inner = [index for index in warm if not turn_iterations or index % turn_iterations]
+    return inner or list(warm)
 
 
 def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iterations: int) -> TurnRatio | None:

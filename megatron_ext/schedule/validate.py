@@ -40,7 +40,8 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     check_rests(schedule, check)
     check_figures(schedule, check)
     if len(schedule.ranks) != parallel.pp:
-        check.refuse(f"expected one entry for each of the {parallel.pp} pipeline ranks", "ranks", len(schedule.ranks))
+        said = f"expected one entry for each of the {parallel.pp} pipeline ranks"
+        check.refuse(said, "ranks", len(schedule.ranks))
     number = 2 * parallel.vp * parallel.num_microbatches
     for index, rank in enumerate(schedule.ranks):
         if len(rank.steps) < number:  # before the order is computed: a small file must be refused in little time

@@ -156,7 +156,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
         """Global rank in Megatron's default order ``tp-cp-ep-dp-pp``."""
-        return (pp_rank * self.data_parallel_size + dp_rank) * self.tensor_model_parallel_size + tp_rank
+        tp = self.tensor_model_parallel_size
+        return (pp_rank * self.data_parallel_size + dp_rank) * tp + tp_rank
 
     def check_place(self, pp_rank: int, model_chunk_id: int, *, file=None, field: str, error=InputError) -> None:
         """Raise ``error``, naming what lies below ``field``, where there is no such pipeline rank or model chunk."""

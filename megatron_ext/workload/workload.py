@@ -79,7 +79,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def num_layers(self) -> int:
         """Layers of the chunk, at least 1 so that every chunk has a place to wait at."""
-        return max(max((parameter.layer for parameter in self.parameters), default=0) + 1, len(self.layer_kinds), 1)
+        last = max((parameter.layer for parameter in self.parameters), default=0)
+        return max(last + 1, len(self.layer_kinds), 1)
 
 
 EXPERTS = ".experts."
