@@ -79,7 +79,7 @@ def _of_known_options(megatron_options) -> Workload:
             f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
             "megatron-core"
         ) from None
-    taken = ignored_options.sizes_taken(megatron_options) | ignored_options.unlike_megatron(megatron_options)
+    taken = ignored_options.sizes_taken(megatron_options) | ignored_options.taken(megatron_options)
     if taken:
         said = ", ".join(f"{option} {value}" for option, value in taken.items())
         click.echo(f"describe: not given, taken to be: {said}", err=True)

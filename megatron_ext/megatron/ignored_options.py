@@ -105,7 +105,7 @@ def sizes_taken(options) -> dict[str, int]:
 
 
 MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1", "--attention-dropout": "0.1"}
-"""Megatron's own defaults where the example has others."""
+"""Megatron's own defaults where the example has others. Whatever is counted or measured takes these of dropout."""
 
 
 def not_given(options) -> dict[str, str]:
@@ -114,12 +114,10 @@ def not_given(options) -> dict[str, str]:
     return {option: value for option, value in MEGATRONS.items() if option not in given}
 
 
-def unlike_megatron(options) -> dict[str, str]:
-    """By option that ``options`` do not give, the example's default, with Megatron's."""
-    parser, taken = gpt_arguments.add_gpt_arguments(argparse.ArgumentParser()), {}
-    for option, theirs in not_given(options).items():
-        taken[option] = f"{parser.get_default(option[2:].replace('-', '_'))} (Megatron itself: {theirs})"
-    return taken
+def taken(options) -> dict[str, str]:
+    """By option that ``options`` do not give, what it is taken to be."""
+    ours = {"--transformer-impl": f"local (Megatron itself: {MEGATRONS['--transformer-impl']})"}
+    return {name: ours.get(name, value) for name, value in not_given(options).items()}
 
 
 def parse(
@@ -171,6 +169,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser = gpt_arguments.OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
+    parser.set_defaults(**{name: MEGATRONS[flag(name)] for name in ("hidden_dropout", "attention_dropout")})
     parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"))
     if verb in DESCRIBES:
         parser.add_argument(flag(gpt_arguments.CONTEXT), type=int, default=argparse.SUPPRESS)

@@ -63,8 +63,7 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     assert (
         result.returncode == 0
         and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
-        "(Megatron itself: transformer_engine), --hidden-dropout 0.0 (Megatron itself: 0.1), "
-        "--attention-dropout 0.0 (Megatron itself: 0.1)\n"
+        "(Megatron itself: transformer_engine), --hidden-dropout 0.1, --attention-dropout 0.1\n"
         in result.stderr
     )
     said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
@@ -127,6 +126,7 @@ from megatron_ext.megatron import gpt_arguments, gpt_model
 parser = argparse.ArgumentParser(allow_abbrev=False)
 gpt_arguments.add_gpt_arguments(parser)
 parser.add_argument("--lr", type=float, required=True)
+parser.set_defaults(hidden_dropout=0.1, attention_dropout=0.1)  # as in Megatron
 parser.add_argument("--seed", type=int)
 parser.add_argument("--use-distributed-optimizer", action="store_true")
 parser.add_argument("--overlap-param-gather", action="store_true")

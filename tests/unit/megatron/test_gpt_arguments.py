@@ -153,3 +153,14 @@ def test_layers_that_megatron_divides_unevenly(options, layers):
 def test_layers_that_do_not_divide_are_refused(options, said):
     with pytest.raises(InputError, match=f"^{said}"):
         parse("--pipeline-model-parallel-size", "4", *options.split())
+
+
+@pytest.mark.parametrize("verb", ["describe", "fit", "measure"])
+def test_dropout_that_is_not_given_is_megatrons(verb):
+    def batch(*more: str):
+        return gpt_arguments.batch_of(ignored_options.parse(more, verb=verb))
+
+    dropped = "--hidden-dropout 0.1 --attention-dropout 0.1".split()
+    assert batch() == batch(*dropped) != batch("--hidden-dropout", "0")
+    words = "--seq-length 64 --num-attention-heads 4 --transformer-impl local".split()
+    assert ignored_options.batch_of_words(words, 1) == ignored_options.batch_of_words([*words, *dropped], 1)
