@@ -145,9 +145,9 @@ def relieved_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Pla
     found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
     tried, blocks = list(rules(work, reliefs)), _blocks(work, timing)
     for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
-        for rule in tried:  # what is left next to so much room goes to whole parameters, too
+        for rule in (rule for rule in tried if (rule.whole_bytes or 0) == size):
             offloader = Offloader(work, rule, timing)
-            placed = offloader(blocks.groups) if (rule.whole_bytes or 0) == size else None
+            placed = offloader(blocks.groups)  # what is left next to so much room goes to whole parameters, too
             if placed is not None and placed not in found:
                 found[placed] = offloader.cost_us(blocks.groups, placed), len(found), offloader.filled(placed)
         if found:

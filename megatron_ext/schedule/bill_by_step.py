@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -36,6 +37,9 @@ def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Mo
     if not freed:
         whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
     for entry, (chunk, backward, by_layer) in zip(rank.steps, activations(workload, pp_rank)):
+        if not (backward and gradients.come_and_go) and not (freed and (entry.unshard or entry.reshard)):
+            yield Moment(entry.step, whole, max(by_layer), gradients.bytes)  # nothing else changes within the step
+            continue
         best = Moment(entry.step, 0, 0, 0)
         if backward:
             gradients.begin(chunk)
@@ -62,24 +66,36 @@ def activation_peaks(workload: Workload) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _activation_peaks(workload: Workload) -> tuple[int, ...]:
-    return tuple(max(max(saved) for *_, saved in activations(workload, rank)) for rank in range(workload.parallel.pp))
+    return tuple(max(max(saved) for *_, saved in fullest_steps(workload, rank)) for rank in range(workload.parallel.pp))
 
 
 def activations(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
     """By step of a pipeline rank: its chunk, whether it is a backward, and by layer the bytes of activations that are
     there while the layer computes."""
+    for chunk, backward, in_flight, sums in _in_flight(workload, pp_rank):
+        yield chunk, backward, [in_flight + size for size in sums]
+
+
+def fullest_steps(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
+    """Of :func:`activations`, for every chunk the forward and the backward at which most is there."""
+    most = {step[:2]: step[2:] for step in sorted(_in_flight(workload, pp_rank), key=itemgetter(2))}
+    return ((*step, [in_flight + size for size in sums]) for step, (in_flight, sums) in most.items())
+
+
+def _in_flight(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, int, list[int]]]:
+    """By step: its chunk, whether it is a backward, the bytes of other micro-batches, by layer those of its own."""
     sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
     in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
     for step in steps_of_ranks(workload.parallel)[pp_rank]:
         chunk, backward = step.model_chunk_id(workload.parallel.pp), step.kind == "B"
         own = sums[chunk][0][-1]
         in_flight -= own if backward else 0
-        yield chunk, backward, [in_flight + size for size in sums[chunk][backward]]
+        yield chunk, backward, in_flight, sums[chunk][backward]
         in_flight += 0 if backward else own
 
 
 class _Gradients:
-    """Whole gradients of one rank that come and go. ``bytes``: those that are there."""
+    """Whole gradients of one rank that come and go, where any do. ``bytes``: those that are there."""
 
     def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int):
         self.bytes = 0
@@ -94,6 +110,7 @@ class _Gradients:
                 item = index, gradient_bytes(group, workload), group.reduce_every
                 self._allocated.setdefault((group.model_chunk_id, last), []).append((*item, group.alone))
                 self._reduced.setdefault((group.model_chunk_id, first), []).append(item)
+        self.come_and_go = bool(self._allocated)
 
     def begin(self, chunk: int) -> None:
         """A backward step of ``chunk`` begins."""

@@ -29,7 +29,6 @@
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from operator import mul
 
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats.errors import InputError
@@ -176,6 +175,11 @@ class Engine:
     def _run_operation(self, rank: RankState, operation: tuple) -> bool:
         """Run one operation of a step; False where the thread has to stop for now."""
         code = operation[0]
+        if code == RUN:
+            rank.position += 1
+            rank.compute_us += operation[1]
+            rank.active[COMPUTE] = Activity(rank, COMPUTE, 0, operation[1], self.now, None)
+            return False
         if code == WAIT:
             if rank.program.gathers[operation[1]].done:
                 rank.position += 1
@@ -189,9 +193,6 @@ class Engine:
         rank.position += 1
         if code == SETTLE:
             return True
-        if code == RUN:
-            self._compute(rank, operation[1])
-            return False
         if code == ISSUE:
             gather = rank.program.gathers[operation[1]]
             issue_gather(self, rank, gather)
@@ -199,19 +200,13 @@ class Engine:
                 self.record(rank, "issue", str(gather.group), self.now, gather.call_us)
                 self._push(self.now + gather.call_us, _THREAD, rank)
                 return False
-        elif code == REDUCE_GROUP:
-            issue_reduce(self, rank, operation)
-        elif code == REDUCE_VISIT:
-            rank.whole_gradient = True
+        elif code in (REDUCE_GROUP, REDUCE_VISIT):
+            rank.whole_gradient |= code == REDUCE_VISIT
             issue_reduce(self, rank, operation)
         else:
             rank.queues[NVME].append(operation)
             serve(self, rank, NVME)
         return True
-
-    def _compute(self, rank: RankState, us: float) -> None:
-        rank.compute_us += us
-        rank.active[COMPUTE] = Activity(rank, COMPUTE, 0, us, self.now, None)
 
     def _activity_ended(self, activity: Activity) -> None:
         rank, kind = activity.rank, activity.kind
@@ -219,7 +214,7 @@ class Engine:
         lasted = self.now - activity.started
         rank.busy[kind] += lasted
         if kind == COMPUTE:
-            if self.events is not None:  # names are made for a trace alone: most simulations keep none
+            if self.events is not None:
                 self.record(rank, "compute", rank.step_name, activity.started, lasted)
             self._run_thread(rank)
             return
@@ -290,11 +285,8 @@ class Engine:
 
     def _has_input(self, rank: RankState) -> bool:
         stage, backward, microbatch, _ = rank.program.steps[rank.index]
-        if stage == 0 and not backward:
-            return True
-        if backward and stage == self.stages - 1:
-            return True  # the input is the output of its own forward
-        return bool(self.arrived[self._slot(stage, backward, microbatch)])
+        first = self.stages - 1 if backward else 0  # the input of its backward is the output of its own forward
+        return stage == first or bool(self.arrived[self._slot(stage, backward, microbatch)])
 
     def _slot(self, stage: int, backward: bool, microbatch: int) -> int:
         return (stage * 2 + backward) * self.microbatches + microbatch
@@ -314,16 +306,16 @@ class Engine:
                 self._send(rank, receiver, slot)
 
     def _send(self, sender: RankState, receiver: RankState, slot: int) -> None:
-        us, size = self.timing.p2p_us, self.workload.p2p_bytes
-        if self.slowdowns.disturbed[P2P]:
-            # A message is short: its slowdown is that of the moment at which it leaves.
-            busy = [0.0 if activity is None else 1.0 / activity.slack for activity in sender.active]
-            us *= 1.0 + sum(map(mul, self.slowdowns.excess(P2P, size), busy))
+        # A message is short: its slowdown is that of the moment at which it leaves.
+        slowing, active = self.slowdowns.slowing(P2P, self.workload.p2p_bytes), sender.active
+        excess = sum(excess / beside.slack for other, excess in slowing if (beside := active[other]) is not None)
+        us = self.timing.p2p_us * (1.0 + excess)
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us
         sender.busy[P2P] += us
-        self.record(sender, "p2p", f"to {receiver.pp_rank}", start, us)
+        if self.events is not None:  # names are made for a trace alone: most simulations keep none
+            self.record(sender, "p2p", f"to {receiver.pp_rank}", start, us)
         self._push_message(start + us, sender, receiver, slot)
 
     def _push_message(self, arrival: float, sender: RankState, receiver: RankState, slot: int) -> None:
@@ -352,40 +344,34 @@ class Engine:
     # -- rates ------------------------------------------------------------------------------
 
     def _set_rates(self, rank: RankState) -> None:
-        """Set the rates of everything that runs on ``rank`` to what runs beside it."""
-        running = [activity for activity in rank.active if activity is not None]
-        memory = self.host_memory
-        speed = 1.0
+        """Set the rates of everything that runs on ``rank`` to what runs beside it, and to what of host memory it
+        gets. Most of the time that a simulation takes is spent here."""
+        active, memory, speed, now = rank.active, self.host_memory, 1.0, self.now
+        running = [activity for activity in active if activity is not None]
         if memory is not None:
             speed = memory.speed(running)
             if rank.memory_full:
-                rank.memory_full_us += self.now - rank.memory_since
-            rank.memory_full, rank.memory_since = speed < 1.0, self.now
+                rank.memory_full_us += now - rank.memory_since
+            rank.memory_full, rank.memory_since = speed < 1.0, now
         for activity in running:
-            self._set_rate(rank, activity, speed if activity.memory else 1.0)
-
-    def _set_rate(self, rank: RankState, activity: Activity, speed: float = 1.0) -> None:
-        """``speed``: by what else moves bytes in host memory."""
-        kind = activity.kind
-        rate = speed
-        if self.slowdowns.disturbed[kind]:
-            slower = 1.0
-            active = rank.active
-            for other, excess in enumerate(self.slowdowns.excess(kind, activity.size)):
-                beside = active[other]
-                if excess and other != kind and (beside is not None or (other == P2P and rank.messages)):
-                    slower += excess if beside is None else excess / beside.slack
-            rate /= slower
-        if activity.slack > 1.0:  # the drive goes on meanwhile
-            rate = min(rate * activity.slack, 1.0)
-        if rate == activity.rate:
-            return
-        now = self.now
-        if activity.rate:
-            activity.remaining -= activity.rate * (now - activity.updated)
-        activity.updated, activity.rate = now, rate
-        activity.version += 1
-        self._push(now + max(activity.remaining, 0.0) / rate, _ACTIVITY, activity, activity.version)
+            rate = speed if activity.memory else 1.0
+            if len(running) > 1 or rank.messages:
+                slower = 1.0
+                for other, excess in self.slowdowns.slowing(activity.kind, activity.size):
+                    if (beside := active[other]) is not None:
+                        slower += excess / beside.slack
+                    elif other == P2P and rank.messages:
+                        slower += excess
+                rate /= slower
+            if activity.slack > 1.0:  # the drive goes on meanwhile
+                rate = min(rate * activity.slack, 1.0)
+            if rate == activity.rate:
+                continue
+            if activity.rate:
+                activity.remaining -= activity.rate * (now - activity.updated)
+            activity.updated, activity.rate = now, rate
+            activity.version += 1
+            self._push(now + max(activity.remaining, 0.0) / rate, _ACTIVITY, activity, activity.version)
 
     # -- trace ------------------------------------------------------------------------------
 

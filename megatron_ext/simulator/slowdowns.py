@@ -28,6 +28,7 @@ class Slowdowns:
         self.disturbed = tuple(map(any, self._pairs))
         self.disturbs = tuple(map(any, zip(*self._pairs)))
         self.excess = cache(self._excess)
+        self.slowing = cache(self._slowing)
 
     def _excess(self, kind: int, size_bytes: int) -> tuple[float, ...]:
         """By busy kind: the share by which an activity of ``kind`` takes longer beside it.
@@ -40,6 +41,10 @@ class Slowdowns:
             self._slowdown(KINDS[kind], busy, size_bytes) - 1.0 if there else 0.0
             for busy, there in zip(KINDS, self._pairs[kind])
         )
+
+    def _slowing(self, kind: int, size_bytes: int) -> list[tuple[int, float]]:
+        """Of :meth:`excess`, the other kinds that slow it, with their shares."""
+        return [each for each in enumerate(self.excess(kind, size_bytes)) if each[1] and each[0] != kind]
 
     def least_excess(self, measured: int, busy: int) -> float:
         """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""

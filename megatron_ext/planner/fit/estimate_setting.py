@@ -20,7 +20,7 @@ from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
-from megatron_ext.schedule.bill_by_step import activations
+from megatron_ext.schedule.bill_by_step import fullest_steps
 from megatron_ext.schedule.host_slots import gradient_bytes, step_gradient_bytes
 from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -134,7 +134,7 @@ def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
             groups = [replace(group, gradients="host") for group in groups]
         moments = (
             saved + size * (zero_stage == 3) + size * gradient * (comes_and_goes and backward)
-            for chunk, backward, by_layer in activations(workload, rank)
+            for chunk, backward, by_layer in fullest_steps(workload, rank)
             for saved, size in zip(by_layer, own[chunk])
         )
         comes = int(max([*moments, step_gradient_bytes(groups, workload)]))

@@ -94,8 +94,8 @@ class Offloader:
         limit = workload.limits.device_bytes
         assert limit is not None
         self.limit = limit
-        self.fixed = _fixed_bytes(replace(workload, limits=Limits()))  # a search tries many limits and rules
-        self.optimizer, parallel = least_of_optimizer(workload), workload.parallel
+        unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits, rules
+        self.fixed, self.optimizer = _fixed_bytes(unlimited), _least_of_optimizer(unlimited)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, dict[Residency, float]] = {}
@@ -361,6 +361,9 @@ def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int)
         for size in ends.get(layer, ()):
             there, on_its_way = there - size, size
     return peak
+
+
+_least_of_optimizer = lru_cache(maxsize=4)(least_of_optimizer)
 
 
 @lru_cache(maxsize=4)
