@@ -8,8 +8,8 @@ import pytest
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.formats.errors import InputError
 
-EXPECTED = """a100-nvlink a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink h100-pcie
-    h100-rdma h200-nvlink h200-one-gpu h200-rdma l40s rtx4090""".split()
+EXPECTED = """a100-nvlink a100-pcie a100-rdma b200-nvlink gh200 h100-400g h100-500w-rdma h100-ethernet h100-nvlink
+    h100-pcie h100-rdma h200-nvlink h200-one-gpu h200-rdma l40s rtx4090""".split()
 
 
 def test_the_sheets_of_the_package():
@@ -31,7 +31,7 @@ def test_every_figure_has_its_origin_and_a_range_where_it_is_not_published(name)
     assert sheet.device.memory_bytes_per_s.origin == sheet.host_link.bytes_per_s.origin == "published"
     assert sheet.device.memory_bytes.origin in ("published", "measured")  # as PyTorch reports it, where that is known
     assert (sheet.host_link.pcie is None) == (name == "gh200") and sheet.drive is not None
-    assert (sheet.nvlink is None) == (name in ("h100-pcie", "l40s", "rtx4090", "gh200"))
+    assert (sheet.nvlink is None) == (name in ("a100-pcie", "h100-pcie", "l40s", "rtx4090", "gh200"))
     assert (sheet.network is None) == (not name.endswith(("rdma", "ethernet", "400g", "gh200")))
 
 
@@ -153,7 +153,7 @@ def test_a_sheet_that_says_nothing_of_its_host_s_processors_is_refused_by_name(t
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(InputError, match="hardware = 'h1000'.*known: a100-nvlink, a100-rdma, .*rtx4090"):
+    with pytest.raises(InputError, match="hardware = 'h1000'.*known: a100-nvlink, a100-pcie, a100-rdma, .*rtx4090"):
         sheets.load("h1000")
 
 
