@@ -14,6 +14,7 @@ compute, a transfer was measured to take tens to hundreds of milliseconds longer
 """
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -64,10 +65,10 @@ name, on which other machines reach them."""
 _PR_SET_PDEATHSIG = 1
 
 
-def _begin(parent: int, groups: int) -> None:
+def _begin(parent: int, to_guard: int) -> None:
     """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it
-    ends. ``groups``: what the launcher alone is to hold open."""
-    os.close(groups)
+    ends. ``to_guard``: the descriptor that the launcher alone is to hold open."""
+    os.close(to_guard)
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with "stty tostop" would stop whoever writes to it
     end_with_parent(parent)
@@ -126,16 +127,15 @@ class _Store:
 
 Rank = subprocess.Popen | ForkedRank
 
-_KILL_GROUPS = 'while read -r one && [ "$one" ]; do all="$all -$one"; done; kill -s KILL -- $all 2>/dev/null'
+_KILL_GROUPS = 'all=; while read -r one; do all="$all -$one"; done; kill -s KILL -- $all 2>/dev/null'
 
 
 def _guard() -> tuple[subprocess.Popen, int]:
-    """A process that kills the process groups whose numbers are written to the descriptor, at an empty line or when
-    that closes, however this process ends: after a checkpoint Megatron keeps a process in each rank that waits for
-    ever."""
-    groups, write = os.pipe()
-    guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=groups, start_new_session=True)
-    os.close(groups)
+    """A process that kills the process groups whose numbers are written to the descriptor when that closes, unless it
+    is ended before: after a checkpoint Megatron keeps a process in each rank, which a killed launcher cannot end."""
+    numbers, write = os.pipe()
+    guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=numbers, start_new_session=True, env={})
+    os.close(numbers)
     return guard, write
 
 
@@ -171,7 +171,7 @@ def launch(
         **(environment or {}),
     }
     sharing = _sharing(num_processes, shared)
-    parent, (guard, groups) = os.getpid(), _guard()
+    parent, (guard, to_guard) = os.getpid(), _guard()
     ranks: list[Rank] = []
     interrupted: list[int] = []
     previous = {
@@ -182,18 +182,19 @@ def launch(
         for rank in range(num_processes):
             own = {**device_sharing.settings(rank, sharing), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             if fork:
-                ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent, groups)))
+                ranks.append(ForkedRank(command[0], command[1:], own, lambda: _begin(parent, to_guard)))
             else:
                 files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": pass_fds}
-                ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent, groups), **files))
-            os.write(groups, b"%d\n" % ranks[-1].pid)
+                ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent, to_guard), **files))
+            with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard
+                os.write(to_guard, b"%d\n" % ranks[-1].pid)
         store.start()
         return _watch(ranks, interrupted)
     finally:
         _end(ranks)
-        os.write(groups, b"\n") if any(rank.returncode for rank in ranks) else guard.kill()
+        guard.kill()
         guard.wait()
-        os.close(groups)
+        os.close(to_guard)
         store.close()
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -284,7 +285,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
 
 
 def _end(ranks: list[Rank]) -> None:
-    """End every rank that still runs: first asked, then killed."""
+    """End every rank that still runs: first asked, then killed; and what ranks have started that did not end well."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -295,6 +296,10 @@ def _end(ranks: list[Rank]) -> None:
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
+    for rank in ranks:
+        if rank.returncode:  # see _guard
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
 
 
 def main() -> int:

@@ -117,13 +117,18 @@ def test_what_ranks_have_started_ends_with_a_killed_launcher(tmp_path, how):
     (tmp_path / "starting.py").write_text(
         f"if __name__ == '__main__':\n    exec({STARTING.replace('sys.exit(1)', '')!r})"
     )
+    bystander = subprocess.Popen(["sleep", "60"])
     command = [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", "2", *how]
-    started = subprocess.Popen([*command, str(tmp_path / "starting.py"), str(tmp_path / "child")])
-    while not (tmp_path / "child").exists():
+    command += [str(tmp_path / "starting.py"), str(tmp_path / "child")]
+    started = subprocess.Popen(command, env={**os.environ, "all": str(bystander.pid)})
+    while not (tmp_path / "child").exists() and started.poll() is None:
         time.sleep(0.01)
     child = os.pidfd_open(int((tmp_path / "child").read_text()))
     started.kill()
     assert started.wait() == -signal.SIGKILL and select.select([child], [], [], 10)[0]
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 LISTENING = """
