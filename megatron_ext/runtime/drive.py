@@ -11,17 +11,20 @@ it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
 
 [Note: Blocks in flight]
 ``queue_depth`` threads move blocks of ``block_bytes`` each, so that as many requests lie in the drive's queue; the
-interpreter is free meanwhile. Blocks are begun in the order in which they were given, and end in any.
+interpreter is free meanwhile. Blocks are begun in the order in which they were given, and end in any. The threads are
+daemons: blocks move while a process ends, and a drive that hangs does not hold it. An executor of concurrent.futures
+takes nothing more then, and waits for what it has.
 """
 
 import errno
 import mmap
 import os
+import queue
 import tempfile
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.worker import Transfer, guarded, tell_watch
@@ -154,14 +157,14 @@ class DriveFile:
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
-        self._movers = ThreadPoolExecutor(self.queue_depth, thread_name_prefix="megatron_ext-drive")
+        self._movers = _Movers(self.queue_depth)
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Read by requests of another size, another number in flight. Not while something is read."""
-        self._movers.shutdown()
+        self._movers.close()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
-        self._movers = ThreadPoolExecutor(queue_depth, thread_name_prefix="megatron_ext-drive")
+        self._movers = _Movers(queue_depth)
 
     def start(
         self,
@@ -238,12 +241,47 @@ class DriveFile:
     def end_transfers(self) -> None:
         """What has begun has ended when this returns. After it only :meth:`map` works, until :meth:`close` or until
         nobody holds this object."""
-        self._movers.shutdown()
+        self._movers.close()
         os.close(self._direct)
 
     def close(self) -> None:
         self.end_transfers()
         self._close()
+
+
+class _Movers:
+    """Up to ``number`` threads that call what they are given, begun in that order; see [Note: Blocks in flight]."""
+
+    def __init__(self, number: int):
+        self._number, self._calls = number, queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end, self._threads, self._calls)
+        self._end.atexit = False
+
+    def submit(self, call: Callable[[], None]) -> None:
+        if len(self._threads) < self._number:
+            thread = threading.Thread(
+                target=guarded(_move), args=(self._calls,), name="megatron_ext-drive", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """What was given has ended when this returns."""
+        self._end()
+        for thread in self._threads:
+            thread.join()
+
+
+def _move(calls: queue.SimpleQueue) -> None:
+    while (call := calls.get()) is not None:
+        call()
+
+
+def _end(threads: list[threading.Thread], calls: queue.SimpleQueue) -> None:
+    for _ in threads:
+        calls.put(None)
 
 
 class _Move:
@@ -268,7 +306,7 @@ class _Move:
         starts = range(0, len(self.memory), self.file.block_bytes)
         self._left = len(starts)
         for start in starts:
-            self.file._movers.submit(guarded(self._move_block), start)
+            self.file._movers.submit(partial(guarded(self._move_block), start))
 
     # On the threads.
 

@@ -63,7 +63,8 @@ def test_a_failure_at_any_call_site_ends_all_ranks(runs):
 
 def test_a_run_that_stalls_says_where_every_group_and_thread_is(runs):
     (stalled,) = (run for run in runs if run["site"] is None)
-    assert stalled["codes"] == [1, 1] and not stalled["hangs"]
+    assert 1 in stalled["codes"] and not stalled["hangs"]
+    assert {*stalled["codes"]} <= {1, PEER_LOST_CODE}  # the one that ends last may see the other one go
     first, second = stalled["said"]
     assert "megatron-ext: rank 0: no step has ended for 1 s" in first and "rank 1: no step has ended" in second
     for said in stalled["said"]:
