@@ -78,9 +78,10 @@ def _ranks_of_schedule(given, nproc: int | None) -> int:
     from megatron_ext.schedule import user_defined_schedule
 
     parallel = user_defined_schedule.decode(given.schedule).parallel
+    default = None if "--use-mp-args-from-checkpoint-args" in given.megatron else 1
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
-        if (said := getattr(given.sizes, name) or 1) != (size := getattr(parallel, name)):
-            why = f"the script's arguments say {flag(name)} {said}"
+        if (said := getattr(given.sizes, name) or default) not in (None, size := getattr(parallel, name)):
+            why = f"by the script's arguments it is {said} ({flag(name)})"
             raise InputError(why, file=given.schedule, field=f"parallel.{name}", value=size)
     if nproc not in (None, parallel.world_size):
         raise option_error("nproc", f"the schedule is for {parallel.world_size} ranks", nproc)

@@ -314,6 +314,8 @@ def template(name: str) -> dict[str, Any]:
             made.setdefault(section, {})[figure] = {"value": None, "origin": "measured", "source": source}
     if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets that have a network
         source = f"FILL IN, or delete network where there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
+        source += "; shares_host_link: whether nvidia-smi topo -m has PIX or PXB between GPU and card; efficiency and "
+        source += "hop_us are those of RDMA: over Ethernet take those of h100-ethernet"
         rate = {"value": None, "origin": "measured", "source": source}
         made["network"] = msgspec.to_builtins(load("h100-rdma").network)
         made["network"] |= {"bytes_per_s": rate, "shares_host_link": None}

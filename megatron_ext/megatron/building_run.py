@@ -123,7 +123,10 @@ class BuildingRun:
             self.schedule = last if parallel is None else self.own.schedules.get(parallel.num_microbatches, last)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
-                _check_copies(self.schedule, nvme_path, file=schedule)  # before a model is built for minutes
+                # Before a model is built for minutes; what is true of this rank's node alone is agreed on when it is.
+                _check_copies(self.schedule, nvme_path, file=schedule)
+                if self.schedule.uses_drive:
+                    self._error = _refusal(drive.refuse_no_drive, nvme_path)
             if check is not None:
                 rule = "" if delay is None else f" {host_optimizers.DELAY_OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
@@ -136,7 +139,7 @@ class BuildingRun:
             stock_trace.record_steps(self.own.recorder)
             if rank == 0:
                 # Said before hours of training whose trace would be lost.
-                self._error = _refusal(json_files.check_writable, trace)
+                self._error = self._error or _refusal(json_files.check_writable, trace)
 
     @property
     def late(self) -> late_model.LateModel | None:
@@ -337,10 +340,9 @@ def device_of_chunks(chunks: list) -> Device:
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse copies that this run has no place for."""
-    if schedule.uses_drive:
-        if nvme_path is None:
-            said = "the schedule publishes to nvme or keeps optimizer states there; say where"
-            raise InputError(said, file=file, field=drive.OPTION, value=None)
-        drive.refuse_no_drive(nvme_path)
+    if nvme_path is None and schedule.uses_drive:
+        on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
+        said = f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where"
+        raise InputError(said, file=file, field=drive.OPTION, value=None)
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)

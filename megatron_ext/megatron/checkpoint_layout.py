@@ -92,7 +92,7 @@ def _saved(args) -> tuple[Any, str]:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"]
         return saved, BY_TORCH
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    # Before 0.13 what is written says no more than the option that it follows.
+    # Where the checkpoint does not say the form, it follows the option; see releases.py.
     unsaid = "fully_sharded_model_space" if getattr(common["args"], "ckpt_fully_parallel_save", False) else ""
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", unsaid)
     if form.startswith("fully") or getattr(args, "no_load_optim", False) or getattr(args, "finetune", False):

@@ -105,7 +105,7 @@ def sizes_taken(options) -> dict[str, int]:
 
 
 MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1", "--attention-dropout": "0.1"}
-"""Megatron's own defaults where the example has others. Whatever is counted or measured takes these of dropout."""
+"""Megatron's own defaults where the example has others. What is counted or measured has dropout from here."""
 
 
 def not_given(options) -> dict[str, str]:

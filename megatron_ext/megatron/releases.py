@@ -14,6 +14,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
+| 0.13 | a checkpoint says the form of its optimizer states; before, an option alone does | - | checkpoint_layout.py |
 | 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has | checkpoint_states.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |

@@ -258,7 +258,7 @@ def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> N
         block_pages.make(block, rank, size, progress)
     except OSError as error:
         failed = error.strerror
-    if (failure := shared_block.first_failure(failed, exchange)) is not None:
+    if (failure := shared_block.agreed_failure(failed, exchange)) is not None:
         raise InputError(failure, field="host memory", value=len(block))
 
 

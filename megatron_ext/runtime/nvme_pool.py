@@ -12,7 +12,7 @@ from megatron_ext.runtime import block_pages, drive
 from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.host_pool import Sharers
-from megatron_ext.runtime.shared_block import first_failure, share_file
+from megatron_ext.runtime.shared_block import agreed_failure, share_file
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
 
@@ -107,7 +107,7 @@ def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -
         opened = drive.open_file(descriptor, pid, directory, settings)
     except (InputError, OSError) as refused:
         failed = str(refused)
-    if (failure := first_failure(failed, sharers.exchange)) is not None:
+    if (failure := agreed_failure(failed, sharers.exchange)) is not None:
         if opened is not None:
             opened.close()
         raise InputError(failure)

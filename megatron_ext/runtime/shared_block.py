@@ -56,7 +56,7 @@ def share_file(
                 failed = "it is another file"
         except OSError as error:
             failed = error.strerror
-    if (failure := first_failure(failed, exchange)) is not None:  # nobody closes it before everybody has opened it
+    if (failure := agreed_failure(failed, exchange)) is not None:  # nobody closes it before everybody has opened it
         if descriptor is not None:
             os.close(descriptor)
         raise InputError(
@@ -68,7 +68,7 @@ def share_file(
     return descriptor, pid
 
 
-def first_failure(failed: str | None, exchange: Callable[[object], list]) -> str | None:
+def agreed_failure(failed: str | None, exchange: Callable[[object], list]) -> str | None:
     """What went wrong on the first rank on which something did, so that all fail alike; collective.
 
     Args:

@@ -47,7 +47,8 @@ class Slowdowns:
         return [each for each in enumerate(self.excess(kind, size_bytes)) if each[1] and each[0] != kind]
 
     def least_excess(self, measured: int, busy: int) -> float:
-        """The least excess of ``measured`` beside ``busy`` in any row; 0 where the pair was not measured."""
+        """The least excess of ``measured`` beside ``busy`` in any row. Where none was measured: 1 of a link
+        that both share, else 0."""
         if not self._pairs[measured][busy]:
             return 0.0
         names = (KINDS[measured], KINDS[busy])

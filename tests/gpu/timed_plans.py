@@ -100,7 +100,7 @@ def fit(folder: Path, number: int, limit: int | None, options: list[str]) -> Non
     asked = [] if limit is None else ["--limit-device-bytes", limit]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        _run("fit", "--json", "--hardware", HARDWARE, *asked, "--", *options, "--hidden-dropout", "0")
+        _run("fit", "--json", "--hardware", HARDWARE, *asked, "--", *options)
     found = json.loads(said.getvalue())
     settings = settings_of(found["launch"]["add"])
     own = folder / f"{number}.fit"

@@ -154,5 +154,6 @@ def model_options(row: Timed, *, dry_run: bool, engine: bool) -> list[str]:
     text = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {tokens} "
     text += f"--micro-batch-size {micro_batch} --global-batch-size {row.micro_batches * micro_batch} "
     text += "--untie-embeddings-and-output-weights --bf16 --data-parallel-size 1 "
+    text += "--hidden-dropout 0 --attention-dropout 0 "  # as in the example
     text += f"--transformer-impl {'transformer_engine' if engine else 'local'} "  # fit has Megatron's default
     return [*text.split(), *row.options.split()]

@@ -83,8 +83,8 @@ TRAINING = {"--lr": 1, "--log-interval": 1, "--initial-loss-scale": 1, "--optimi
 
 
 def model_options(options: list[str]) -> list[str]:
-    """Without the options that only training knows; the example sums gradients in fp32."""
-    kept, rest = ["--accumulate-allreduce-grads-in-fp32"], iter(options)
+    """Without the options that only training knows; the example sums gradients in fp32, and has no dropout."""
+    kept, rest = "--accumulate-allreduce-grads-in-fp32 --hidden-dropout 0 --attention-dropout 0".split(), iter(options)
     for option in rest:
         if option in TRAINING:
             for _ in range(TRAINING[option]):

@@ -66,8 +66,9 @@ FEW_PLANS = 3
 ALIKE = 0.005
 """A whole plan this near to a quick one is the plan."""
 
-MORE_HOST = (1.5, 2, 3, 5, 10)
-"""Times the host memory that are tried where no plan has enough."""
+ON_HOST_MEMORY, HALVINGS = 0.3, 4
+"""Where no plan has enough host memory: of the effort of quick plans the part on what settings take without that limit,
+and in how many steps the least that one of them takes is sought."""
 
 LEAST_STEP = 0.05
 """Of its bytes, that a choice of the frontier must hold less than the one before."""
@@ -86,7 +87,7 @@ class Candidate(NamedTuple):
     least_bytes: int
     bound_us: float
 
-    def choice(self, **limits: int) -> Choice | InputError:
+    def choice(self, **limits: int | None) -> Choice | InputError:
         """Its quick plan within ``limits``, or why there is none."""
         work = replace(self.workload, limits=replace(self.workload.limits, **limits))
         try:
@@ -214,14 +215,26 @@ class Search:
 
     def _short_of_host(self, candidates: list[Candidate]) -> InputError:
         """Why none of ``candidates`` is planned, which fit the device: how much host memory one of them takes."""
-        limit, tried = self.limits.host_bytes, [one for one in candidates if one.setting in self.refused]
-        for more in () if limit is None else (int(times * limit) for times in MORE_HOST):
-            found = [choice for one in tried if isinstance(choice := one.choice(host_bytes=more), Choice)]
-            if found:
-                least = min(found, key=lambda choice: choice.host_bytes)
-                why = f"nothing fits: {least.setting.text()} takes {least.host_bytes} bytes of a node's host memory"
-                return InputError(why, field="--limit-host-bytes", value=limit)
-        return next(iter([self.refused[one.setting] for one in tried] or self.refused.values()))
+        limit, effort = self.limits.host_bytes, EFFORT * ON_HOST_MEMORY
+        tried = [one for one in candidates if one.setting in self.refused]
+        least: tuple[int, Candidate] | None = None
+        for one in () if limit is None else sorted(tried, key=_quick_effort):
+            effort -= _quick_effort(one)
+            if effort < 0 and least is not None:
+                break
+            choice = one.choice(host_bytes=None)
+            if isinstance(choice, Choice) and (least is None or choice.host_bytes < least[0]):
+                least = choice.host_bytes, one
+        if limit is None or least is None:
+            return next(iter([self.refused[one.setting] for one in tried] or self.refused.values()))
+        enough, one = least
+        below = limit
+        for _ in range(HALVINGS):
+            between = int((below * enough) ** 0.5)
+            choice = one.choice(host_bytes=between)
+            below, enough = (below, choice.host_bytes) if isinstance(choice, Choice) else (between, enough)
+        why = f"nothing fits: {one.setting.text()} takes {enough} bytes of a node's host memory"
+        return InputError(why, field="--limit-host-bytes", value=limit)
 
     def _known(self, one: Candidate, part: float) -> Choice | None:
         """The fastest known choice of a setting within a part of the device."""

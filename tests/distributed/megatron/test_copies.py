@@ -36,9 +36,16 @@ def test_a_read_that_comes_short_in_training_names_group_and_file(services, stag
     assert list(drive.iterdir()) == []
 
 
-def test_an_nvme_route_needs_to_know_where(services, staged):
-    with pytest.raises(Died, match="--user-defined-schedule-nvme-path = None: the schedule publishes to nvme or"):
-        services("interleaved").run(options=MODELS["fp32"], schedule=staged[0], reference=False)
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ((), "= None: the schedule publishes to nvme; say where"),
+        (("--user-defined-schedule-nvme-path", "/dev/shm"), "= '/dev/shm': is on tmpfs: that is memory, not a drive"),
+    ],
+)
+def test_an_nvme_route_needs_a_drive(services, staged, given, said):
+    with pytest.raises(Died, match=f"--user-defined-schedule-nvme-path {said}"):
+        services("interleaved").run(options=[*MODELS["fp32"], *given], schedule=staged[0], reference=False)
 
 
 @pytest.mark.parametrize("zero_stage, model", [(1, "bf16-offload"), (3, "fp32")])

@@ -149,9 +149,10 @@ def test_run_on_cpu_says_at_once_what_every_rank_would_say_later(tmp_path, capsy
     assert "has no hooks yet; run `megatron-ext patch apply" in capsys.readouterr().err
     assert cli.main(["run-on-cpu", "--nproc", "4", *command[1:]]) == 2
     assert capsys.readouterr().err == "megatron-ext: --nproc = 4: the schedule is for 8 ranks\n"
-    assert cli.main([*command, "--pipeline-model-parallel-size", "4"]) == 2
-    said = ": parallel.pipeline_model_parallel_size = 2: the script's arguments say --pipeline-model-parallel-size 4\n"
-    assert capsys.readouterr().err.endswith(f"s.json{said}")
+    option = "--pipeline-model-parallel-size"
+    assert cli.main([*command, option, "4"]) == 2
+    said = f"parallel.pipeline_model_parallel_size = 2: by the script's arguments it is 4 ({option})\n"
+    assert capsys.readouterr().err.endswith(f"s.json: {said}")
 
 
 def test_a_directory_without_the_script_is_refused(tmp_path, capsys):

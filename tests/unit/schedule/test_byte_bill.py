@@ -116,8 +116,8 @@ def simulated(work, schedule, monkeypatch) -> dict:
     rows, gradient = [], work.optimizer.gradient_item_bytes / 2 / DP
 
     class Seen(links.Activity):
-        def __init__(self, rank, kind, size, us, now, item, memory=0.0):
-            super().__init__(rank, kind, size, us, now, item, memory)
+        def __init__(self, rank, kind, size, us, now, item, memory=0.0, slack=1.0):
+            super().__init__(rank, kind, size, us, now, item, memory, slack)
             if kind == GPU:
                 rows.append(("gather", "network", size - size // DP))
             elif kind in (CPU, NVME):
