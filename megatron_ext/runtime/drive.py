@@ -254,23 +254,23 @@ class _Movers:
 
     def __init__(self, number: int):
         self._number, self._calls = number, queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._threads, self._calls)
+        self._moving: list[threading.Thread] = []
+        self._end = weakref.finalize(self, _end, self._moving, self._calls)
         self._end.atexit = False
 
     def submit(self, call: Callable[[], None]) -> None:
-        if len(self._threads) < self._number:
+        if len(self._moving) < self._number:
             thread = threading.Thread(
                 target=guarded(_move), args=(self._calls,), name="megatron_ext-drive", daemon=True
             )
-            self._threads.append(thread)
+            self._moving.append(thread)
             thread.start()
         self._calls.put(call)
 
     def close(self) -> None:
         """What was given has ended when this returns."""
         self._end()
-        for thread in self._threads:
+        for thread in self._moving:
             thread.join()
 
 
