@@ -255,13 +255,13 @@ class _Movers:
     def __init__(self, number: int):
         self._number, self._calls = number, queue.SimpleQueue()
         self._moving: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._moving, self._calls)
+        self._end = weakref.finalize(self, _end_all, self._moving, self._calls)
         self._end.atexit = False
 
     def submit(self, call: Callable[[], None]) -> None:
         if len(self._moving) < self._number:
             thread = threading.Thread(
-                target=guarded(_move), args=(self._calls,), name="megatron_ext-drive", daemon=True
+                target=guarded(_call_all), args=(self._calls,), name="megatron_ext-drive", daemon=True
             )
             self._moving.append(thread)
             thread.start()
@@ -274,12 +274,12 @@ class _Movers:
             thread.join()
 
 
-def _move(calls: queue.SimpleQueue) -> None:
+def _call_all(calls: queue.SimpleQueue) -> None:
     while (call := calls.get()) is not None:
         call()
 
 
-def _end(threads: list[threading.Thread], calls: queue.SimpleQueue) -> None:
+def _end_all(threads: list[threading.Thread], calls: queue.SimpleQueue) -> None:
     for _ in threads:
         calls.put(None)
 

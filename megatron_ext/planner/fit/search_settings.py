@@ -219,12 +219,12 @@ class Search:
         tried = [one for one in candidates if one.setting in self.refused]
         least: tuple[int, Candidate] | None = None
         for one in () if limit is None else sorted(tried, key=_quick_effort):
-            effort -= _quick_effort(one)
-            if effort < 0 and least is not None:
-                break
             choice = one.choice(host_bytes=None)
             if isinstance(choice, Choice) and (least is None or choice.host_bytes < least[0]):
                 least = choice.host_bytes, one
+            effort -= _quick_effort(one)
+            if effort < 0:
+                break
         if limit is None or least is None:
             return next(iter([self.refused[one.setting] for one in tried] or self.refused.values()))
         enough, one = least
