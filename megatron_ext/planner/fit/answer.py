@@ -88,8 +88,10 @@ def answer_of(found: Found) -> Answer:
         stock = without.stock
         other = "" if without.setting == winner.setting else f": {found.text(without)}"
         runs.append(Run(stock.option + other, stock.us, stock.host_bytes))
-        if stock.us < winner.us and other:
-            conclusion += f", and without a plan other settings are faster: {stock.us / 1e3:.1f} ms"
-        if stock.us < winner.us or (answer == HELPS_NOT and stock.us <= winner.us * (1 + LEAST_GAIN)):
+        faster, as_fast = stock.us < winner.us, stock.us <= winner.us * (1 + LEAST_GAIN)
+        if other and (faster or (own and as_fast)):
+            how = "faster" if faster else "as fast"
+            conclusion += f", and without a plan other settings are {how}: {stock.us / 1e3:.1f} ms"
+        if faster or (as_fast and (answer == HELPS_NOT or (own and other))):
             best = without.setting, False
     return Answer(answer, conclusion, tuple(runs), best, of_given)

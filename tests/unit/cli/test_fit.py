@@ -78,6 +78,15 @@ def test_advise_judges_the_settings_as_given(capsys):
     assert said[0] == said[1] and len(json.loads(said[0])["frontier"]) == 1
 
 
+def test_other_settings_that_are_as_fast_without_a_plan_are_in_the_verdict(capsys):
+    """The plan steps all groups on the device, which stock Megatron does without the option."""
+    wide = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --optimizer-cpu-offload".split()
+    assert main(["advise", "--hardware", "h200-nvlink", "--", *MODEL, *BATCH, *wide]) == 0
+    *_, add, take_out, said = capsys.readouterr().out.splitlines()
+    assert said.startswith("verdict: helps.") and "without a plan other settings are as fast: " in said
+    assert "--optimizer-cpu-offload" in take_out and "schedule" not in add
+
+
 def test_a_fused_loss_is_counted_and_stays_in_the_commands(capsys):
     times = []
     for words in ([], ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]):
