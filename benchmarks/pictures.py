@@ -114,25 +114,6 @@ def fit_truth(result: dict):
     return sorted_gaps(ratios, title, "chosen over the best of all, %")
 
 
-def fit_trained(result: dict):
-    """Iteration times of the chosen setting (the first) and its neighbours, measured and predicted; and bytes of their
-    control groups at their peak, with the limits."""
-    rows = result["rows"]
-    figure, (times, held) = figure_of(11, 1 + 0.3 * len(rows), 1, 2, sharey=True)
-    places = range(len(rows))
-    times.barh(places, [row["iteration_us"] / 1e3 for row in rows], color=[OURS, *[OTHER] * (len(rows) - 1)])
-    times.plot([row["us"] / 1e3 for row in rows], places, "kx", label="predicted")
-    times.set_yticks(places, [row["setting"] for row in rows], fontsize=7)
-    times.invert_yaxis()
-    times.set_xlabel("ms an iteration, median")
-    times.legend(fontsize=7)
-    held.barh(places, [row["peak_bytes"] / 1e6 for row in rows], color=LIGHT)
-    held.plot([row["limit_bytes"] / 1e6 for row in rows], places, "r|", ms=12, label="limit of the control group")
-    held.set_xlabel("MB of the process at its peak")
-    held.legend(fontsize=7)
-    return figure
-
-
 def verdict_truth(result: dict):
     """Intervals of gains beside the true gain, sorted by it; coloured by the answer."""
     figure, (axis,) = figure_of(7, 3.6)
@@ -323,7 +304,7 @@ def simulated_clusters(result: dict):
     return figure
 
 
-KINDS = (main_job, hot_path, planner_suite, fit_truth, fit_trained, verdict_truth, parity, robustness, strict_device)
+KINDS = (main_job, hot_path, planner_suite, fit_truth, verdict_truth, parity, robustness, strict_device)
 KINDS += (gpu, gpu_offload, peers, delayed_update, simulated_clusters, published_iterations)
 PICTURES = {function.__name__: function for function in KINDS}
 

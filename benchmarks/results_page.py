@@ -164,13 +164,6 @@ def fit_truth(result: dict) -> str:
     )
 
 
-def fit_trained(result: dict) -> str:
-    return (
-        f"the choice takes {result['chosen_over_fastest']:.2f} of the fastest of {result['trained']} settings; "
-        f"each has ended within the memory that `fit` counted for it, the fullest took {result['fullest']:.0%} of that"
-    )
-
-
 def gpu_offload(result: dict) -> str:
     """Of every line its fastest row, by size and number of micro-batches."""
     best: dict[tuple, dict] = {}
@@ -223,11 +216,6 @@ ROWS = {
     ),
     "fit_truth": Row(
         "Is what `fit` chooses the fastest of all settings, each planned in full?", "benchmarks/fit_truth.py", fit_truth
-    ),
-    "fit_trained": Row(
-        "The same trained on processors, and does what `fit` calls fitting fit?",
-        "sudo .venv/bin/python benchmarks/fit_trained.py",
-        fit_trained,
     ),
     "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
     "robustness": Row(
