@@ -58,6 +58,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     from megatron_ext.planner.fit.request import Request, ready
 
     gc.disable()  # many small objects, most of which stay
+    verb = click.get_current_context().info_name
     if picture:
         json_files.check_writable(picture)
     if out:
@@ -66,11 +67,11 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     request = Request(words=with_defaults(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
     problem = ready(request)
     if problem.passed_over:
-        click.echo(f"fit: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
+        click.echo(f"{verb}: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
     found = answer(request, problem)
     if len(request.words) > len(megatron_options):
         added = " ".join(request.words[len(megatron_options) :])
-        click.echo(f"fit: not given, taken to be Megatron's default: {added}", err=True)
+        click.echo(f"{verb}: not given, taken to be Megatron's default: {added}", err=True)
     if picture:
         from megatron_ext.report import fit_picture
 

@@ -72,7 +72,7 @@ def naming_files(cost_table: str, workload_path: str):
     try:
         yield
     except InputError as error:
-        if error.file is not None:
+        if error.file is not None or (error.field or "").startswith("--"):
             raise
         from megatron_ext.cost.cost_table import CostTable
 

@@ -280,7 +280,10 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
     if code == 2:  # the rank has said what is wrong; the others say or hide the same
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    _say(f"rank {first} (process {ranks[first].pid}) {how}; ending the other ranks")
+    memory = (
+        ". The kernel does so where memory runs out, or a limit of the container" if code == -signal.SIGKILL else ""
+    )
+    _say(f"rank {first} (process {ranks[first].pid}) {how}; ending the other ranks{memory}")
     return 1
 
 

@@ -15,6 +15,7 @@ import numpy
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operations import HostCopy
 from megatron_ext.measure.options import MIB
+from megatron_ext.runtime import cgroups
 from megatron_ext.runtime.objects import gather_objects
 
 ROUNDS, LEAST_SECONDS, MOST_SECONDS = 5, 0.5, 2.0
@@ -42,7 +43,7 @@ class CopyBack(HostCopy):
 
 def processors_of_rank(fabric: Fabric) -> int:
     """Processors of this rank's part of its node."""
-    share = (os.cpu_count() or 1) // fabric.options.node_size
+    share = cgroups.processors(os.cpu_count() or 1) // fabric.options.node_size
     return max(min(len(os.sched_getaffinity(0)), share), 1)
 
 

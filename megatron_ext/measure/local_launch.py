@@ -65,7 +65,7 @@ def found(messages: Iterable[dict], said: str, options: Options) -> dict:
         return known["result"]
     tail = said[-SHOWN_CHARACTERS:].strip()
     if TIME_IS_UP not in said:
-        raise RankFailed(f"a rank of the measurement failed: {tail}")
+        raise RankFailed(f"a rank of the measurement failed: {tail or 'it has left no word'}")
     what = known.get("what", "importing PyTorch, and meeting")
     print(f"in {what}:\n{tail}", file=sys.stderr)
     if not known.get("measures"):

@@ -189,14 +189,14 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
     Raises:
         InputError: Megatron or we refuse the options.
     """
-    from megatron_ext.megatron.describe_model import make_fake_world, only_fake_groups
+    from megatron_ext.megatron.describe_model import make_fake_world, only_fake_groups, size_without_tokenizer
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     make_fake_world(rank, world_size)
     chunks = []
     _stop_at_model(chunks)
     _leave_no_trace()
-
+    size_without_tokenizer()
     _parse_for_no_gpu(options)
     sys.argv = [str(script), *options]
     sys.path[:0] = list(dict.fromkeys((str(script.parent), str(tree))))

@@ -3,13 +3,15 @@
 import contextlib
 import importlib
 import importlib.util
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
+from megatron_ext.megatron import releases
 from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
@@ -50,6 +52,28 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
         parameters=tuple(parameters),
         layer_kinds=tuple(layer.kind for layer in layers),
     )
+
+
+def size_without_tokenizer() -> None:
+    """Let Megatron's script do with ``--vocab-size`` where the tokenizer cannot be read here: its size is all that a
+    model takes of it."""
+    with contextlib.suppress(ImportError):
+        global_vars = importlib.import_module("megatron.training.global_vars")
+        build = vars(global_vars)["_build_tokenizer"]
+
+        def built(args):
+            try:
+                return build(args)
+            except Exception as error:
+                if not args.vocab_size or args.tokenizer_type == "NullTokenizer":
+                    raise
+                said = f"cannot be read here ({one_line(str(error), 120)}); its size is taken to be --vocab-size"
+                said = f"--tokenizer-type = {args.tokenizer_type!r}: {said} {args.vocab_size}"
+                print(f"megatron-ext: {said}", file=sys.stderr)
+                args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size - releases.null_tokenizer_adds()
+                return build(args)
+
+        vars(global_vars)["_build_tokenizer"] = built
 
 
 def describe_options(args) -> Workload:

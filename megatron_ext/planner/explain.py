@@ -55,7 +55,7 @@ def _find(schedule: Schedule, group: str) -> int:
     found = [index for index, each in enumerate(schedule.groups) if group in each.parameters]
     if len(found) == 1:
         return found[0]
-    message = f"expected a group's number, 0 to {len(schedule.groups) - 1}, or the name of a parameter"
+    message = f"no such group; expected a number, 0 to {len(schedule.groups) - 1}, or the name of a parameter"
     if found:
         message = f"is a parameter of groups {', '.join(map(str, found))}, of different chunks: give a number"
     raise InputError(message, field="--explain", value=group)

@@ -101,7 +101,8 @@ def _parameters(chunk: Chunk) -> list[list[Parameter]]:
 def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> InputError:
     limit = workload.limits.device_bytes
     assert limit is not None
-    found, why = [(need, schedule) for need, schedule in (model.least for model in models) if schedule], ""
+    found = [(need, schedule) for need, schedule in (model.least for model in models) if schedule]
+    field, within, short_of = "device_bytes", "", "short"
     if found and min(need for need, _ in found) <= limit:
         free = replace(workload.limits, host_bytes=None, pinned_host_bytes=None)
         try:
@@ -112,16 +113,18 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
             return error
         least = [schedule for model in models if (schedule := model.solved("device", workload.limits))]
         found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in least]
-        why = " within the limits of host memory"
+        field = "host_bytes" if workload.limits.pinned_host_bytes is None else "pinned_host_bytes"
+        within, short_of = "within it ", f"more than limits.device_bytes = {limit}"
     if found:
         need, schedule = min(found, key=lambda item: item[0])
         rank, memory = _fullest(schedule, workload)
         if need > limit:
             return InputError(
-                f"cannot fit: pipeline rank {rank} holds at least {need} bytes ({kinds_text(memory.device_bytes)}){why}"
-                f" by groups of layers or large parameters, {need - limit} bytes short{advice}",
-                field="limits.device_bytes",
-                value=limit,
+                f"cannot fit: {within}pipeline rank {rank} holds at least {need} bytes on its device "
+                f"({kinds_text(memory.device_bytes)}) by groups of layers or large parameters, {need - limit} bytes "
+                f"{short_of}{advice}",
+                field=f"limits.{field}",
+                value=getattr(workload.limits, field),
             )
     return InputError("cannot fit: no route can bring every group within the limits", field="limits")
 

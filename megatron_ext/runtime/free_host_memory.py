@@ -6,13 +6,12 @@ Source: the kernel's documentation of cgroup v2 (memory.max, memory.current, mem
 """
 
 import resource
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.runtime import cgroups
 
 MEMINFO = Path("/proc/meminfo")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-CGROUP = Path("/sys/fs/cgroup")
 V2_NAMES = ("inactive_file", "active_file", "file_mapped", "file_dirty", "file_writeback")
 V1_NAMES = tuple(f"total_{name}" for name in ("inactive_file", "active_file", "mapped_file", "dirty", "writeback"))
 """In memory.stat of both versions: cached files, and those of them that have to stay for a while."""
@@ -52,16 +51,7 @@ def _machine(what: str) -> int | None:
 
 def _cgroups() -> list[tuple[int, int]]:
     """Limits on the process's cgroup and on all above it, of both versions, and what they hold."""
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        lines = []
-    found = []
-    for version, root in ((2, CGROUP), (1, CGROUP / "memory")):
-        # "0::/path", or "4:memory:/path": seen from a container the path may be one that is not mounted here.
-        paths = [line.split(":", 2)[2] for line in lines if ("memory" in line.split(":", 2)[1]) == (version == 1)]
-        own = PurePosixPath(paths[0].lstrip("/")) if paths and ".." not in paths[0] else PurePosixPath()
-        found += [_limit(root / place, version) for place in {own, *own.parents, PurePosixPath()}]
+    found = (_limit(place, version) for version, place in cgroups.places("memory"))
     return [pair for pair in found if pair is not None]
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.runtime import cgroups
+
 SYSTEM = Path("/sys")
 THREADS = Path("/proc/self/task")
 
@@ -25,9 +27,14 @@ def numbers(text: str) -> list[int]:
     return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
 
 
+def processors() -> int:
+    """How many processors this process may run on, or as many as the time is worth that its cgroups give."""
+    return cgroups.processors(len(os.sched_getaffinity(0)))
+
+
 def share() -> int:
     """Threads that this rank may use before it knows how many ranks there are besides it: as the launcher says."""
-    return max(len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
+    return max(processors() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
 def numa_nodes() -> int:
@@ -65,7 +72,7 @@ def bind(node: int | None) -> None:
 
 def of_rank(ranks: int) -> int:
     """Threads with which each of ``ranks`` ranks on this process's processors adds gradients and steps."""
-    threads = max(len(os.sched_getaffinity(0)) // ranks, 1)
+    threads = max(processors() // ranks, 1)
     return threads - threads // 8  # for the threads that issue, read and publish
 
 
@@ -79,17 +86,17 @@ def use(ranks: int) -> list[str]:
     Returns:
         What was changed, or what is missing; a line each.
     """
-    processors, before = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    own, before = processors(), torch.get_num_threads()
     lines, threads = [], of_rank(ranks)
-    if processors < ranks:
+    if own < ranks:
         lines.append(
-            f"{ranks} ranks share {processors} processors: what the host adds and steps takes up to "
-            f"{ranks / processors:.1f} times as long as with one for each"
+            f"{ranks} ranks share {own} processors: what the host adds and steps takes up to "
+            f"{ranks / own:.1f} times as long as with one for each"
         )
     if before < threads:
         torch.set_num_threads(threads)
         lines.append(
             f"the host adds gradients and steps with {threads} threads a rank; OMP_NUM_THREADS would have left it "
-            f"{before} of its {processors // ranks} processors"
+            f"{before} of its {own // ranks} processors"
         )
     return lines

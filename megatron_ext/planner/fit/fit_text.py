@@ -1,5 +1,7 @@
 """What ``fit`` found, on one screen and as one JSON object."""
 
+import shlex
+
 import msgspec
 
 from megatron_ext.formats import rank_memory
@@ -127,8 +129,10 @@ def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | 
 
 def as_text(found: Found, said: Answer) -> str:
     """One screen, with the answer at its end."""
-    commands = ["planned by:", *(f"    {command}" for command in found.commands())]
-    return "\n".join([*lines(found, said), "", *commands, "", *said.lines(found)])
+    words = shlex.join(found.words(*found.ours()))
+    commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
+    said_by = ["planned by:", *(f"    {command}" for command in commands)]
+    return "\n".join([*lines(found, said), "", *said_by, "", *said.lines(found)])
 
 
 def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:

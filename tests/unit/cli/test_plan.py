@@ -23,3 +23,5 @@ def test_a_directory_is_written_and_a_file_is_refused(tmp_path, capsys):
     assert list(schedules.load(tmp_path / "schedules")) == [2, 4]
     assert cli.main([*command, "--out", str(tmp_path / "w.json")]) == 2
     assert "expected a directory: " in capsys.readouterr().err
+    assert cli.main([*command, "--out", str(tmp_path / "schedules"), "--policy", "all-gpu", "--explain", "99"]) == 2
+    assert capsys.readouterr().err.startswith("megatron-ext: --explain = '99': no such group; ")

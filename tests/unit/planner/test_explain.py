@@ -89,7 +89,7 @@ def test_a_group_is_named_by_its_number_or_by_a_parameter(in_little_memory):
     name = found.schedule.groups[1].parameters[0]
     assert explain(found, name) == explain(found, "1")
     for wrong in ("nothing", str(len(found.schedule.groups)), "-1"):
-        with pytest.raises(InputError, match=rf"--explain = '{wrong}': expected a group's number, 0 to"):
+        with pytest.raises(InputError, match=rf"--explain = '{wrong}': no such group; expected a number, 0 to"):
             explain(found, wrong)
 
 

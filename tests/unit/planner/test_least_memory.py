@@ -116,6 +116,16 @@ def test_the_bytes_of_a_refusal_are_the_least_there_are():
     assert sum(map(int, re.findall(r"\d+", kinds))) == host  # all of it is the node's
 
 
+def test_a_refusal_names_the_limit_of_host_memory_that_is_short():
+    work, table = drawn(0)
+    device = min(device for device, _ in everything(work))
+    with pytest.raises(
+        InputError, match=rf"on its device .* bytes more than limits.device_bytes = {device}"
+    ) as refused:
+        plan(replace(work, limits=Limits(device_bytes=device, pinned_host_bytes=1)), table)
+    assert (refused.value.field, refused.value.value) == ("limits.pinned_host_bytes", 1)
+
+
 @pytest.mark.parametrize("seed", some(range(6), 3))
 def test_the_least_bytes_are_known_and_planned_without_the_solver(seed, monkeypatch):
     work, table = drawn(seed)

@@ -3,15 +3,15 @@
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import free_host_memory
+from megatron_ext.runtime import cgroups, free_host_memory
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 40 kB\n")
     monkeypatch.setattr(free_host_memory, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(free_host_memory, "CGROUP", tmp_path)
-    monkeypatch.setattr(free_host_memory, "OWN_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN", tmp_path / "cgroup")
     return tmp_path
 
 

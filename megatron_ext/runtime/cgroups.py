@@ -1,0 +1,37 @@
+"""The cgroups that this process is in, of both versions: what a container or a job of Slurm may use of the machine.
+
+Source: the kernel's documentation of cgroup v2 (cpu.max) and v1 (cpu.cfs_quota_us).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+OWN = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+
+
+def places(controller: str) -> Iterator[tuple[int, Path]]:
+    """Version and directory of the process's cgroup and of all above it, where ``controller`` may set limits."""
+    try:
+        lines = [line.split(":", 2)[1:] for line in OWN.read_text().splitlines()]
+    except OSError:
+        lines = []
+    for version, root in ((2, ROOT), (1, ROOT / controller)):
+        # "0::/path", or "4:memory:/path": seen from a container the path may be one that is not mounted here.
+        paths = [path for names, path in lines if (controller in names.split(",")) == (version == 1)]
+        own = PurePosixPath(paths[0].lstrip("/")) if paths and ".." not in paths[0] else PurePosixPath()
+        yield from ((version, root / place) for place in {own, *own.parents, PurePosixPath()})
+
+
+def processors(number: int) -> int:
+    """``number``, or as many processors as the time is worth that the cgroups give, if less; at least 1.
+
+    More threads than that are all stopped together for the rest of each period.
+    """
+    for version, place in places("cpu"):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        with contextlib.suppress(OSError, ValueError):  # not here; "max", and -1 of version 1: no limit
+            quota, period = map(int, " ".join((place / name).read_text() for name in names).split())
+            number = min(number, max(quota // period, 1)) if quota > 0 else number
+    return number
