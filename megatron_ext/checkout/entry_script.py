@@ -16,14 +16,11 @@ def look_at(tree: Path, script: Path) -> str:
         InputError: the script does not parse, or does not train by ``pretrain`` of ``megatron.training``.
     """
     try:
-        found = ast.parse(script.read_text())
+        found = ast.parse(script.read_bytes())  # in the encoding that it declares, whatever the locale
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"cannot be read as Python: {error}", file=script, field="--entry") from None
-    sources = {
-        node.module
-        for node in ast.walk(found)
-        if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == "pretrain" for alias in node.names)
-    }
+    imports = (node for node in ast.walk(found) if isinstance(node, ast.ImportFrom))
+    sources = {node.module or "." for node in imports if any(alias.name == "pretrain" for alias in node.names)}
     if any(source.startswith("megatron.training") for source in sources):
         return (
             f"{script}: trains by pretrain of {tree}/megatron/training, where the hooks are; it needs none of its own"

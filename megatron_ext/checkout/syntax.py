@@ -89,12 +89,8 @@ def tests_attribute(statement: ast.stmt, owner: str, *attributes: str) -> bool:
     """An ``if`` whose test reads every one of ``attributes`` of the name ``owner``."""
     if not isinstance(statement, ast.If):
         return False
-    read = {
-        n.attr
-        for n in ast.walk(statement.test)
-        if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == owner
-    }
-    return read >= set(attributes)
+    read = (node for node in ast.walk(statement.test) if isinstance(node, ast.Attribute))
+    return {n.attr for n in read if isinstance(n.value, ast.Name) and n.value.id == owner} >= set(attributes)
 
 
 def end_line(statement: ast.stmt) -> int:

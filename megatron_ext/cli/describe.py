@@ -54,9 +54,8 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
         described = _of_known_options(megatron_options)
     workload.save(out, described)
     memory = _stock_memory(described)
-    lines = [showing.text(described, out)]
-    for rank, held in enumerate(memory):
-        lines.append(f"memory rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}")
+    held_by = (f"rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}" for rank, held in enumerate(memory))
+    lines = [showing.text(described, out), *(f"memory {held}" for held in held_by)]
     if not described.counts_activations:
         lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
     most = max(held.device_total_bytes for held in memory) / 2**30

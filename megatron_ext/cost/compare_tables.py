@@ -93,8 +93,6 @@ def text(changes: dict) -> str:
     lines += [f"{part:26} {change:+8.1%}" for part, change in changes["figures"].items()]
     lines += [f"compute {name:18} {change:+8.1%}" for name, change in changes["compute"].items()]
     lines += [f"contention {name:34} {change:+8.1%}" for name, change in changes["contention"].items()]
-    for which, parts in changes["only"].items():
-        if parts:
-            lines.append(f"only in the {which}: {', '.join(parts)}")
+    lines += [f"only in the {which}: {', '.join(parts)}" for which, parts in changes["only"].items() if parts]
     lines += [f"environment: {line}" for line in changes["environment"]]
     return "\n".join(lines) or "nothing to compare"

@@ -14,6 +14,7 @@ from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, free_host_memory, lock_refused, shared_block
 from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.system_files import text_of
 
 SIZES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """Bytes of the block, by kind of device."""
@@ -89,12 +90,8 @@ def huge_pages(setting: Path) -> Finding:
 def pages_of_nodes(maps: Path, name: str) -> dict[int, int]:
     """By NUMA node, how many pages of the mappings whose name holds ``name`` lie there (numa(7)); empty where the
     system does not say."""
-    try:
-        lines = maps.read_text().splitlines()
-    except OSError:
-        return {}
     found: dict[int, int] = {}
-    for line in lines:
+    for line in text_of(maps).splitlines():
         if name in line:
             for word in line.split():
                 node, is_node, count = word.partition("=")

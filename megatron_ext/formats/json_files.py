@@ -114,12 +114,8 @@ def _choices_at(kind, field: str | None) -> list:
     """The values that a field of ``kind`` may have, where it may have only a few."""
     nodes = [msgspec.inspect.type_info(kind)]
     for name, index in _PATH.findall(field or ""):
-        nodes = [
-            found
-            for node in nodes
-            for found in _below(node, name, index)
-            for found in getattr(found, "types", (found,))
-        ]
+        below = [found for node in nodes for found in _below(node, name, index)]
+        nodes = [each for found in below for each in getattr(found, "types", (found,))]
     return [value for node in nodes for value in getattr(node, "values", ())]
 
 

@@ -271,11 +271,8 @@ class Measurement:
             if (name in ISSUED and size > self.fabric.arena_bytes) or (new and self._left_out(name, size, left)):
                 self.done += 1
                 continue
-            still = sum(
-                self._weight(visit)
-                for later in (self.visits[number][position:], *self.visits[number + 1 :])
-                for visit in later
-            )
+            later = (self.visits[number][position:], *self.visits[number + 1 :])
+            still = sum(self._weight(visit) for visits in later for visit in visits)
             often = SHORT_VISITS if number and (name, size) in self.short else 1
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)

@@ -205,12 +205,8 @@ class BuildingRun:
         self.own.ddps.append(ddp)
         if has_cuda():  # before host memory is made
             host_threads.bind(host_threads.numa_node(torch.device("cuda", torch.cuda.current_device())))
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        groups = {
-            index: group
-            for index, group in enumerate(self.schedule.groups)
-            if (group.pp_rank, group.model_chunk_id) == (pp_rank, chunk)
-        }
+        place, every = (parallel_state.get_pipeline_model_parallel_rank(), chunk), enumerate(self.schedule.groups)
+        groups = {index: group for index, group in every if (group.pp_rank, group.model_chunk_id) == place}
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         late_memory.tell_what_is_not_locked()
         checkpoint_states.install()

@@ -57,23 +57,23 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
 def size_without_tokenizer() -> None:
     """Let Megatron's script do with ``--vocab-size`` where the tokenizer cannot be read here: its size is all that a
     model takes of it."""
-    with contextlib.suppress(ImportError):
-        global_vars = importlib.import_module("megatron.training.global_vars")
-        build = vars(global_vars)["_build_tokenizer"]
+    names = vars(sys.modules.get("megatron.training.global_vars", sys))
+    build = names.get("_build_tokenizer")
 
-        def built(args):
-            try:
-                return build(args)
-            except Exception as error:
-                if not args.vocab_size or args.tokenizer_type == "NullTokenizer":
-                    raise
-                said = f"cannot be read here ({one_line(str(error), 120)}); its size is taken to be --vocab-size"
-                said = f"--tokenizer-type = {args.tokenizer_type!r}: {said} {args.vocab_size}"
-                print(f"megatron-ext: {said}", file=sys.stderr)
-                args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size - releases.null_tokenizer_adds()
-                return build(args)
+    def built(args):
+        assert build is not None  # else nothing calls this
+        try:
+            return build(args)
+        except Exception as error:
+            if not args.vocab_size:
+                raise
+            said = f"cannot be read here ({one_line(str(error), 120)}); its size is taken to be --vocab-size"
+            print(f"megatron-ext: --tokenizer-type: {said} {args.vocab_size}", file=sys.stderr)
+            args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size - releases.null_tokenizer_adds()
+            return build(args)
 
-        vars(global_vars)["_build_tokenizer"] = built
+    if build is not None:
+        names["_build_tokenizer"] = built
 
 
 def describe_options(args) -> Workload:

@@ -194,11 +194,8 @@ class Annealing:
         given_up: list[int] = []
         while max(whole := rank.whole_bytes(kept)) > rank.limit:  # ends: each turn takes one from kept or returns
             over = next(use for use, size in enumerate(whole) if size > rank.limit) - 1
-            others = [
-                number
-                for number in kept - rank.fixed - set(mine)
-                if rank.gaps[number].after < over < rank.gaps[number].use
-            ]
+            free, gaps = kept - rank.fixed - set(mine), rank.gaps
+            others = [number for number in free if gaps[number].after < over < gaps[number].use]
             if not others:
                 return None
             given_up.append(self.random.choice(sorted(others)))

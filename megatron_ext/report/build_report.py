@@ -1,7 +1,6 @@
 """From the files of a run to the figures of its report."""
 
 from collections import Counter
-from collections.abc import Sequence
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
@@ -143,20 +142,16 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
             "measured": _links_busy(run, windows),
             "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),
         },
-        hidden=_hidden(run, windows, ours.events),
+        hidden={
+            "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
+            "simulated": hidden(ours.events, *_grouped(run)),
+        },
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
 def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
     return run.workload.parallel, run.schedule.groups
-
-
-def _hidden(run: RunDir, windows: list[Window], simulated: Sequence[Event]) -> dict[str, dict[str, Hidden]]:
-    return {
-        "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
-        "simulated": hidden(simulated, *_grouped(run)),
-    }
 
 
 def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:

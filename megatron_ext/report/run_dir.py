@@ -111,8 +111,10 @@ def load_measured(directory) -> TracedRun:
         InputError: as :func:`load`.
     """
     path = Path(directory)
-    trace = path / READ["scheduled_trace"]
-    if os.path.exists(path / READ["scheduled_metrics"]) or not os.path.exists(trace):  # a name may be too long
+    trace, has_metrics = path / READ["scheduled_trace"], os.path.exists(path / READ["scheduled_metrics"])
+    if os.path.isdir(path) and not has_metrics and not os.path.exists(trace):  # a name may be too long
+        raise InputError(f"holds no measured run: train with --user-defined-schedule-trace {trace}", file=path)
+    if has_metrics or not os.path.exists(trace):
         return load(directory)
     table, workload, schedule = _load_planned(path)
     return TracedRun(path, table, workload, schedule, MeasuredTrace(trace, workload.parallel))

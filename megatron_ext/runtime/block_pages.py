@@ -32,6 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ext.runtime import host_threads
+from megatron_ext.runtime.system_files import text_of
 
 STATUS = Path("/proc/self/status")
 
@@ -51,12 +52,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to 
 
 def memory_nodes() -> list[int]:
     """Numbers of the NUMA nodes whose memory this process may use; empty where the system does not say."""
-    try:
-        lines = STATUS.read_text().splitlines()
-    except OSError:
-        return []
-    text = next((line.partition(":")[2].strip() for line in lines if line.startswith("Mems_allowed_list:")), "")
-    return host_threads.numbers(text)
+    lines = (line.partition(":") for line in text_of(STATUS).splitlines())
+    return host_threads.numbers(next((said for name, _, said in lines if name == "Mems_allowed_list"), ""))
 
 
 def private(size: int, *, wiped: bool = True) -> mmap.mmap:

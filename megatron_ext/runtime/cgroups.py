@@ -7,16 +7,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from megatron_ext.runtime.system_files import text_of
+
 OWN = Path("/proc/self/cgroup")
 ROOT = Path("/sys/fs/cgroup")
 
 
 def places(controller: str) -> Iterator[tuple[int, Path]]:
     """Version and directory of the process's cgroup and of all above it, where ``controller`` may set limits."""
-    try:
-        lines = [line.split(":", 2)[1:] for line in OWN.read_text().splitlines()]
-    except OSError:
-        lines = []
+    lines = [line.split(":", 2)[1:] for line in text_of(OWN).splitlines()]
     for version, root in ((2, ROOT), (1, ROOT / controller)):
         # "0::/path", or "4:memory:/path": seen from a container the path may be one that is not mounted here.
         paths = [path for names, path in lines if (controller in names.split(",")) == (version == 1)]
@@ -31,7 +30,7 @@ def processors(number: int) -> int:
     """
     for version, place in places("cpu"):
         names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        with contextlib.suppress(OSError, ValueError):  # not here; "max", and -1 of version 1: no limit
-            quota, period = map(int, " ".join((place / name).read_text() for name in names).split())
+        with contextlib.suppress(ValueError):  # not here, or "max"; -1 of version 1 is no limit either
+            quota, period = map(int, " ".join(text_of(place / name) for name in names).split())
             number = min(number, max(quota // period, 1)) if quota > 0 else number
     return number

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import cgroups
+from megatron_ext.runtime.system_files import text_of
 
 MEMINFO = Path("/proc/meminfo")
 V2_NAMES = ("inactive_file", "active_file", "file_mapped", "file_dirty", "file_writeback")
@@ -42,11 +43,8 @@ def require(need_bytes: int, what: str) -> None:
 
 
 def _machine(what: str) -> int | None:
-    try:
-        lines = MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:")), None)
+    words = (line.split() for line in text_of(MEMINFO).splitlines())
+    return next((int(said) * 1024 for name, said, *_ in words if name == f"{what}:"), None)
 
 
 def _cgroups() -> list[tuple[int, int]]:
@@ -57,20 +55,14 @@ def _cgroups() -> list[tuple[int, int]]:
 
 def _limit(place: Path, version: int) -> tuple[int, int] | None:
     names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    try:
-        limit, used = ((place / name).read_text().strip() for name in names)
-    except OSError:
-        return None
+    limit, used = (text_of(place / name).strip() for name in names)
     # The kernel gives up cached files before it refuses memory.
-    return (int(limit), int(used) - _cached_files(place, version)) if limit.isdecimal() else None
+    return (int(limit), int(used) - _cached_files(place, version)) if limit.isdecimal() and used else None
 
 
 def _cached_files(place: Path, version: int) -> int:
     """Bytes of files in memory that nobody has used lately, or that nobody has mapped or still has to write."""
     names = V2_NAMES if version == 2 else V1_NAMES
-    try:
-        pairs = (line.split() for line in (place / "memory.stat").read_text().splitlines())
-        inactive, active, *kept = map({pair[0]: int(pair[1]) for pair in pairs}.get, names)
-    except OSError:
-        return 0
+    pairs = (line.split() for line in text_of(place / "memory.stat").splitlines())
+    inactive, active, *kept = map({pair[0]: int(pair[1]) for pair in pairs}.get, names)
     return max(inactive or 0, (inactive or 0) + (active or 0) - sum(size or 0 for size in kept))

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_ext.runtime import cgroups
+from megatron_ext.runtime.system_files import text_of
 
 SYSTEM = Path("/sys")
 THREADS = Path("/proc/self/task")
@@ -39,10 +40,7 @@ def share() -> int:
 
 def numa_nodes() -> int:
     """How many NUMA nodes the machine has; 1 where the system does not say."""
-    try:
-        return max(len(numbers((SYSTEM / "devices/system/node/online").read_text())), 1)
-    except OSError:
-        return 1
+    return max(len(numbers(text_of(SYSTEM / "devices/system/node/online"))), 1)
 
 
 def numa_node(device: torch.device) -> int | None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from types import FrameType
 
 from megatron_ext.launch.launcher import PEER_LOST_CODE
@@ -140,13 +141,10 @@ def state_of(executor: Executor) -> list[str]:
 
 
 def state_of_threads() -> list[str]:
-    """Where every thread is, the innermost frame first; one line each."""
-    frames = sys._current_frames()
-    return [
-        f"thread {thread.name}: {_stack(frames[thread.ident])}"
-        for thread in threading.enumerate()
-        if thread.ident in frames
-    ]
+    """Where every thread is, the innermost frame first; a line for all that are alike, as those that move blocks."""
+    frames, known = sys._current_frames(), threading.enumerate()
+    said = Counter(f"thread {one.name}: {_stack(frames[one.ident])}" for one in known if one.ident in frames)
+    return [line if number == 1 else f"{number} x {line}" for line, number in said.items()]
 
 
 def _stack(frame: FrameType) -> str:

@@ -51,14 +51,9 @@ def in_order(entry):
 
 def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
     """Bytes of one NVMe staging slot of ``pp_rank``; 0 where it stages nothing."""
-    staged = [
-        schedule.groups[entry.group].bytes
-        for entry in schedule.publish
-        if ON_DRIVE in entry.to and schedule.groups[entry.group].pp_rank == pp_rank
-    ]
-    if not staged:
-        return 0
-    return schedule.limits.nvme_slot_bytes or max(staged)
+    published = (schedule.groups[entry.group] for entry in schedule.publish if ON_DRIVE in entry.to)
+    staged = [group.bytes for group in published if group.pp_rank == pp_rank]
+    return (schedule.limits.nvme_slot_bytes or max(staged)) if staged else 0
 
 
 def pinned_host_bytes(schedule: Schedule) -> list[int]:

@@ -100,10 +100,8 @@ def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row:
 
 
 def _column(rank: Rank, groups) -> list[str]:
-    rows = [action_text(rank.start, -1, groups)]
-    for index, entry in enumerate(rank.steps):
-        rows.append(f"{entry.step} {action_text(entry, index, groups)}".rstrip())
-    return rows
+    steps = (f"{entry.step} {action_text(entry, index, groups)}" for index, entry in enumerate(rank.steps))
+    return [action_text(rank.start, -1, groups), *map(str.rstrip, steps)]
 
 
 def summary(schedule: Schedule) -> str:

@@ -53,9 +53,7 @@ class Slowdowns:
             return 0.0
         names = (KINDS[measured], KINDS[busy])
         rows = [row.slowdown for row in self._table.contention if (row.measured, row.busy) == names]
-        if not rows:
-            return self.excess(measured, 0)[busy]
-        return max(min(rows) - 1.0, 0.0)
+        return max(min(rows) - 1.0, 0.0) if rows else self.excess(measured, 0)[busy]
 
     def _slowdown(self, measured: str, busy: str, size_bytes: int) -> float:
         if (measured, busy) in self._shared:

@@ -279,5 +279,6 @@ def test_a_killed_rank_ends_the_measurement(capfd):
     with pytest.raises(RankFailed):
         measure(Options(**QUICK))
     killer.join()
-    assert "was ended by SIGKILL; ending the other ranks. The kernel does so where memory runs out" in capfd.readouterr().err
+    said = "was ended by SIGKILL; ending the other ranks. The kernel does so where memory runs out"
+    assert said in capfd.readouterr().err
     assert rank_processes(os.getpid()) == []

@@ -133,7 +133,9 @@ def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
     assert calibrate(traced).factors == whole.factors
     assert traced.iteration_us[2:5] == pytest.approx(run.iteration_us[2:5], rel=0.05)
     (run.path / "scheduled.trace.json").unlink()
-    with pytest.raises(InputError, match="scheduled.metrics.json"):
+    with pytest.raises(
+        InputError, match="no measured run: train with --user-defined-schedule-trace .*/scheduled.trace.json"
+    ):
         report.load_measured(run.path)
 
 

@@ -31,3 +31,15 @@ def test_a_lost_peer_ends_a_process_that_is_not_ending_itself(monkeypatch, capfd
     watching.close()
     assert codes == ([] if ending else [PEER_LOST_CODE] * len(codes)) and bool(codes) is not ending
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_threads_that_are_alike_share_a_line():
+    go_on = threading.Event()
+    idle = [threading.Thread(target=go_on.wait, name="idle") for _ in range(3)]
+    for thread in idle:
+        thread.start()
+    said = [line for line in watch.state_of_threads() if "idle" in line]
+    go_on.set()
+    for thread in idle:
+        thread.join()
+    assert len(said) == 1 and said[0].startswith("3 x thread idle: wait (")
