@@ -59,13 +59,15 @@ def filesystem(directory) -> str:
 
 
 def refuse_no_drive(directory, option: str = OPTION, *, memory: bool = False) -> None:
-    """Raises InputError where there is no such directory, or where it is in memory and that is not taken.
+    """Raises InputError where there is no such directory, it is not writable, or in memory and that is not taken.
 
     Args:
         option: by which the directory was given.
     """
     if not os.path.isdir(directory):
         raise InputError("is no directory", field=option, value=str(directory))
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise InputError("cannot be written: read-only, or not by this user", field=option, value=str(directory))
     if not memory and (kind := filesystem(directory)) in MEMORY_FILESYSTEMS:
         raise InputError(f"is on {kind}: that is memory, not a drive", field=option, value=str(directory))
 

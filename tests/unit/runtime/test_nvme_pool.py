@@ -92,6 +92,12 @@ def test_a_drive_that_is_full_is_refused_before_training(directory, monkeypatch)
     assert os.listdir(directory) == []
 
 
+def test_a_drive_that_is_read_only_is_refused_where_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="--nvme-path = .*: cannot be written: read-only, or not by this user"):
+        drive.refuse_no_drive(tmp_path, "--nvme-path")
+
+
 def test_memory_is_no_drive():
     if drive.filesystem("/dev/shm") not in drive.MEMORY_FILESYSTEMS:
         pytest.fail("/dev/shm is expected to be in memory on Linux")
