@@ -4,6 +4,7 @@ Each of its steps keeps what lies there and still matches.
 """
 
 import os
+import shlex
 from pathlib import Path
 
 import click
@@ -250,7 +251,7 @@ def prepare(
         more, last = fit_text.as_prepared(found, answer, judged, os.path.dirname(schedule), by)
     lines = [*judged.said, *more]
     if not steps.patched:
-        lines += ["patch the checkout:", f"    megatron-ext patch apply {checkout}"]
+        lines += ["patch the checkout:", f"    megatron-ext patch apply {shlex.quote(checkout)}"]
     paths = {"workload": steps.workload_path, "cost_table": steps.table_path, "schedule": steps.schedule_path}
     figures: dict[str, object] = {name: str(path) for name, path in paths.items()}
     figures |= {"kept": steps.kept, "patched": steps.patched, "verdict": judged.text}

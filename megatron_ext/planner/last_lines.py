@@ -1,6 +1,7 @@
 """The last lines of every verb that says whether a plan helps: a reader looks at the end first."""
 
 from collections.abc import Sequence
+from shlex import quote
 from typing import NamedTuple
 
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -47,9 +48,9 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
 
 
 def training_by(path: object, schedule: Schedule, drive: object = None) -> str:
-    """Options that train by ``schedule``, which is at ``path``; ``drive``: the directory there, where it is known."""
-    at = f" --user-defined-schedule-nvme-path {drive or 'DIRECTORY'}" if schedule.uses_drive else ""
-    return f"--user-defined-schedule {path}{at}"
+    """Options, for a shell, that train by ``schedule``, which is at ``path``; ``drive``: the directory there."""
+    at = f" --user-defined-schedule-nvme-path {quote(str(drive or 'DIRECTORY'))}" if schedule.uses_drive else ""
+    return f"--user-defined-schedule {quote(str(path))}{at}"
 
 
 def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megatron_ext.formats.facts import CAUTION, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
-from megatron_ext.planner.last_lines import Run, last_lines
+from megatron_ext.planner.last_lines import Run, last_lines, training_by
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
@@ -217,9 +217,11 @@ def ending(report: Report) -> list[str]:
     host_bytes = None if by_schedules or not without else without[0].host_bytes
     runs = [planned._replace(iteration_time_us=ours, by="measured by this schedule")]
     runs.append(Run(f"measured by {compared_with(report)}", stock, host_bytes))
-    file = report.run.file("schedule") if ours < stock else report.run.path / GATHERS_ONLY
+    plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
+    name, schedule = plans[ours < stock]
     needed = by_schedules or (report.verdict.is_needed and ours < stock)
-    return last_lines(verdict_line(report), runs, add=f"--user-defined-schedule {file}" if needed else "")
+    add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""
+    return last_lines(verdict_line(report), runs, add=add)
 
 
 def links_lines(report: Report) -> list[str]:

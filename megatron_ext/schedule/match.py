@@ -87,12 +87,8 @@ def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
     Raises:
         InputError: with both numbers.
     """
-    named = {
-        (group.pp_rank, group.model_chunk_id, found[1])
-        for group in schedule.groups
-        for found in map(_LAYER.search, group.parameters)
-        if found
-    }
+    searched = ((group, _LAYER.search(name)) for group in schedule.groups for name in group.parameters)
+    named = {(group.pp_rank, group.model_chunk_id, found[1]) for group, found in searched if found}
     if named and len(named) != layers:
         why = f"the schedule is for {len(named)} layers, the model has {layers}; run describe and plan with this"
         raise InputError(f"{why} training's options", file=file)

@@ -131,8 +131,8 @@ def as_text(found: Found, said: Answer) -> str:
     """One screen, with the answer at its end."""
     words = shlex.join(found.words(*found.ours()))
     commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
-    said_by = ["planned by:", *(f"    {command}" for command in commands)]
-    return "\n".join([*lines(found, said), "", *said_by, "", *said.lines(found)])
+    said_by = (f"    {command}" for command in commands)
+    return "\n".join([*lines(found, said), "", "planned by:", *said_by, "", *said.lines(found)])
 
 
 def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
@@ -140,8 +140,8 @@ def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: st
     train by the schedule."""
     after = "after the run ask whether other settings are faster by what it measured:"
     add, take_out = found.launch_of(found.fit.winner.setting)
-    options = f"{as_words(add)} {by}"
-    options += f" --user-defined-schedule-trace {directory}/scheduled.trace.json"
+    trace, directory = (shlex.quote(f"{directory}{name}") for name in ("/scheduled.trace.json", ""))
+    options = f"{as_words(add)} {by} --user-defined-schedule-trace {trace}"
     said = [*lines(found, answer), "", after, f"    megatron-ext report {directory}"]
     return said, last_lines(judged.conclusion, judged.runs, add=options.strip(), take_out=" ".join(take_out))
 

@@ -21,7 +21,7 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     cost.save(paths["t"], make_table(work, **WHOLE))
     files = ["--workload", paths["w"], "--cost-table", paths["t"], "--out", paths["s"]]
     assert cli.main(["plan", *files, "--explain", "no.such.parameter"]) == 2
-    assert "--explain = 'no.such.parameter': expected a group's number" in capsys.readouterr().err
+    assert "--explain = 'no.such.parameter': no such group" in capsys.readouterr().err
     assert cli.main(["plan", *files, "--json", "--explain", "0"]) == 0
     out, error = capsys.readouterr()
     explained = json.loads(out)["explained"]["0"]

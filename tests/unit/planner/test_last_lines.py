@@ -1,6 +1,8 @@
 """The end of every answer: the fastest that fits, what it holds, what to change, the verdict."""
 
-from megatron_ext.planner.last_lines import Run, last_lines, short_of
+from types import SimpleNamespace
+
+from megatron_ext.planner.last_lines import Run, last_lines, short_of, training_by
 
 GIB = 1 << 30
 
@@ -22,3 +24,8 @@ def test_the_fastest_that_fits_is_first_and_its_host_memory_is_said():
 
 def test_what_fits_is_not_refused():
     assert short_of(5, 5) == short_of(5, None) == "" and short_of(6, 5)
+
+
+def test_what_is_to_be_added_can_be_given_to_a_shell():
+    said = training_by("my runs/s.json", SimpleNamespace(uses_drive=True), "/mnt/a drive")
+    assert said == "--user-defined-schedule 'my runs/s.json' --user-defined-schedule-nvme-path '/mnt/a drive'"

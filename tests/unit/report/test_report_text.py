@@ -94,22 +94,18 @@ def test_a_limit_on_one_of_both_runs_is_said_in_the_verdict_s_line():
 
 
 def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
-    rule = SimpleNamespace(metadata=SimpleNamespace(planner="gathers-only"))
+    rule = SimpleNamespace(metadata=SimpleNamespace(planner="gathers-only"), uses_drive=True)
     report = SimpleNamespace(
         verdict=SimpleNamespace(conclusion="helps", runs=(Run("this schedule", 90.0, 1 << 30),), is_needed=True),
         measured_ratio=None,
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=SimpleNamespace(scheduled=90.0),
         run=SimpleNamespace(
-            gathers_only=rule,
-            turn_iterations=None,
-            path=Path("runs/x"),
-            file=lambda name: name,
-            scheduled=FREE,
-            stock=FREE,
+            gathers_only=rule, schedule=None, turn_iterations=None, path=Path("runs/x"), scheduled=FREE, stock=FREE
         ),
     )
     fastest, host, add, _ = ending(report)
     assert fastest.startswith("fastest: 0.100 ms, measured by the best plan by all-gathers alone")
     assert host == "host memory: not known"
-    assert add == "add: --user-defined-schedule runs/x/gathers_only.schedule.json"
+    drive = "--user-defined-schedule-nvme-path DIRECTORY"
+    assert add == f"add: --user-defined-schedule runs/x/gathers_only.schedule.json {drive}"
