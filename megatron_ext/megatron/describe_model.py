@@ -57,11 +57,12 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
 def size_without_tokenizer() -> None:
     """Let Megatron's script do with ``--vocab-size`` where the tokenizer cannot be read here: its size is all that a
     model takes of it."""
-    names = vars(sys.modules.get("megatron.training.global_vars", sys))
-    build = names.get("_build_tokenizer")
+    module = sys.modules.get("megatron.training.global_vars")
+    if module is None:  # no script of Megatron's
+        return
+    build = vars(module)["_build_tokenizer"]
 
     def built(args):
-        assert build is not None  # else nothing calls this
         try:
             return build(args)
         except Exception as error:
@@ -72,8 +73,7 @@ def size_without_tokenizer() -> None:
             args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size - releases.null_tokenizer_adds()
             return build(args)
 
-    if build is not None:
-        names["_build_tokenizer"] = built
+    vars(module)["_build_tokenizer"] = built
 
 
 def describe_options(args) -> Workload:
