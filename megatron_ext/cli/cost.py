@@ -128,11 +128,13 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
     if found.left:
         lines.append(f"{NOT_CORRECTED}: {', '.join(found.left)}. A verdict by the corrected table rests on both")
+    if found.moving:
+        lines.append(f"not settled: {', '.join(found.moving)}. Plan, train and calibrate again by the corrected table")
     lines.append(
         f"the run's iteration time was predicted {found.error_before:+.1%} off, by the corrected table "
         f"{found.error_after:+.1%}; wrote {path}"
     )
-    figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left}
+    figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left, "not_settled": found.moving}
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 
 

@@ -9,8 +9,9 @@ A reduce that waits for its slowest rank counts as the run has met it.
 Reads and writes of optimizer states on a drive are corrected alike. Of Megatron's optimizer step that is corrected
 which is not in the run's own steps of groups. Of a reduce a run records how long it is waited for: what that differs by
 is the reduce's. Where compute hides it, and the waits are shorter than what any curve may be off by, it is left alone.
-Links slow each other down, so one call may not be enough: calibrate, plan and run again until the error is that of the
-machine.
+Links slow each other down, and compute that hides a part of a reduce hides the same part of a longer one. So the run is
+simulated on the corrected table, and this is corrected again, until no figure moves. The next plan may show figures of
+which this run said nothing: calibrate, plan and run again until the error is that of the machine.
 """
 
 from collections import defaultdict
@@ -54,6 +55,9 @@ CURVES = {
 MOST = 100.0
 """No figure is moved by more than this factor at once: the run was then not one of this table."""
 
+ROUNDS, SETTLED = 6, 0.01
+"""How often a table is corrected by one run at most, and by what a factor of the last time may be off."""
+
 NOT_CORRECTED = "not corrected by the run, which does not use it, record it or wait for it"
 """A plan by the corrected table weighs what was corrected against this."""
 
@@ -63,11 +67,12 @@ Times = dict[tuple[str, int, int], float]
 
 class Calibrated(NamedTuple):
     """``factors``: by figure of the table, what it was multiplied by; ``left``: curves of the table that the run says
-    nothing of; errors: predicted over measured iteration time, less one."""
+    nothing of; ``moving``: figures that did not settle; errors: predicted over measured iteration time, less one."""
 
     table: CostTable
     factors: dict[str, float]
     left: tuple[str, ...]
+    moving: tuple[str, ...]
     error_before: float
     error_after: float
 
@@ -92,17 +97,24 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
         result = evaluate(run.workload, by, run.schedule, trace=True, extrapolate=extrapolate)
         return _times(result.events or (), run), result.iteration_time_us
 
-    predicted, before_us = simulated(given)
-    _count_alike(measured, predicted, run.workload, Timing(run.workload, given, extrapolate=extrapolate))
-    factors = _factors(measured, predicted)
+    made, factors, predicted_us, found = given, Times(), list[float](), Times()
+    for number in range(ROUNDS + 1):
+        predicted, us = simulated(made)
+        predicted_us.append(us)
+        found = _factors(measured, predicted, run.workload, Timing(run.workload, made, extrapolate=extrapolate))
+        if number:  # compute is corrected by chunk, where the table may have one row for all
+            found = {key: by for key, by in found.items() if key[1] < 0 and abs(by - 1) > SETTLED}
+        if not found or number == ROUNDS:
+            break
+        factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
+        made = _scaled(given, factors)
     if not factors:
         raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
     left = tuple(curve for curve in others if has_points(cost.part_named(given, curve)))
-    made = _scaled(given, factors, left)
-    after_us = simulated(made)[1]
-    named = {_name(*key): factor for key, factor in sorted(factors.items())}
-    return Calibrated(made, named, left, before_us / measured_us - 1, after_us / measured_us - 1)
+    named, moving = ({_name(*key): by for key, by in sorted(each.items())} for each in (factors, found))
+    before, *_, after = (us / measured_us - 1 for us in predicted_us)
+    return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
 
 
 def _times(events: Iterable[Event], run: TracedRun) -> Times:
@@ -122,8 +134,10 @@ def _times(events: Iterable[Event], run: TracedRun) -> Times:
     return {key: us / len(ranks[key[1]]) for key, us in found.items()}
 
 
-def _count_alike(measured: Times, predicted: Times, workload: Workload, timing: Timing) -> None:
-    """Of the optimizer, all of the curve's time; of a reduce that is not recorded, what the waits for it tell."""
+def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timing) -> Times:
+    """Measured over simulated: of compute by chunk, of other parts the mean over pipeline ranks. Of the optimizer, of
+    all of the curve's time; of a reduce that is not recorded, by what the waits for it tell."""
+    measured, predicted = measured.copy(), predicted.copy()
     for pp_rank in range(workload.parallel.pp):
         step, reduce, wait = ((part, pp_rank, 0) for part in (OPTIMIZER, "reduce", "reduce_wait"))
         if step in predicted:
@@ -133,10 +147,6 @@ def _count_alike(measured: Times, predicted: Times, workload: Workload, timing: 
         us, waits = predicted.get(reduce, 0.0), (measured.get(wait, 0.0), predicted.get(wait, 0.0))
         if wait in measured and reduce not in measured and max(waits) > SYSTEMATIC * us:
             measured[reduce] = us + waits[0] - waits[1]
-
-
-def _factors(measured: Times, predicted: Times) -> Times:
-    """Measured over simulated: of compute by chunk, of other parts the mean over pipeline ranks."""
     both = {key: (measured[key], us) for key, us in predicted.items() if us > 0 and measured.get(key, 0.0) > 0}
     sums: defaultdict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (part, pp_rank, chunk), (theirs, ours) in both.items():
@@ -144,22 +154,24 @@ def _factors(measured: Times, predicted: Times) -> Times:
         if key[1] >= 0 or part in CURVES:
             sums[key][0] += theirs
             sums[key][1] += ours
-    return {key: min(max(theirs / ours, 1 / MOST), MOST) for key, (theirs, ours) in sums.items()}
+    return {key: theirs / ours for key, (theirs, ours) in sums.items()}
 
 
 def _name(part: str, pp_rank: int, chunk: int) -> str:
     return CURVES[part] if pp_rank < 0 else f"compute.{part} of rank {pp_rank}, chunk {chunk}"
 
 
-def _scaled(table: CostTable, factors: Times, left: tuple[str, ...]) -> CostTable:
-    by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
-
-    told = ", ".join(f"{_name(*key)} x {factor:.3g}" for key, factor in sorted(factors.items()))
+def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> CostTable:
+    told = ", ".join(f"{name} x {factor:.3g}" for name, factor in named.items())
     notes = (f"calibrated by a run: {told}", *((f"{NOT_CORRECTED}: {', '.join(left)}",) if left else ()))
-    metadata = replace(table.metadata, notes=(*table.metadata.notes, *notes))
+    return replace(table, metadata=replace(table.metadata, notes=(*table.metadata.notes, *notes)))
+
+
+def _scaled(table: CostTable, factors: Times) -> CostTable:
+    by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
     # Of the host's step the run made its own; Megatron's is in the optimizer's.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
-    return cost.check(replace(made, metadata=metadata, routes=scaled_routes(table, made, by_curve)))
+    return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
 
 
 def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:

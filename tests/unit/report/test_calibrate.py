@@ -100,7 +100,7 @@ def test_the_error_falls_to_nothing_by_running_and_calibrating(tmp_path):
         errors.append(abs(found.error_before))
         table = found.table
     errors.append(abs(found.error_after))
-    assert errors[0] > 0.3 and errors[1] < 0.05 and errors[-1] < 0.015
+    assert errors[0] > 0.3 and errors[1] < 0.005 and errors[-1] < 0.002
     assert {"routes.gpu", "routes.cpu", "publish.cpu", "reduce", "optimizer"} < set(found.factors)
     assert all(
         row.forward_us == pytest.approx(truth.forward_us, rel=0.02) for row, truth in zip(table.compute, TRUTH.compute)
@@ -171,12 +171,23 @@ def test_a_reduce_that_compute_hides_is_not_corrected():
     assert "it, record it or wait for it" in found.table.metadata.notes[-1]
 
 
-def test_a_reduce_is_corrected_by_the_waits_for_it():
-    run = run_of_reduces(600.0, 300.0)
+@pytest.mark.parametrize("in_the_table_us", [300.0, 20.0, 1000.0])
+def test_a_reduce_is_corrected_by_the_waits_for_it(in_the_table_us):
+    """Compute hides a part, of one of 20 us most."""
+    run = run_of_reduces(600.0, in_the_table_us)
     first = calibrate(run, extrapolate=True)
     again = calibrate(run, first.table, extrapolate=True)
-    assert first.factors["reduce"] == pytest.approx(2.0, rel=0.1)  # the compute hides a part
-    assert first.error_before < -0.2 and abs(first.error_after) < 0.06 and abs(again.error_after) < 0.01
+    assert first.factors["reduce"] == pytest.approx(600.0 / in_the_table_us, rel=0.02) and not first.moving
+    assert abs(first.error_before) > 0.05 and abs(first.error_after) < 0.01 and abs(again.error_after) < 0.002
+
+
+def test_a_reduce_that_one_run_tells_too_little_of_is_named(monkeypatch, capsys, tmp_path):
+    """Of eight, the last is waited for: the waits say little of how long one takes."""
+    run = run_of_reduces(150.0, 20.0)
+    assert calibrate(run, extrapolate=True).moving == ("reduce",)
+    monkeypatch.setattr(report, "load_measured", lambda path: run)
+    assert cli.main(["cost", "calibrate", "x", "--out", str(tmp_path / "t.json"), "--extrapolate"]) == 0
+    assert "not settled: reduce. Plan, train and calibrate again" in capsys.readouterr().out
 
 
 def test_a_copy_from_a_staging_slot_has_the_factor_of_copies():
