@@ -198,10 +198,14 @@ def verdict_line(report: Report) -> str:
     limits = [_limit_text(run.host_limit_bytes) for run in (report.run.scheduled, report.run.stock)]
     if limits[0] != limits[1]:
         line += f"; measured {limits[0]}, {_whose(report)} {limits[1]}"
-    predicted = ours.median_us / report.predicted_iteration_time_us.scheduled
-    if predicted > MUCH_LONGER:
-        line += f"; it took {predicted:.2f} times the predicted time"
-        line += f". {LIMIT_UNKNOWN}" if report.run.workload.limits.host_bytes is not None else ""
+    pairs = zip(report.iteration_time_us, report.predicted_iteration_time_us)
+    others, by = (spread.median_us / predicted_us for spread, predicted_us in pairs)
+    if by > MUCH_LONGER:
+        line += f"; it took {by:.2f} times the predicted time, {_whose(report)} {others:.2f} times its own"
+        if limits[0] != limits[1] and report.run.stock.host_limit_bytes is None and by < MUCH_LONGER * others:
+            line += ", without a limit: the limit is little of it"
+        elif report.run.workload.limits.host_bytes is not None:
+            line += f". {LIMIT_UNKNOWN}"
     return line
 
 

@@ -52,7 +52,9 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
 FREE, HELD = SimpleNamespace(host_limit_bytes=None), SimpleNamespace(host_limit_bytes=1250 << 20)
 
 
-def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iterations=None, scheduled=FREE):
+def verdict_of(
+    ours_us, predicted_us, ratio=None, host_bytes=None, turn_iterations=None, scheduled=FREE, stock_predicted_us=100.0
+):
     limits = SimpleNamespace(host_bytes=host_bytes)
     return verdict_line(
         SimpleNamespace(
@@ -60,7 +62,7 @@ def verdict_of(ours_us, predicted_us, ratio=None, host_bytes=None, turn_iteratio
             measured_ratio=ratio,
             verdict_was="wrong",
             iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=ours_us)),
-            predicted_iteration_time_us=SimpleNamespace(scheduled=predicted_us),
+            predicted_iteration_time_us=(stock_predicted_us, predicted_us),
             run=SimpleNamespace(
                 gathers_only=None,
                 workload=SimpleNamespace(limits=limits),
@@ -91,6 +93,10 @@ def test_a_limit_on_one_of_both_runs_is_said_in_the_verdict_s_line():
         "stock's iteration time; measured within a limit of 1250 MiB, stock's without a limit on memory"
     )
     assert "limit" not in verdict_of(310.0, 300.0, TurnRatio(3.1, 0.01, 8))
+    slow = dict(host_bytes=1 << 30, scheduled=HELD)
+    assert verdict_of(310.0, 100.0, **slow).endswith(f"stock's 1.00 times its own. {LIMIT_UNKNOWN}")
+    both = verdict_of(310.0, 100.0, **slow, stock_predicted_us=33.0)
+    assert both.endswith("stock's 3.03 times its own, without a limit: the limit is little of it")
 
 
 def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
@@ -99,7 +105,7 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
         verdict=SimpleNamespace(conclusion="helps", runs=(Run("this schedule", 90.0, 1 << 30),), is_needed=True),
         measured_ratio=None,
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
-        predicted_iteration_time_us=SimpleNamespace(scheduled=90.0),
+        predicted_iteration_time_us=(90.0, 90.0),
         run=SimpleNamespace(
             gathers_only=rule, schedule=None, turn_iterations=None, path=Path("runs/x"), scheduled=FREE, stock=FREE
         ),
