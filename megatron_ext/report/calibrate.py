@@ -55,7 +55,7 @@ CURVES = {
 MOST = 100.0
 """No figure is moved by more than this factor at once: the run was then not one of this table."""
 
-ROUNDS, SETTLED = 6, 0.01
+ROUNDS, SETTLED = 10, 0.01
 """How often a table is corrected by one run at most, and by what a factor of the last time may be off."""
 
 NOT_CORRECTED = "not corrected by the run, which does not use it, record it or wait for it"
@@ -102,8 +102,7 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
         predicted, us = simulated(made)
         predicted_us.append(us)
         found = _factors(measured, predicted, run.workload, Timing(run.workload, made, extrapolate=extrapolate))
-        if number:  # compute is corrected by chunk, where the table may have one row for all
-            found = {key: by for key, by in found.items() if key[1] < 0 and abs(by - 1) > SETTLED}
+        found = {key: by for key, by in found.items() if not number or abs(by - 1) > SETTLED}
         if not found or number == ROUNDS:
             break
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
@@ -135,8 +134,8 @@ def _times(events: Iterable[Event], run: TracedRun) -> Times:
 
 
 def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timing) -> Times:
-    """Measured over simulated: of compute by chunk, of other parts the mean over pipeline ranks. Of the optimizer, of
-    all of the curve's time; of a reduce that is not recorded, by what the waits for it tell."""
+    """Measured over simulated: of compute by chunk, where the table has it so, of other parts the mean over pipeline
+    ranks. Of the optimizer, of all of its curve's time; of a reduce that is not recorded, by what the waits tell."""
     measured, predicted = measured.copy(), predicted.copy()
     for pp_rank in range(workload.parallel.pp):
         step, reduce, wait = ((part, pp_rank, 0) for part in (OPTIMIZER, "reduce", "reduce_wait"))
@@ -149,16 +148,17 @@ def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timi
             measured[reduce] = us + waits[0] - waits[1]
     both = {key: (measured[key], us) for key, us in predicted.items() if us > 0 and measured.get(key, 0.0) > 0}
     sums: defaultdict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    by_chunk = (FORWARD, BACKWARD) if all(row.layer_kind is None for row in timing.table.compute) else ()
     for (part, pp_rank, chunk), (theirs, ours) in both.items():
-        key = (part, pp_rank, chunk) if part in (FORWARD, BACKWARD) else (part, -1, 0)
-        if key[1] >= 0 or part in CURVES:
+        if part in (*CURVES, FORWARD, BACKWARD):
+            key = (part, pp_rank, chunk) if part in by_chunk else (part, -1, 0)
             sums[key][0] += theirs
             sums[key][1] += ours
     return {key: theirs / ours for key, (theirs, ours) in sums.items()}
 
 
 def _name(part: str, pp_rank: int, chunk: int) -> str:
-    return CURVES[part] if pp_rank < 0 else f"compute.{part} of rank {pp_rank}, chunk {chunk}"
+    return CURVES.get(part, f"compute.{part}" + (f" of rank {pp_rank}, chunk {chunk}" if pp_rank >= 0 else ""))
 
 
 def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> CostTable:
@@ -168,7 +168,7 @@ def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> 
 
 
 def _scaled(table: CostTable, factors: Times) -> CostTable:
-    by_curve = {CURVES[part]: factor for (part, pp_rank, _), factor in factors.items() if pp_rank < 0}
+    by_curve = {CURVES[part]: factor for (part, *_), factor in factors.items() if part in CURVES}
     # Of the host's step the run made its own; Megatron's is in the optimizer's.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
     return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
@@ -190,9 +190,7 @@ def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float])
 
 
 def _row(row: Compute, factors: Times) -> Compute:
-    """A chunk's row by its own factor; that of a kind of layer by the mean over chunks."""
-    own: dict[str, list[float]] = {FORWARD: [], BACKWARD: []}
-    for (part, pp_rank, chunk), factor in factors.items():
-        if part in own and (row.layer_kind is not None or (pp_rank, chunk) == (row.pp_rank, row.model_chunk_id)):
-            own[part].append(factor)
-    return scaled_row(row, {way: sum(found) / len(found) for way, found in own.items() if found})
+    """A chunk's row by its own factor; that of a kind of layer by the one of all chunks."""
+    place = [-1, 0] if row.layer_kind is not None else [row.pp_rank, row.model_chunk_id]
+    ways = {part: by for (part, *own), by in factors.items() if own == place and part not in CURVES}
+    return scaled_row(row, ways)

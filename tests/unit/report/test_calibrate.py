@@ -28,6 +28,7 @@ from megatron_ext.workload import workload
 from megatron_ext.workload.step_order import steps_of_ranks
 
 WORK = make_workload(pp=2, vp=2, dp=2, microbatches=4, hidden=256, zero_stage=3)
+WORK = replace(WORK, chunks=tuple(replace(chunk, layer_kinds=("transformer",) * 2) for chunk in WORK.chunks))
 TRUTH = make_table(
     WORK, gpu=(20.0, 2e3), cpu=(10.0, 3e3), contention=(("gpu", "cpu", 1.1), ("cpu", "gpu", 1.2)), **WHOLE
 )
@@ -50,8 +51,8 @@ def wrong_table():
     return replace(TRUTH, compute=rows, routes=replace(TRUTH.routes, **routes), publish=publish, **named)
 
 
-def trained(path, table, number):
-    """A run directory: planned by ``table``, and trained on a machine that takes what :data:`TRUTH` says."""
+def trained(path, table, number, true=TRUTH):
+    """A run directory: planned by ``table``, and trained on a machine that takes what ``true`` says."""
     path = path / f"run{number}"
     path.mkdir()
     cost.save(path / "cost_table.json", table)
@@ -60,7 +61,7 @@ def trained(path, table, number):
         WORK, table, policy="share-50", cost_table_sha256=json_files.sha256(path / "cost_table.json")
     )
     schedule.save(path / "schedule.json", planned)
-    truth = evaluate(WORK, TRUTH, planned, trace=True)
+    truth = evaluate(WORK, true, planned, trace=True)
     metrics = make_metrics(6, WORK.parallel.world_size, step_us=truth.iteration_time_us)
     for name in ("stock", "scheduled"):
         json_files.save(path / f"{name}.metrics.json", metrics)
@@ -108,6 +109,16 @@ def test_the_error_falls_to_nothing_by_running_and_calibrating(tmp_path):
     assert table.optimizer.points[0].p50_us == pytest.approx(TRUTH.optimizer.points[0].p50_us, rel=0.02)
     assert "optimizer x 5" in " ".join(table.metadata.notes)
     assert found.left == () and "not corrected" not in " ".join(table.metadata.notes)
+
+
+def test_one_row_for_the_layers_of_all_chunks_has_one_factor(tmp_path):
+    """That of all of their time, also where chunks took unequal times: it settles."""
+    first, *others = TRUTH.compute
+    unequal = replace(TRUTH, compute=(replace(first, forward_us=first.forward_us * 1.5), *others))
+    layer = cost.Compute(layer_kind="transformer", forward_us=25.0, backward_us=200.0)
+    found = calibrate(trained(tmp_path, TRUTH, 0, unequal), replace(TRUTH, compute=(layer,)))
+    assert found.factors["compute.forward"] == pytest.approx(2.0 * 4.5 / 4, rel=0.02) and not found.moving
+    assert found.factors["compute.backward"] == pytest.approx(0.5, rel=0.02) and abs(found.error_after) < 0.05
 
 
 def test_what_a_run_says_nothing_of_is_named(tmp_path, capsys):
