@@ -31,7 +31,7 @@ from planning_cases import make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.gain_interval import model_error
-from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, compare_with
+from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, LEAST_GAIN, compare_with
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 
@@ -166,6 +166,7 @@ def summarize(rows: list[dict]) -> dict:
     return {
         "cases": len(rows),
         "answers": dict(Counter(row["answer"] for row in rows)),
+        "cannot_tell_for_a_cost": sum(row["answer"] == CANNOT_TELL and bool(row["measure_better"]) for row in rows),
         "helps_without_gain": sum(row["true_gain"] <= 0 for row in said),
         "helps_under_least_gain": sum(row["true_gain"] < LEAST_GAIN for row in said),
         "denied_with_gain": sum(row["true_gain"] >= LEAST_GAIN for row in denied),

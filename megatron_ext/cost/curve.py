@@ -176,7 +176,8 @@ def spread_of_samples(point: Point) -> float:
     return (point.p95_us - point.p50_us) / point.p50_us / min(point.samples, INDEPENDENT) ** 0.5
 
 
-def residuals(points: Sequence[Point]) -> list[float | None]:
+@lru_cache(maxsize=4096)
+def residuals(points: tuple[Point, ...]) -> list[float | None]:
     """Leave-one-out misses: for each inner point, (read from its neighbours - measured) / measured;
     ``None`` at both ends."""
     inner = [
@@ -186,14 +187,9 @@ def residuals(points: Sequence[Point]) -> list[float | None]:
     return [None, *inner, None][: len(points)] if len(points) > 1 else [None] * len(points)
 
 
-@lru_cache(maxsize=4096)
-def _residuals(points: tuple[Point, ...]) -> list[float | None]:
-    return residuals(points)
-
-
 def _half_width(points: tuple[Point, ...], position: float) -> float:
     """Relative half-width near ``position`` (an index; x.5 between two points)."""
-    known = [(abs(index - position), value) for index, value in enumerate(_residuals(points)) if value is not None]
+    known = [(abs(index - position), value) for index, value in enumerate(residuals(points)) if value is not None]
     nearest = [value for _, value in sorted(known)[: 2 * NEIGHBOURS]]
     if not nearest:
         return UNKNOWN

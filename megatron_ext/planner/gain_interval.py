@@ -49,6 +49,7 @@ class Gain(NamedTuple):
         surely: the lower end of the wider interval (98 %).
         samples: perturbed tables.
         missing: what the table lacks and from which range it was drawn.
+        by_model: the simulator's own error leaves more open than the costs do.
     """
 
     gain: float
@@ -58,6 +59,7 @@ class Gain(NamedTuple):
     surely: float
     samples: int
     missing: tuple[str, ...]
+    by_model: bool
 
 
 class GainOnTables(NamedTuple):
@@ -91,7 +93,7 @@ def gain_interval(
     ours, theirs = gains.results(table)
     on_table = 1 - ours.iteration_time_us / theirs.iteration_time_us
     if _same(plan, other):
-        return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, ())
+        return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, (), False)
     tables = _tables(table, ours, theirs)
     samples = tables_to_draw(workload, plan, other)
     drawn = numpy.array([gains.on(each) for each in tables.draw(samples)])
@@ -101,7 +103,8 @@ def gain_interval(
     below = hypot(centre - lowest, WIDTH * down) * few
     above = hypot(highest - centre, WIDTH * up) * few
     surely = centre - below * MARGIN / WIDTH
-    return Gain(centre, on_table, centre - below, centre + above, surely, samples, tables.missing)
+    by_model = WIDTH * (up + down) > highest - lowest
+    return Gain(centre, on_table, centre - below, centre + above, surely, samples, tables.missing, by_model)
 
 
 def dominant_cost(

@@ -34,6 +34,9 @@ LEAST_GAIN = 0.01
 HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
 """The three answers."""
 
+ONLY_A_RUN = "The simulator's own error leaves more open than they do: measure iterations of both"
+"""Where no cost, however well it is measured, is likely to turn ``cannot tell`` into an answer."""
+
 LAYERS_ANEW = "every layer gathered anew, as FSDP does"
 """What :func:`megatron_ext.planner.stock.stock_schedule` is at zero stage 3, where stock Megatron has no rule."""
 
@@ -58,7 +61,8 @@ class Verdict(NamedTuple):
       the given table, on which the plan was chosen: it may lie outside (:mod:`megatron_ext.planner.gain_interval`).
     * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``,
       ``gain_of_timing``, ``gain_of_routes``: parts of ``gain_on_table``.
-    * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``.
+    * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``
+      and costs leave more open than the simulator's own error.
     * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (a name of ``busy_us``), ``left_out``,
       ``memory`` (the memory bill by pipeline rank), ``host_bytes_per_node`` of the node that holds most.
     * ``without_plan``: ``by``, ``iteration_time_us`` and ``host_bytes`` of stock Megatron at zero stage 1, and why it
@@ -179,7 +183,7 @@ def verdict(
         gain = gain_interval(workload, table, schedule, other, extrapolate=extrapolate)
         answer = answer_of(gain.low, gain.high, gain.surely)
         figures |= _of_gain(predicted.iteration_time_us, against, gain, answer)
-        if answer == CANNOT_TELL:
+        if answer == CANNOT_TELL and not gain.by_model:
             figures["measure_better"] = dominant_cost(workload, table, schedule, other, extrapolate=extrapolate)
         lines += _gain_lines(figures)
     lines += _plan_lines(figures, schedule, predicted)
@@ -215,7 +219,9 @@ def conclusion_of(figures: dict) -> str:
     elif without and without["iteration_time_us"] < figures["iteration_time_us"] and figures["answer"] != HELPS_NOT:
         said += f", but {without['by']} is faster"
     better = figures["measure_better"]
-    return f"{said}. Measure better: {better}" if better else said
+    if figures["answer"] == CANNOT_TELL:
+        said += f". Measure better: {better}" if better else f". {ONLY_A_RUN}"
+    return said
 
 
 def _of_plan(predicted: Predicted) -> dict:

@@ -48,14 +48,9 @@ def _medians(chosen: list[MovedBytes], kind: Kind) -> dict[Link, int]:
 
 def as_json(found: list[Moved]) -> list[dict]:
     """By rank both figures, and where they differ."""
+    names = ("kind", "link", "planned", "counted")
     return [
-        {
-            **one._asdict(),
-            "differences": [
-                {"kind": kind, "link": link, "planned": planned, "counted": counted}
-                for kind, link, planned, counted in differences(one.planned, one.counted)
-            ],
-        }
+        {**one._asdict(), "differences": [dict(zip(names, row)) for row in differences(one.planned, one.counted)]}
         for one in found
     ]
 

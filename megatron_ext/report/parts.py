@@ -13,7 +13,7 @@ these.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from statistics import median
 from typing import NamedTuple
@@ -154,7 +154,5 @@ def lines(found: Iterable[Part], difference_us: float) -> list[str]:
 def as_json(found: Iterable[Part], difference_us: float) -> dict:
     """``parts`` by name, and ``explains``: the name of the part that explains most, or None."""
     cause = explains(found, difference_us)
-    by_name: Mapping[str, dict] = {
-        part.name: {"predicted_us": part.predicted_us, "measured_us": part.measured_us} for part in found
-    }
+    by_name = {part.name: {"predicted_us": part.predicted_us, "measured_us": part.measured_us} for part in found}
     return {"parts": by_name, "explains": cause[0].name if cause is not None else None}

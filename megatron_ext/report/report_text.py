@@ -66,12 +66,7 @@ def as_json(report: Report) -> dict:
         "moved_bytes": moved.as_json(report.moved),
         **parts.as_json(report.parts, report.missed_us),
         "memory": [
-            {
-                "pp_rank": rank,
-                "bill": to_builtins(bill),
-                "census": to_builtins(census),
-                "relative_error": error(bill, census),
-            }
+            {"pp_rank": rank, **to_builtins({"bill": bill, "census": census}), "relative_error": error(bill, census)}
             for rank, (bill, census) in enumerate(report.memory)
         ],
     }
@@ -254,14 +249,10 @@ def _whose(report: Report) -> str:
 
 def cautions(report: Report) -> list[str]:
     """Warnings about what the measured times do not show."""
-    found = []
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
-    if RANKS_PER_DEVICE in hardware:
-        found.append(shared_device(hardware[RANKS_PER_DEVICE]))
-    if CAUTION in hardware:
-        found.append(str(hardware[CAUTION]))
-    return found
+    found = [shared_device(hardware[RANKS_PER_DEVICE])] if RANKS_PER_DEVICE in hardware else []
+    return [*found, str(hardware[CAUTION])] if CAUTION in hardware else found
 
 
 def details(report: Report) -> list[tuple[str, str]]:

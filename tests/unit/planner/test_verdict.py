@@ -6,7 +6,7 @@ from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import baselines, plan, verdict, within_memory
-from megatron_ext.planner.gain_interval import dominant_cost, gain_interval, tables_to_draw
+from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH, dominant_cost, gain_interval, tables_to_draw
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
@@ -125,6 +125,18 @@ def test_cannot_tell_names_the_cost_that_matters():
     answer = verdict(work, table, planned)
     assert answer.figures["answer"] == CANNOT_TELL and answer.figures["measure_better"] == "publish.cpu"
     assert answer.text.endswith("cannot tell from these costs. Measure better: publish.cpu")
+
+
+def test_cannot_tell_names_no_cost_where_the_simulator_s_own_error_leaves_more_open():
+    """On exact costs: to measure one better tells nothing."""
+    work = make_workload()
+    table = make_table(
+        work, gpu=(3.0, 2000.0), cpu=(1.0, 4000.0), publish=(0.1, 1e6), contention=ALL_PAIRS, group_overhead=CALLS
+    )
+    answer = verdict(work, table, plan(work, table))
+    assert answer.figures["answer"] == CANNOT_TELL and answer.figures["measure_better"] is None
+    assert answer.figures["gain_low"] > 0.02 - 1.1 * WIDTH * MODEL_ERROR
+    assert answer.text.endswith("The simulator's own error leaves more open than they do: measure iterations of both")
 
 
 def test_a_plan_that_luck_has_chosen_gains_less_on_other_tables():
