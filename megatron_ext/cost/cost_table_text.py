@@ -1,6 +1,6 @@
 """A cost table and its predictions, for people and as one object."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -58,7 +58,7 @@ def prediction_text(figures: dict) -> str:
     return f"{figures['us']:.1f} us{name}, between {figures['low_us']:.1f} and {figures['high_us']:.1f}{beyond}"
 
 
-def roughness(points: Sequence[Point]) -> float | None:
+def roughness(points: tuple[Point, ...]) -> float | None:
     """Largest leave-one-out miss of a curve, relative; None with fewer than three points."""
     known = [abs(value) for value in residuals(points) if value is not None]
     return max(known) if known else None
