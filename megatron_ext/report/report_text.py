@@ -193,8 +193,7 @@ def verdict_line(report: Report) -> str:
     limits = [_limit_text(run.host_limit_bytes) for run in (report.run.scheduled, report.run.stock)]
     if limits[0] != limits[1]:
         line += f"; measured {limits[0]}, {_whose(report)} {limits[1]}"
-    pairs = zip(report.iteration_time_us, report.predicted_iteration_time_us)
-    others, by = (spread.median_us / predicted_us for spread, predicted_us in pairs)
+    others, by = (run.median_us / us for run, us in zip(report.iteration_time_us, report.predicted_iteration_time_us))
     if by > MUCH_LONGER:
         line += f"; it took {by:.2f} times the predicted time, {_whose(report)} {others:.2f} times its own"
         if limits[0] != limits[1] and report.run.stock.host_limit_bytes is None and by < MUCH_LONGER * others:
