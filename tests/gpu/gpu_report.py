@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.formats import json_files
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import Facts
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.drive import filesystem
@@ -161,7 +161,10 @@ def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None)
         except PackageNotFoundError:
             packages[name] = None
     packages["megatron-core"] = Tree(root / ".megatron").version if (root / ".megatron").is_dir() else None
-    packages["cudnn"] = torch.backends.cudnn.version()
+    try:
+        packages["cudnn"] = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another release than PyTorch's own is found: what that means, cases say
+        packages["cudnn"] = one_line(str(error))
     locked, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], shutil.disk_usage("/dev/shm")
     host = {
         "kernel": platform.release(),

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from places import ROOT
 from training import environment as environment_with
 from training import work_left
@@ -17,7 +18,7 @@ from training import work_left
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
 from case_table import FACTORS, jobs, possible
 from covering import covering_rows, pairs
-from gpu_report import new_report, table
+from gpu_report import machine_facts, new_report, table
 from job_runs import Place, untried
 from lanes import has_room
 from run import lanes_of
@@ -44,6 +45,14 @@ def out(tmp_path) -> Path:
 def test_so_many_jobs_run_at_once_as_processors_and_host_memory_are_enough_for(processors, gib, lanes):
     assert lanes_of(processors, gib << 30) == lanes
     assert lanes_of(processors, None) == min(3, 1 + processors // 6)
+
+
+def test_a_fact_that_cannot_be_had_is_said_and_ends_nothing(monkeypatch):
+    def version():
+        raise RuntimeError("cuDNN version incompatibility:\nfound another")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert machine_facts({}, ROOT, None)["packages"]["cudnn"] == "cuDNN version incompatibility: found another"
 
 
 def place_with(gigabytes: int) -> Place:
