@@ -10,8 +10,6 @@ With all-gathers not yet run on GPUs.
 import os
 from time import perf_counter
 
-import torch
-
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
 from megatron_ext.measure.fabric import Fabric
@@ -48,7 +46,7 @@ def check(place: Place, fabric: Fabric, size_bytes: int) -> list[Finding]:
         for kind in (HostCopy, Publish, MatrixProduct, *([Gather] if place.world_size > 1 else []))
     }
     work = Work(fabric, operations, size_bytes, ROUND_SECONDS[place.device.type])
-    found = [_pair(place, work, first, second) for first, second in PAIRS]
+    found = [pair(place, work, first, second) for first, second in PAIRS]
     for operation in operations.values():
         operation.close()
     return found
@@ -78,7 +76,7 @@ class Work:
 
     def _once(self, names: tuple[str, ...]) -> float:
         transfers = [name for name in names if name != MatrixProduct.name]
-        self._settle()
+        self.fabric.device.settle()
         self.fabric.barrier()
         start = perf_counter()
         handles = []
@@ -91,15 +89,12 @@ class Work:
                 self.operations[MatrixProduct.name].issue(self.size_bytes, index)
         for handle in handles:
             handle.wait()
-        self._settle()
+        self.fabric.device.settle()
         return max(gather_objects(perf_counter() - start))
 
-    def _settle(self) -> None:
-        if self.fabric.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.fabric.torch_device)
 
-
-def _pair(place: Place, work: Work, first: str, second: str) -> Finding:
+def pair(place: Place, work: Work, first: str, second: str) -> Finding:
+    """What is found of two kinds of work. Judged where every rank has a device to itself."""
     name = f"overlap: {LABELS[first]}, {LABELS[second]}"
     if first not in work.operations:
         return not_tried(name, "one rank gathers from nobody")
@@ -112,8 +107,10 @@ def _pair(place: Place, work: Work, first: str, second: str) -> Finding:
         "together_seconds": together,
         "overlap": share,
     }
-    if not place.on_cuda:
-        return not_tried(name, f"{found}, on host processors, which says nothing of a GPU", figures=figures)
+    shared = place.ranks_per_device > 1
+    if shared or not place.on_cuda:
+        where = "by ranks that take turns on one device" if shared else "on host processors"
+        return not_tried(name, f"{found}, {where}, which says nothing of a GPU for each rank", figures=figures)
     if share < LEAST_OVERLAP:
         return failed(name, found, _advice(first, second), figures)
     return passed(name, found, figures=figures)

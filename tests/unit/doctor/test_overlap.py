@@ -6,8 +6,9 @@ import pytest
 import torch
 from gathered import as_ranks_do
 
-from megatron_ext.doctor.overlap import Work, overlap_of
+from megatron_ext.doctor.overlap import Work, overlap_of, pair
 from megatron_ext.doctor.place import Place
+from megatron_ext.runtime.host_device import HostDevice
 
 
 @pytest.mark.parametrize(("together", "share"), [(2.0, 1.0), (3.0, 0.0), (2.5, 0.5), (3.5, -0.5)])
@@ -30,9 +31,7 @@ class Clocked:
 @pytest.fixture
 def work(monkeypatch):
     clock: list[float] = []
-    fabric = SimpleNamespace(
-        world_size=1, torch_device=torch.device("cpu"), barrier=lambda: None, agree=lambda value: value
-    )
+    fabric = SimpleNamespace(device=HostDevice(), barrier=lambda: None, agree=lambda value: value)
     monkeypatch.setattr("megatron_ext.doctor.overlap.perf_counter", lambda: sum(clock))
     as_ranks_do(monkeypatch, lambda value: [value])
     operations = {"gpu": Clocked(clock, "gpu", 0.02), "compute": Clocked(clock, "compute", 0.01)}
@@ -49,6 +48,20 @@ def test_every_kind_of_work_takes_about_as_long(work):
 def test_work_that_comes_one_after_the_other_has_no_overlap(work):
     together = work.time("gpu", "compute")
     assert overlap_of(work.alone["gpu"], work.alone["compute"], together) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sharing", "status", "said"),
+    [
+        ("cpu", 1, "could not try", "host processors"),
+        ("cuda", 2, "could not try", "take turns"),
+        ("cuda", 1, "fail", "of the shorter one is hidden"),
+    ],
+)
+def test_work_one_after_the_other_is_a_fault_where_each_rank_has_a_device(work, kind, sharing, status, said):
+    place = Place(0, 2, 0, 2, torch.device(kind), lambda value: [value], None, sharing)
+    found = pair(place, work, "gpu", "compute")
+    assert found.status == status and said in found.found and abs(found.figures["overlap"]) < 1e-6
 
 
 def test_places_know_their_node():
