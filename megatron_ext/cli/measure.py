@@ -25,6 +25,8 @@ READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("p
 """Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
 OF_IMPORTS = ("system", "placement", "collective", "algorithm")
 """All of them."""
+SIXTEEN_BITS = {"--bf16", "--fp16"}
+"""Of a training script: its parameters have 16 bits, and 32 without either."""
 
 
 def refuse_unread(imported: str | None) -> None:
@@ -54,7 +56,8 @@ def _of_script(options, checkout: str | None, entry: str | None):
         use_megatron_of(checkout, entry)
     if not checkout:
         host = options.optimizer_on_host or "--optimizer-cpu-offload" in script.megatron
-        options = with_sizes(replace(options, modules=options.modules or LAYER_RUNNERS, optimizer_on_host=host), script)
+        own = {"optimizer_on_host": host, "parameter_bytes": 4 if SIXTEEN_BITS.isdisjoint(script.megatron) else 2}
+        options = with_sizes(replace(options, modules=options.modules or LAYER_RUNNERS, **own), script)
         if script.sizes.num_experts is None:
             return options
         args = ignored_options.parse(script.megatron, verb="measure", data_parallel_size=options.ranks_of_stage)
