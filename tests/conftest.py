@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all tests are collected: imports make a million objects of torch, Megatron and tests that stay
+
 ROOT_DIR = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT_DIR / "tests" / "helpers"), str(ROOT_DIR / "examples")]
 sys.path += [str(ROOT_DIR / "benchmarks"), str(ROOT_DIR / "scripts")]  # last: strict_device.py is in helpers too
@@ -35,9 +37,22 @@ def pytest_collection_modifyitems(config, items):
         items[:] = chosen
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Where tests are not compiled yet, one process of pytest-xdist collects first: the others find them compiled."""
+    with open(__file__) as lock:
+        if not [*ROOT_DIR.glob("tests/unit/workload/__pycache__/test_*")]:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                fcntl.flock(lock, fcntl.LOCK_SH)
+        return (yield)
+
+
 def pytest_collection_finish():
-    """Python's collector leaves alone what lives to the end: a million objects of torch, Megatron and all tests."""
+    """Python's collector leaves alone what lives to the end."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
