@@ -12,7 +12,7 @@
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property
 from itertools import chain, combinations, permutations
 from math import inf
@@ -68,7 +68,7 @@ class LinkRates:
         kinds["publish"] = (PUBLISH,)
         self.excess = {(a, b): self._least_excess(kinds[a], kinds[b]) for a, b in permutations(kinds, 2)}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
-        self.best_rate = self._together(self.best_rates) if self.routes else 0.0
+        self.best_rate = max(self._together(self.best_rates)) if self.routes else 0.0
 
     def _least_excess(self, measured: tuple[int, ...], busy: tuple[int, ...]) -> float:
         return min(self.timing.slowdowns.least_excess(a, b) for a in measured for b in busy)
@@ -89,10 +89,11 @@ class LinkRates:
     def _slowed(self, links: tuple[str, ...]) -> dict[str, float]:
         return {a: 1.0 + sum(self.excess[a, b] for b in links if b != a) for a in links}
 
-    def _together(self, rates: dict[str, float]) -> float:
-        """Bytes per microsecond of the best set of links; of links and publishing where that has a rate."""
+    def _together(self, rates: dict[str, float]) -> Iterator[float]:
+        """Bytes per microsecond of every set of links, the largest sets first; of links and publishing where that has a
+        rate."""
         sets = self._sets_with_publishing if "publish" in rates else self._sets
-        return max(sum([rates[link] / slowed for link, slowed in links.items()]) for links in sets)
+        return (sum([rates[link] / slowed for link, slowed in links.items()]) for links in reversed(sets))
 
     def _least_us(self, size: float, *, first: bool = False) -> float:
         """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
@@ -108,14 +109,14 @@ class LinkRates:
 
     def _brings(self, us: float, size: float, first: bool) -> bool:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}
-        if us * self._together(rates) < size:
+        if not any(us * rate >= size for rate in self._together(rates)):
             return False
         if not first or not any(self.publishing.values()):
             return True
-        published = {route: _best_rate_within(points, us) for route, points in self.publishing.items() if points}
+        fastest = max(_best_rate_within(points, us) for points in self.publishing.values() if points)
         for part in PARTS_OF_PUBLISHING:  # a group is published first, then it comes
-            weighted = {route: (1.0 - part if route in published else 1.0) * rate for route, rate in rates.items()}
-            if us * self._together(weighted | {"publish": part * max(published.values())}) < size:
+            left = {route: rate * (1.0 - part if self.publishing.get(route) else 1.0) for route, rate in rates.items()}
+            if not any(us * rate >= size for rate in self._together(left | {"publish": part * fastest})):
                 return False
         return True
 
