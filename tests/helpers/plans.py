@@ -1,13 +1,18 @@
 """Cost tables, workloads and schedules for tests. The costs are made up and say so."""
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from training import run, run_warm
+from warm_python import IMPORTED, warm_children
 
 from megatron_ext import planner
+from megatron_ext.cli import main as cli
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, GroupOverhead, Metadata, Point, Publish, Routes
+from megatron_ext.megatron import describe_from_checkout
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.workload import workload as workload_file
 
@@ -51,8 +56,14 @@ def make_schedule(path: Path, workload: workload_file.Workload, policy: str = "h
 
 def command_line(*arguments) -> subprocess.CompletedProcess:
     """Run ``megatron-ext`` as a user does."""
-    words = [sys.executable, "-m", "megatron_ext", *map(str, arguments)]
+    words = [*map(str, arguments)]
+    command = [sys.executable, "-m", "megatron_ext", *words]
+    if words[0] != "describe":
+        return run(command)
     # By a checkout, or layers in place of Transformer Engine's, Megatron is another than the one imported before.
-    if words[3] == "describe" and not {"--checkout", "transformer_engine"} & {*words}:
-        return run_warm(words)
-    return run(words)
+    if "--checkout" not in words:
+        return run_warm(command, imported="torch" if "transformer_engine" in words else IMPORTED)
+    out, error = io.StringIO(), io.StringIO()
+    with warm_children(describe_from_checkout, "torch"), redirect_stdout(out), redirect_stderr(error):
+        code = cli.main(words)
+    return subprocess.CompletedProcess(command, code, out.getvalue(), error.getvalue())

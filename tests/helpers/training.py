@@ -3,14 +3,13 @@
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import faults
 from cases import LAYOUTS
 from places import MEGATRON, ROOT
-from warm_python import WarmPython
+from warm_python import IMPORTED, finished
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
@@ -25,17 +24,9 @@ def run(command: list[str], *, env: dict[str, str] | None = None, timeout: float
     return subprocess.run(command, cwd=ROOT, env=environment(env), capture_output=True, text=True, timeout=timeout)
 
 
-def run_warm(command: list[str], *, timeout: float = 300) -> subprocess.CompletedProcess:
-    """The same, from a process that has imported torch and Megatron."""
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        process = WarmPython(command[1:], ROOT, environment(), out, error)
-        try:
-            code = process.wait(timeout)
-        finally:
-            process.kill()
-        out.seek(0)
-        error.seek(0)
-        return subprocess.CompletedProcess(command, code, out.read(), error.read())
+def run_warm(command: list[str], *, timeout: float = 300, imported: str = IMPORTED) -> subprocess.CompletedProcess:
+    """The same, from a process that has imported torch and Megatron, or ``torch`` alone."""
+    return finished(command, ROOT, environment(), timeout, imported=imported)
 
 
 def ranks_command(script: str, options: list[str], nproc: int = 4) -> list[str]:

@@ -1,10 +1,9 @@
 """torch.cuda answers for the CPU; tried in a process of its own, beside a Megatron of a few lines."""
 
-import os
 import subprocess
 import sys
 
-NO_DEVICE = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+from training import run_warm
 
 MEGATRON = {
     "megatron/core/__init__.py": (
@@ -87,7 +86,7 @@ def run(program: str, tmp_path) -> subprocess.CompletedProcess:
         place.write_text(text)
     script = tmp_path / "script.py"
     script.write_text(program)
-    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=NO_DEVICE)
+    return run_warm([sys.executable, str(script)], imported="torch")
 
 
 def test_everything_megatron_asks_of_a_device_is_answered(tmp_path):
@@ -107,8 +106,7 @@ def test_an_unpatched_script_is_run_under_it(tmp_path):
         "from megatron_ext.runtime.device import has_cuda\nassert not has_cuda()\n"
         "print(torch.zeros(1, device='cuda').device)\n"
     )
-    run("", tmp_path)
     (tmp_path / "script.py").write_text(program)
     command = [sys.executable, "-m", "megatron_ext.megatron.cpu_compat", str(tmp_path / "script.py"), "--x"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = run_warm(command, imported="torch")
     assert result.stdout == "cpu\n", result.stderr[-2000:]

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training import run
+from training import ranks_command, run, run_warm
 from variations import some
 
 SCRIPT = """
@@ -31,9 +31,7 @@ def launch(tmp_path, how: str) -> subprocess.CompletedProcess:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("import os; PROCESS = os.getpid()")
-    return run(
-        [sys.executable, "-m", "megatron_ext.launch.launcher", "--fork", "--nproc-per-node", "2", str(script), how]
-    )
+    return run_warm(ranks_command(str(script), [how], 2))
 
 
 def test_ranks_find_imported_what_the_script_imports(tmp_path):

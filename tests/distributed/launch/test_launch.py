@@ -9,21 +9,23 @@ import sys
 import time
 
 import pytest
+from training import run_warm
 from variations import some
+from warm_python import warm_children
 
 from megatron_ext.cpubench import allocator
-from megatron_ext.launch import device_sharing
+from megatron_ext.launch import device_sharing, launcher
 from megatron_ext.launch.launcher import launch
 
 SAY = "import os, sys; open(sys.argv[1], 'w').write(os.environ['MALLOC_ARENA_MAX'])"
 
 
 FAULTS = """
-import resource, sys, torch
+import resource, sys
 from statistics import median
 def new():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [torch.ones(size << 18) for size in (26, 8, 26)]
+    blocks = [b"1" * (size << 20) for size in (26, 8, 26)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 for _ in range(5): new()
 open(sys.argv[1], "w").write(str(median([new() for _ in range(11)])))
@@ -59,26 +61,13 @@ def test_ranks_that_may_have_a_cuda_device_keep_the_hosts_own_allocator(monkeypa
     assert allocator.environment() == allocator.ENVIRONMENT
 
 
-def test_a_module_is_launched_as_python_does(tmp_path):
+def test_a_module_is_launched_as_python_does(monkeypatch, tmp_path):
     (tmp_path / "said.py").write_text(
         "import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(sys.argv[2:]))"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_ext.launch.launcher",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "said",
-        str(tmp_path / "rank"),
-        "-m",
-        "--out",
-        "x",
-    ]
-    subprocess.run(
-        command, check=True, env=os.environ | {"PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{tmp_path}"}
-    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    command = [sys.executable, "-m", "megatron_ext.launch.launcher", "--nproc-per-node", "2"]
+    assert run_warm([*command, "-m", "said", str(tmp_path / "rank"), "-m", "--out", "x"]).returncode == 0
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["-m --out x"] * 2
 
 
@@ -136,7 +125,7 @@ import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier(dist.new_group([0, 1]))
-sockets = {os.readlink(f"/proc/{process}/fd/{fd}") for process in (os.getpid(), os.getppid())
+sockets = {os.readlink(f"/proc/{process}/fd/{fd}") for process in (os.getpid(), sys.argv[2])
            for fd in os.listdir(f"/proc/{process}/fd") if os.path.exists(f"/proc/{process}/fd/{fd}")}
 found = set()
 for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -151,7 +140,8 @@ dist.barrier()
 
 def test_nothing_listens_where_another_machine_could_reach_it(tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert launch([sys.executable, "-c", LISTENING, str(tmp_path / "rank")], 2) == 0
+    with warm_children(launcher):
+        assert launch([sys.executable, "-c", LISTENING, str(tmp_path / "rank"), str(os.getpid())], 2) == 0
     loopback = "0100007F"  # 127.0.0.1, as the kernel writes it
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [loopback] * 2
 

@@ -2,10 +2,9 @@
 
 import os
 import socket
-import subprocess
-import sys
 
 from places import ROOT
+from warm_python import WarmPython
 
 PROGRAM = """
 import os, time
@@ -18,7 +17,7 @@ print(said, dist.get_world_size())
 """
 
 
-def test_what_the_first_rank_says_holds_and_they_meet_behind_it():
+def test_what_the_first_rank_says_holds_and_they_meet_behind_it(tmp_path):
     """As srun starts them: rank 0 serves the store, and is the last and the first to come."""
     for late in (0, 1):
         with socket.socket() as probe:
@@ -26,13 +25,11 @@ def test_what_the_first_rank_says_holds_and_they_meet_behind_it():
             port = str(probe.getsockname()[1])
         shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         shared |= {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROGRAM],
-                env={**shared, "RANK": str(rank), "LATE": "2" if rank == late else "0"},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        assert [rank.communicate(timeout=300)[0] for rank in ranks] == ["of rank 0 2\n"] * 2
+        places = [tmp_path / f"{late}.{rank}" for rank in range(2)]
+        ranks = []
+        for rank, place in enumerate(places):
+            own = {**shared, "RANK": str(rank), "LATE": "2" if rank == late else "0"}
+            with place.open("w") as said:
+                ranks.append(WarmPython(["-c", PROGRAM], ROOT, own, said, 2))
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+        assert [place.read_text() for place in places] == ["of rank 0 2\n"] * 2

@@ -3,14 +3,15 @@
 import errno
 import mmap
 import os
-import subprocess
 
 import pytest
-from training import verb
 from variations import ALL
+from warm_python import warm_children
 
+from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import launcher
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.nvme_route import best_settings
 from megatron_ext.runtime.drive import BLOCK, DriveError, aligned, filesystem
@@ -92,18 +93,24 @@ def test_filesystem_is_named():
     assert filesystem("/proc/self") == "proc"
 
 
-def measure(tmp_path, where):
+@pytest.fixture
+def measure(tmp_path, capsys):
+    """``measure(where)``: exit code, output and table of a measurement on the drive ``where``."""
     out = tmp_path / "T.json"
-    command = verb("measure", "--out", out, "--links nvme,cpu --max-bytes 32768 --seconds 3 --nvme-path", where)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    return done, out
+
+    def measure(where):
+        words = f"measure --out {out} --links nvme,cpu --max-bytes 32768 --seconds 3 --nvme-path {where}"
+        with warm_children(launcher):
+            return cli.main(words.split()), capsys.readouterr(), out
+
+    return measure
 
 
-def test_a_measured_nvme_route(tmp_path):
+def test_a_measured_nvme_route(tmp_path, measure):
     where = tmp_path / "drive"
     where.mkdir()
-    done, out = measure(tmp_path, where)
-    assert done.returncode == 0, done.stderr
+    code, said, out = measure(where)
+    assert code == 0, said.err
     table = cost_table.load(out)
     reads = table.routes.nvme.reads
     assert reads.block_bytes % BLOCK == 0 and reads.queue_depth >= 1
@@ -113,17 +120,17 @@ def test_a_measured_nvme_route(tmp_path):
 
 if ALL:  # a measurement of its own
 
-    def test_tmpfs_is_measured_and_said(tmp_path):
-        done, out = measure(tmp_path, "/dev/shm")
-        assert done.returncode == 0, done.stderr
-        assert "tmpfs: memory was measured, not a drive" in done.stdout
+    def test_tmpfs_is_measured_and_said(measure):
+        code, said, out = measure("/dev/shm")
+        assert code == 0, said.err
+        assert "tmpfs: memory was measured, not a drive" in said.out
         assert any("tmpfs" in note for note in cost_table.load(out).metadata.notes)
 
 
-def test_a_bad_place_ends_with_one_line(tmp_path):
-    done, out = measure(tmp_path, tmp_path / "missing")
-    assert done.returncode == 2 and not out.exists()
-    assert done.stderr.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path = ")
+def test_a_bad_place_ends_with_one_line(tmp_path, measure):
+    code, said, out = measure(tmp_path / "missing")
+    assert code == 2 and not out.exists()
+    assert said.err.strip().split("\n")[-1].startswith("megatron-ext: --nvme-path = ")
 
 
 def test_of_settings_about_as_fast_the_deepest_queue_is_taken():

@@ -8,11 +8,19 @@ import pytest
 from msgspec.structs import replace
 from places import ROOT
 from variations import ALL
+from warm_python import warm_children
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.launch import launcher
 from megatron_ext.measure import Options, measure
 
 MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "16")
+
+
+@pytest.fixture(autouse=True)
+def warm_ranks():
+    with warm_children(launcher):
+        yield
 
 
 def options(*more: str) -> Options:

@@ -1,5 +1,7 @@
 """Measuring on CPU with gloo: the table's structure and sanity, never its speed."""
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -12,12 +14,13 @@ from pathlib import Path
 import pytest
 from training import stays_in_shared_memory, verb
 from variations import some
-from warm_python import WarmPython
+from warm_python import WarmPython, warm_children
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError, RankFailed
+from megatron_ext.launch import launcher
 from megatron_ext.measure import Options, measure
 from megatron_ext.measure.compute_rounds import LEAST_ROUNDS
 from megatron_ext.measure.rank_program import PASSES
@@ -39,11 +42,11 @@ def layers_can_be_imported():
 def run(tmp_path_factory):
     """One small measurement by the command line, with handed modules."""
     out = tmp_path_factory.mktemp("measure") / "T.json"
-    command = verb("measure", "--out", out, "--json --data-parallel-size 2 --pipeline-model-parallel-size 2")
-    command += "--max-bytes 65536 --seconds 6 --hidden-size 64 --modules layers:layer_runners -- 64".split()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["cost_table"] == str(out)
+    words = f"measure --out {out} --json --data-parallel-size 2 --pipeline-model-parallel-size 2".split()
+    words += "--max-bytes 65536 --seconds 6 --hidden-size 64 --modules layers:layer_runners -- 64".split()
+    with warm_children(launcher), contextlib.redirect_stdout(io.StringIO()) as said:
+        assert cli.main(words) == 0
+    assert json.loads(said.getvalue())["cost_table"] == str(out)
     return cost_table.load(out)
 
 
@@ -105,13 +108,15 @@ QUICK = dict(data_parallel_size=2, max_bytes=8192, seconds=2, links=("cpu", "com
 
 
 def test_exactly_the_sizes_asked_for():
-    table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
+    with warm_children(launcher):
+        table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
     assert [point.size_bytes for point in table.routes.cpu.points] == [5120, 70144]  # rounded up to whole buckets
     assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
 
 
 def test_time_that_is_left_is_used():
-    table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), sizes=(5000,)))
+    with warm_children(launcher):
+        table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), sizes=(5000,)))
     assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
 
 
@@ -128,7 +133,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
     ("name", "said"), some([("nothing", "no mapping of layer kinds"), ("missing", "cannot be imported")], 1)
 )
 def test_a_bad_factory_is_the_users_error(name, said):
-    with pytest.raises(InputError, match=said):
+    with warm_children(launcher), pytest.raises(InputError, match=said):
         measure(Options(**QUICK | {"data_parallel_size": 1}, modules=f"layers:{name}"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from made_checkout import made_checkout
 from plans import command_line, made_up_table
-from training import run_warm
+from training import run, run_warm, verb
 from variations import some
 
 from megatron_ext import planner
@@ -47,25 +47,11 @@ def test_options_of_training_are_read_over(described):
 
 def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     out = tmp_path / "workload.json"
-    result = command_line(
-        "describe",
-        "--out",
-        out,
-        "--num-layers",
-        "4",
-        "--hidden-size=64",
-        "--micro-batch-size",
-        "1",
-        "--data-parallel-size",
-        "2",
-        "--json",
-    )
-    assert (
-        result.returncode == 0
-        and "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
-        "(Megatron itself: transformer_engine), --hidden-dropout 0.1, --attention-dropout 0.1\n"
-        in result.stderr
-    )
+    few = "--num-layers 4 --hidden-size=64 --micro-batch-size 1 --data-parallel-size 2 --json".split()
+    result = command_line("describe", "--out", out, *few)
+    taken = "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
+    taken += "(Megatron itself: transformer_engine), --hidden-dropout 0.1, --attention-dropout 0.1\n"
+    assert result.returncode == 0 and taken in result.stderr
     said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
     assert "not given" not in command_line("describe", "--out", out, *MODEL, *said).stderr
 
@@ -236,7 +222,7 @@ def test_a_checkout_that_hangs_at_import_is_given_up(tmp_path):
         "import faulthandler as f; later = f.dump_traceback_later\n"
         "f.dump_traceback_later = lambda seconds, **how: later(seconds / 300, **how)\n"
     )
-    result = command_line("describe", "--out", tmp_path / "w.json", "--checkout", tmp_path, *THEIRS)
+    result = run(verb("describe", "--out", tmp_path / "w.json", "--checkout", tmp_path, *THEIRS))
     assert result.returncode == 2 and result.stderr.count("megatron-ext: ") == 1, result.stderr
     assert "pretrain_gpt.py: importing Megatron or building a model takes more than 300 s" in result.stderr
 

@@ -2,11 +2,12 @@
 
 import os
 import sys
+from functools import partial
 
 import machine_with_device
 import pytest
 from planning_cases import WHOLE, make_table, make_workload
-from plans import made_up_table
+from plans import command_line, made_up_table
 from training import run
 
 from megatron_ext.cost import cost_table
@@ -37,15 +38,14 @@ def test_the_machine_refuses_what_initialises_cuda(beside):
 
 
 def test_a_description_is_the_same_to_the_byte(megatron_tree, tmp_path, beside):
-    def described(name, env):
-        out = tmp_path / name
-        words = ["-m", "megatron_ext", "describe", "--out", out, *MODEL, "--transformer-impl", "transformer_engine"]
-        result = command(*words, env=env)
+    def described(name, run, **how):
+        words = ["describe", "--out", tmp_path / name, *MODEL, "--transformer-impl", "transformer_engine"]
+        result = run(*words, **how)
         assert result.returncode == 0 and "could not be counted" not in result.stderr, result.stderr
-        return out.read_bytes()
+        return (tmp_path / name).read_bytes()
 
-    without = {"PYTHONPATH": os.environ["PYTHONPATH"], "CUDA_VISIBLE_DEVICES": ""}
-    assert described("with.json", beside) == described("without.json", without)
+    with_device = described("with.json", partial(command, "-m", "megatron_ext"), env=beside)
+    assert with_device == described("without.json", command_line)
 
 
 def test_plans_and_costs_are_the_same_to_the_byte(tmp_path, beside):

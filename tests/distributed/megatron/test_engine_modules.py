@@ -12,7 +12,7 @@ import torch
 from draw_schedule import prepared
 from places import MEGATRON
 from plans import command_line
-from training import launch_training, run
+from training import launch_training, run_warm
 from variations import ALL, some
 
 from megatron_ext.megatron import engine_modules, gpt_arguments
@@ -89,7 +89,7 @@ def chunks(megatron_tree, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("described")
     files = {name: folder / f"{number}.json" for number, name in enumerate(MODELS)}
     words = [f"describe --out {files[name]} {' '.join(BASE)} {options}" for name, options in MODELS.items()]
-    done = run([sys.executable, "-c", MANY, *words])
+    done = run_warm([sys.executable, "-c", MANY, *words], imported="torch")
     assert done.returncode == 0, done.stderr
     works = {name: workload_file.load(file) for name, file in files.items()}
     assert all(len(work.chunks) == 1 for work in works.values())

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from cases import ALL_LAYOUTS, EXPERTS, model_options
 from msgspec.structs import replace
+from warm_python import warm_children
 
 from megatron_ext import planner
 from megatron_ext.formats.errors import RankFailed
+from megatron_ext.launch import launcher
 from megatron_ext.measure import Options, measure
 from megatron_ext.workload import measured_sizes
 from megatron_ext.workload import workload as workload_file
@@ -18,7 +20,8 @@ from megatron_ext.workload.parallel import Parallel
 def measured(options: Options, tries: int = 4):
     """The table; on a busy machine one call may not end in time, and the next goes on from what it kept."""
     try:
-        return measure(options)
+        with warm_children(launcher):
+            return measure(options)
     except RankFailed:
         if tries == 1:
             raise

@@ -12,10 +12,12 @@ from plans import made_up_table
 from public_scripts import SCRIPTS, Script, command_line
 from released import MIRROR
 from variations import some
+from warm_python import warm_children
 
 from megatron_ext import planner
 from megatron_ext.cost.cost_table import Compute, ExpertCurves
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import describe_from_checkout
 from megatron_ext.megatron.describe_from_checkout import describe_command_line
 from megatron_ext.megatron.gpt_arguments import batch_of, parallel_of, shape_of
 from megatron_ext.megatron.ignored_options import parse
@@ -30,6 +32,12 @@ FIRST = [script for script in TRIED if "llama3_1" in script.path or "rampup" in 
 
 TRAINING = "--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker".split()
 """What only training needs: environment variables, a package and a process of its own."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_is_imported():
+    with warm_children(describe_from_checkout, "torch"):
+        yield
 
 
 @pytest.fixture(scope="session")

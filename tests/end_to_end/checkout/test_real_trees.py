@@ -21,6 +21,7 @@ from random_edits import EDITS, edit_files
 from released import CANDIDATES, MIRROR, RELEASES
 from toy_megatron import snapshot
 from variations import some
+from warm_python import finished
 
 from megatron_ext.checkout import apply, check, revert, verify_hooks
 from megatron_ext.checkout.hook_table import FILES, HOOKS
@@ -166,24 +167,15 @@ def test_an_optimizer_without_fp8_steps_without_the_engine(packages):
         "from megatron.core.optimizer.distrib_optimizer import quantize_param_shard as quantize; "
         "quantize([], [], [], None)"
     )
-    path = os.pathsep.join([str(packages / "0.12.3"), str(ROOT)])
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages / "0.12.3"), str(ROOT)])}
+    result = finished([sys.executable, "-c", code], ROOT, environment, imported="torch")
     assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_buckets_with_more_padding_than_megatrons(packages):
     """0.17.1 counts a buffer's gradients apart from its parameters; buckets of our own can need more of both."""
-    path = os.pathsep.join([str(packages / "0.17.1"), str(ROOT)])
-    result = subprocess.run(
-        [sys.executable, HELPERS / "lay_out_buckets.py"],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages / "0.17.1"), str(ROOT)])}
+    result = finished([sys.executable, str(HELPERS / "lay_out_buckets.py")], ROOT, environment, imported="torch")
     assert result.returncode == 0, result.stderr[-2000:]
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == [[1] * 6, [1] * 2] and said["kept"]

@@ -7,8 +7,10 @@ import sys
 
 import msgspec
 import pytest
-from places import ROOT
+import training
+from places import HELPERS, ROOT
 from planning_cases import WHOLE, make_table, make_workload
+from warm_python import WarmPython
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.environment import world_sizes
@@ -18,7 +20,7 @@ from megatron_ext.workload import workload
 COMMAND = """#!/usr/bin/env bash
 echo "$1 $*" >> calls.log
 case "$1" in
-    cost) exec "$REAL_PYTHON" -m megatron_ext "$@" ;;
+    cost) exec $WARM_PYTHON -m megatron_ext "$@" ;;
     describe) cp workload.json runs/again ;;
     measure) cp measured.json runs/again/cost_table.json ;;
     plan) echo '{}' > runs/again/schedule.json ;;
@@ -49,6 +51,7 @@ def job(tmp_path):
     corpus = tmp_path / "runs" / "corpus" / "stdlib.idx"
     corpus.parent.mkdir(parents=True)
     corpus.touch()
+    WarmPython.server(training.environment(), "torch")
     work = make_workload()
     workload.save(tmp_path / "workload.json", work)
     good = msgspec.structs.replace(
@@ -77,7 +80,8 @@ def job(tmp_path):
         return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else [], done.stderr
 
     def variables(**settings) -> dict[str, str]:
-        return os.environ | {"NAME": "again", "REAL_PYTHON": sys.executable} | settings
+        warm = f"{sys.executable} {HELPERS}/warm_python.py run {WarmPython.folder}"
+        return os.environ | {"NAME": "again", "WARM_PYTHON": warm} | settings
 
     run.good, run.again, run.folder = good, again, tmp_path / "runs" / "again"
     return run
