@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 import time
 from typing import NamedTuple
 
 import pytest
 from planning_cases import WHOLE, make_table, make_workload
+from training import verb
 
 from megatron_ext.cli import main as cli
 from megatron_ext.formats import json_files
@@ -196,18 +196,7 @@ def test_same_bytes_whatever_the_hash_seed(case):
     produced = set()
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_ext",
-            "plan",
-            "--cost-table",
-            "t.json",
-            "--workload",
-            "w.json",
-            "--out",
-            f"{seed}.json",
-        ]
+        command = verb("plan", f"--cost-table t.json --workload w.json --out {seed}.json")
         case("simulate")  # writes the inputs
         subprocess.run(command, cwd=case.folder, env=environment, check=True, capture_output=True)
         produced.add((case.folder / f"{seed}.json").read_bytes())
@@ -234,10 +223,6 @@ def test_json_forms(case):
 
 def test_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_ext", "schema", "workload"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.returncode, done.stderr) == (
-        2,
-        "megatron-ext: standard output: cannot be written: No space left on device\n",
-    )
+        done = subprocess.run(verb("schema", "workload"), stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "megatron-ext: standard output: cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)

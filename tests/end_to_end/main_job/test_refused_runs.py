@@ -177,18 +177,8 @@ def test_cost_table_without_the_route_that_was_asked_for(planned, tmp_path):
     del table["routes"]["cpu"]
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
-    result = command_line(
-        "plan",
-        "--cost-table",
-        path,
-        "--workload",
-        folder / "workload.json",
-        "--out",
-        tmp_path / "s.json",
-        "--policy",
-        "all-cpu",
-    )
-    refused(result, "cpu")
+    files = "--cost-table", path, "--workload", folder / "workload.json", "--out", tmp_path / "s.json"
+    refused(command_line("plan", *files, "--policy", "all-cpu"), "cpu")
     assert not (tmp_path / "s.json").exists()
 
 
@@ -198,10 +188,8 @@ def test_cost_table_of_an_unknown_version(planned, tmp_path):
     table["schema_version"] = 7
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table))
-    result = command_line(
-        "plan", "--cost-table", path, "--workload", folder / "workload.json", "--out", tmp_path / "s.json"
-    )
-    refused(result, "table.json", "schema_version = 7")
+    files = "--cost-table", path, "--workload", folder / "workload.json", "--out", tmp_path / "s.json"
+    refused(command_line("plan", *files), "table.json", "schema_version = 7")
 
 
 def _as_json(table) -> dict:
