@@ -1,30 +1,31 @@
 """``megatron-ext doctor`` on a machine without a GPU: it runs, and says what it could not try."""
 
+import contextlib
 import json
-import os
-import sys
 
 import pytest
-from places import MEGATRON
-from training import run
 from variations import ALL
+from warm_python import warm_children
 
 from megatron_ext.cli import main as cli
+from megatron_ext.launch import launcher
 
 
-def doctor(*options, env=None):
-    command = [sys.executable, "-m", "megatron_ext", "doctor", "--device", "cpu"]  # a build for CUDA would miss one
-    return run([*command, *map(str, options)], env=env, timeout=500)
+@pytest.fixture
+def doctor(megatron_tree, tmp_path, capfd):
+    """``doctor(*options, before="")``: its exit code, findings and standard error; ranks run ``before`` first."""
 
+    def doctor(*options, before: str = ""):
+        words = ["--device", "cpu", "--out", tmp_path / "report.json", "--json"]  # a build for CUDA would miss a device
+        with warm_children(launcher, before=before) if before else contextlib.nullcontext():
+            code = cli.main(["doctor", *map(str, [*words, *options])])
+        said = capfd.readouterr()
+        found = json.loads(said.out) if said.out else {}
+        if found:
+            assert json.loads((tmp_path / "report.json").read_text())["findings"] == found["findings"]
+        return code, found, said.err
 
-def in_the_ranks(folder, text: str) -> dict[str, str]:
-    """Variables by which the doctor's ranks run ``text`` before their program begins."""
-    folder.mkdir()
-    (folder / "sitecustomize.py").write_text(
-        f"import sys\nif 'megatron_ext.doctor.start_ranks' in sys.orig_argv:\n    exec({text!r})\n"
-    )
-    path = [str(folder), str(MEGATRON), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(path)}
+    return doctor
 
 
 FEW = """
@@ -34,15 +35,10 @@ training_check.CASES = training_check.CASES[5:7]
 """One that needs a drive, and the one with everything on the host; tests/nightly trains the others, too."""
 
 
-def test_everything_that_needs_no_gpu_passes(megatron_tree, tmp_path):
-    env = None if ALL else in_the_ranks(tmp_path / "few", FEW)
-    result = doctor("--out", tmp_path / "report.json", "--nproc", 2, "--json", env=env)
-    assert result.returncode == 0, result.stderr
-    said = json.loads(result.stdout)
+def test_everything_that_needs_no_gpu_passes(doctor):
+    code, said, error = doctor("--nproc", 2, "--seconds", 450, before="" if ALL else FEW)
+    assert code == 0 and said["failed"] is False, error
     status = {finding["check"]: finding["status"] for finding in said["findings"]}
-    assert (
-        said["failed"] is False and json.loads((tmp_path / "report.json").read_text())["findings"] == said["findings"]
-    )
     trained = [name for name in status if name.startswith("training")]
     assert [name for name in trained if status[name] != "pass"] == [
         "training: nvme, zero stage 3"
@@ -80,12 +76,10 @@ training_check.check, training_check.CASES = check, training_check.CASES[:3]
 """What goes wrong in the ranks."""
 
 
-def test_checks_that_hang_or_die_cost_their_own_line(megatron_tree, tmp_path):
-    limits = "--nproc", 1, "--check-seconds", 10, "--seconds", 300
-    env = in_the_ranks(tmp_path / "faulty", FAULTS)
-    result = doctor("--out", tmp_path / "report.json", *limits, "--json", env=env)
-    assert result.returncode == 1, result.stderr
-    found = {finding["check"]: finding for finding in json.loads(result.stdout)["findings"]}
+def test_checks_that_hang_or_die_cost_their_own_line(doctor):
+    code, said, error = doctor("--nproc", 1, "--check-seconds", 10, "--seconds", 300, before=FAULTS)
+    assert code == 1, error
+    found = {finding["check"]: finding for finding in said["findings"]}
     failed = {name: finding for name, finding in found.items() if finding["status"] == "fail"}
     assert {*failed} == {"stream memory operations", "direct reads", "overlap", "training: cpu, zero stage 1"}
     assert "hang_in_the_driver" in failed["stream memory operations"]["found"]
@@ -95,7 +89,6 @@ def test_checks_that_hang_or_die_cost_their_own_line(megatron_tree, tmp_path):
     assert "rank 0 in hang" in hung["found"] and "Thread" in hung["figures"]["stacks_of_rank_0"]
     for name in ("python", "host pages", "megatron-core", "training: gpu, zero stage 1", "training: gpu, zero stage 3"):
         assert found[name]["status"] == "pass", found[name]
-    assert json.loads((tmp_path / "report.json").read_text())["findings"] == json.loads(result.stdout)["findings"]
 
 
 SLOW = """
@@ -106,15 +99,13 @@ stream_operations.check = lambda *arguments: time.sleep(1000)
 
 
 @pytest.mark.nightly
-def test_what_there_was_no_time_for_is_said(megatron_tree, tmp_path):
-    env = in_the_ranks(tmp_path / "slow", SLOW)
+def test_what_there_was_no_time_for_is_said(doctor):
     for seconds in (8, 40, 120):  # ranks that have not even started, because the machine is busy, write no report
-        times = "--seconds", seconds, "--check-seconds", 1000
-        result = doctor("--out", tmp_path / "report.json", "--nproc", 1, *times, "--json", env=env)
-        if "ended before the first check" not in result.stderr:
+        _, said, error = doctor("--nproc", 1, "--seconds", seconds, "--check-seconds", 1000, before=SLOW)
+        if "ended before the first check" not in error:
             break
-    found = [finding["found"] for finding in json.loads(result.stdout)["findings"]]
-    assert f"the {seconds} s for all checks were over" in found and "not reached" not in found, result.stderr
+    found = [finding["found"] for finding in said["findings"]]
+    assert f"the {seconds} s for all checks were over" in found and "not reached" not in found, error
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
