@@ -26,7 +26,7 @@ from typing import ClassVar
 from unittest import mock
 
 import orderings
-from places import MEGATRON, ROOT
+from places import ROOT
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_for_forks, run_and_leave
@@ -161,7 +161,7 @@ def _connected(place: Path, environment: dict[str, str], imported: str) -> socke
             listener.bind(str(place))
             listener.listen()
             # Another's Megatron is not found beside a program's own.
-            paths = [str(ROOT / "examples"), str(ROOT), *([str(MEGATRON)] if imported == IMPORTED else [])]
+            paths = [str(ROOT / "examples"), str(ROOT), *([environment["PYTHONPATH"]] if imported == IMPORTED else [])]
             own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
             own = {**allocator.environment(), **environment, **own}
             command = [sys.executable, __file__, str(listener.fileno()), imported]

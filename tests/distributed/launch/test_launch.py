@@ -140,7 +140,7 @@ dist.barrier()
 
 def test_nothing_listens_where_another_machine_could_reach_it(tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    with warm_children(launcher):
+    with warm_children(launcher, "torch"):
         assert launch([sys.executable, "-c", LISTENING, str(tmp_path / "rank"), str(os.getpid())], 2) == 0
     loopback = "0100007F"  # 127.0.0.1, as the kernel writes it
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [loopback] * 2

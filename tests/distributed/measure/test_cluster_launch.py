@@ -30,6 +30,6 @@ def test_what_the_first_rank_says_holds_and_they_meet_behind_it(tmp_path):
         for rank, place in enumerate(places):
             own = {**shared, "RANK": str(rank), "LATE": "2" if rank == late else "0"}
             with place.open("w") as said:
-                ranks.append(WarmPython(["-c", PROGRAM], ROOT, own, said, 2))
+                ranks.append(WarmPython(["-c", PROGRAM], ROOT, own, said, 2, imported="torch"))
         assert [rank.wait(300) for rank in ranks] == [0, 0]
         assert [place.read_text() for place in places] == ["of rank 0 2\n"] * 2

@@ -16,23 +16,8 @@ from variations import ALL
 from megatron_ext.launch.launcher import PEER_LOST_CODE
 
 EVERY = 1 if ALL else 8
-THREADS = {
-    "publish",
-    "publisher",
-    "publisher-arrivals",
-    "cpu-route",
-    "nvme-read",
-    "nvme-copy",
-    "drive",
-    "cpu-shard-copies",
-    "cpu-shard-gathers",
-    "hierarchical",
-    "states-read",
-    "gradients-arrive",
-    "parameters-leave",
-    "parameters-return",
-    "watch",
-}
+THREADS = """publish publisher publisher-arrivals cpu-route nvme-read nvme-copy drive cpu-shard-copies cpu-shard-gathers
+    hierarchical states-read gradients-arrive parameters-leave parameters-return watch""".split()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +31,7 @@ def runs(tmp_path_factory) -> list[dict]:
 
 
 def test_every_background_thread_is_there(runs):
-    assert {run["site"][0].removeprefix("megatron_ext-") for run in runs if run["site"]} == THREADS
+    assert {run["site"][0].removeprefix("megatron_ext-") for run in runs if run["site"]} == {*THREADS}
 
 
 def test_a_failure_at_any_call_site_ends_all_ranks(runs):

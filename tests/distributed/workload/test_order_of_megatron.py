@@ -63,23 +63,12 @@ def test_table_and_warm_up_are_those_of_megatron_core(megatron_tree, tmp_path):
 @pytest.mark.parametrize("shape", [(2, 2, 5, 3), (2, 2, 4, 2), (2, 1, 3, None), (1, 1, 3, None)], ids=str)
 def test_steps_are_those_of_a_real_run(shape, corpus_prefix, tmp_path):
     pp, vp, microbatches, group = shape
-    layout = [
-        "--pipeline-model-parallel-size",
-        str(pp),
-        "--micro-batch-size",
-        "1",
-        "--global-batch-size",
-        str(microbatches),
-    ]
+    layout = f"--pipeline-model-parallel-size {pp} --micro-batch-size 1 --global-batch-size {microbatches}"
     if vp > 1:
-        layout += [
-            "--num-virtual-stages-per-pipeline-rank",
-            str(vp),
-            "--microbatch-group-size-per-virtual-pipeline-stage",
-            str(group),
-        ]
+        layout += f" --num-virtual-stages-per-pipeline-rank {vp}"
+        layout += f" --microbatch-group-size-per-virtual-pipeline-stage {group}"
     program = HELPERS / "record_order.py"
-    options = [tmp_path, *SMALL, *layout, "--data-path", corpus_prefix, "--train-iters", "1"]
+    options = [tmp_path, *SMALL, *layout.split(), "--data-path", corpus_prefix, "--train-iters", "1"]
     result = run_warm(ranks_command(str(program), options, pp))
     assert result.returncode == 0, result.stderr
     for rank, steps in enumerate(steps_of_ranks(sizes(pp, vp, microbatches, group))):

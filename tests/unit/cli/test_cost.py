@@ -26,15 +26,7 @@ def test_check_verb(tmp_path, capsys):
         workload.Workload(schema_version=2, kind="workload", parallel=parallel, zero_stage=1, chunks=()),
     )
     cost_table.save(tmp_path / "T.json", table(metadata=Metadata(**environment(), world_sizes=world_sizes(parallel))))
-    arguments = [
-        "cost",
-        "check",
-        str(tmp_path / "T.json"),
-        "--workload",
-        str(tmp_path / "W.json"),
-        "--this-machine",
-        "--json",
-    ]
+    arguments = f"cost check {tmp_path}/T.json --workload {tmp_path}/W.json --this-machine --json".split()
     assert cli.main(arguments) == 0 and json.loads(capsys.readouterr().out) == {"differences": []}
     cost_table.save(
         tmp_path / "T.json",
