@@ -81,11 +81,20 @@ def _loaded(args) -> tuple[Any, str]:
     return None, ""
 
 
+def _latest(place: Path) -> int:
+    return int((place / LATEST).read_text()) if (place / LATEST).exists() else -1
+
+
 def _saved(args) -> tuple[Any, str]:
     """The arguments of the run that saved what ``args`` load, and how it could have saved for other sizes; None for
     the former where it did."""
-    iteration = getattr(args, "ckpt_step", None) or (Path(args.load) / LATEST).read_text()
-    folder = Path(args.load) / f"iter_{int(iteration):07d}"
+    load = Path(args.load)
+    found = [(getattr(args, "ckpt_step", None) or _latest(load), load)]
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":  # Megatron takes it where it is as new
+        apart = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
+        found.insert(0, (_latest(apart), apart))
+    iteration, place = max(found, key=lambda one: one[0])
+    folder = place / f"iter_{iteration:07d}"
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))
         # As Megatron reads it.

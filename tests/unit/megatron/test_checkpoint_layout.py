@@ -88,6 +88,20 @@ def test_states_of_other_groups_are_refused(saved, layout, form, other):
         refuse_other_groups(groups(*other), in_order=True)
 
 
+@pytest.mark.parametrize("elsewhere", [None, "apart"])
+def test_states_of_a_checkpoint_that_is_not_persistent_are_refused_if_it_is_as_new(saved, layout, elsewhere):
+    args = saved("dp_reshardable", **{GROUPS: layout})
+    load, place = Path(args.load), Path(args.load) / (elsewhere or "non_persistent")
+    args.non_persistent_ckpt_type, args.non_persistent_global_ckpt_dir = "global", elsewhere and place
+    place.mkdir()
+    for name in ("iter_0000012", "latest_checkpointed_iteration.txt"):
+        (load / name).rename(place / name)
+    with pytest.raises(InputError, match="optimizer states by bucket"):
+        refuse_other_groups(groups("ac", "bd"), in_order=True)
+    (load / "latest_checkpointed_iteration.txt").write_text("13\n")
+    refuse_other_groups(groups("ac", "bd"), in_order=True)
+
+
 @pytest.mark.parametrize("form", [None, "dp_reshardable"])
 def test_the_same_groups_in_another_order_are_loaded(saved, layout, form):
     saved(form, **{GROUPS: layout})
