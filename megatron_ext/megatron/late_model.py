@@ -205,7 +205,10 @@ def _without_freed(load: Callable) -> Callable:
 
 def make_states_only(hybrid, without: Container[torch.Tensor] = ()) -> None:
     """In place of Megatron's ``dummy_step``: make the states of a host optimizer by a step of gradients 0, but those of
-    copies that are ``without``. No new parameters, for which there may be no place."""
+    copies that are ``without``. No new parameters, for which there may be no place. As many random numbers are drawn as
+    Megatron draws: where a checkpoint's random state is not loaded, dropout draws behind them."""
+    for parameter in (parameter for group in hybrid.param_groups for parameter in group["params"]):
+        torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     for optimizer in hybrid.sub_optimizers:
         hooks, optimizer._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks, OrderedDict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

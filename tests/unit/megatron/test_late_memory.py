@@ -115,6 +115,17 @@ def test_states_are_made_without_a_step_of_megatrons(hybrid, monkeypatch):
     assert not stepped and not optimizer.cpu_copy_map_grad and all(map(torch.equal, before, after))
 
 
+def test_random_numbers_behind_them_are_those_of_megatron(hybrid, monkeypatch):
+    def drawn(make) -> torch.Tensor:
+        torch.manual_seed(1)
+        make()
+        return torch.rand(3)
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "step", lambda _: None)
+    optimizer, _ = hybrid
+    assert torch.equal(drawn(optimizer.dummy_step), drawn(lambda: HybridDeviceOptimizer.dummy_step(optimizer)))
+
+
 def test_memory_that_cannot_be_locked_while_a_checkpoints_states_are_made_is_told_behind_it(monkeypatch):
     """Where the ranks load they meet."""
     made = {"not_locked": None, "_init_sub_optimizers": HybridDeviceOptimizer._init_sub_optimizers}
