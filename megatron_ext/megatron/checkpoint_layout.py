@@ -15,7 +15,6 @@ from megatron_ext.megatron.checkpoint_states import OTHER_GROUPS
 from megatron_ext.schedule.user_defined_schedule import Group
 
 LATEST = "latest_checkpointed_iteration.txt"
-SIZES = ("expert_model_parallel_size", "expert_tensor_parallel_size")
 
 BY_TORCH = "and save it once with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
 """What is said of a checkpoint of format torch."""
@@ -38,7 +37,7 @@ def refuse_other_experts(group: int) -> None:
     """
     args = _own()
     saved, how = _loaded(args)
-    for name in SIZES:
+    for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if theirs not in (None, ours):
             why = f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew"
@@ -76,25 +75,24 @@ def _own() -> Any:
 def _loaded(args) -> tuple[Any, str]:
     """As :func:`_saved`; None for the former also where nothing is loaded, or what is loaded cannot be read."""
     with contextlib.suppress(Exception):  # of formats that are Megatron's own: what is wrong with it, Megatron says
-        if getattr(args, "load", None) is not None:
-            return _saved(args)
+        return _saved(args)
     return None, ""
 
 
-def _latest(place: Path) -> int:
-    return int((place / LATEST).read_text()) if (place / LATEST).exists() else -1
+def _folder(place: Path, step: int | None = None) -> Path:
+    """Of the checkpoint ``step`` in ``place``; None: of the latest, or one that is before all others and not there."""
+    latest = place / LATEST
+    return place / f"iter_{step or (int(latest.read_text()) if latest.exists() else -1):07d}"
 
 
 def _saved(args) -> tuple[Any, str]:
     """The arguments of the run that saved what ``args`` load, and how it could have saved for other sizes; None for
     the former where it did."""
-    load = Path(args.load)
-    found = [(getattr(args, "ckpt_step", None) or _latest(load), load)]
+    folders = [_folder(Path(args.load), getattr(args, "ckpt_step", None))]
     if getattr(args, "non_persistent_ckpt_type", None) == "global":  # Megatron takes it where it is as new
-        apart = Path(args.non_persistent_global_ckpt_dir or load / "non_persistent")
-        found.insert(0, (_latest(apart), apart))
-    iteration, place = max(found, key=lambda one: one[0])
-    folder = place / f"iter_{iteration:07d}"
+        apart = args.non_persistent_global_ckpt_dir or Path(args.load) / "non_persistent"
+        folders.insert(0, _folder(Path(apart)))
+    folder = max(folders, key=lambda one: one.name)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))
         # As Megatron reads it.

@@ -52,7 +52,6 @@ NAMES = (
 GATHERED = ("param", "exp_avg", "exp_avg_sq")
 """Tensors, fp32, that Megatron gathers of every parameter."""
 
-
 RESHARDABLE = "sharded_param_state_fully_reshardable"
 
 
@@ -78,16 +77,12 @@ def install() -> None:
     _replace("load", _of_these_groups(), dist_checkpointing)
     _replace("load_parameter_state_from_dp_zero", _of_these_groups())
     if has(DistributedOptimizer, *NAMES):
-        for name, ours in zip(NAMES, (_with_padding, _by_number, _with_empty), strict=True):
+        for name, ours in zip(NAMES, (_then(fill_empty_shards), _then(number_shards), _with_empty), strict=True):
             _replace(name, ours)
 
 
-def _with_padding(take):
-    return lambda optimizer: fill_empty_shards(optimizer, take(optimizer))
-
-
-def _by_number(write):
-    return lambda optimizer, *args, **kwargs: number_shards(optimizer, write(optimizer, *args, **kwargs))
+def _then(change: Callable) -> Callable:
+    return lambda take: lambda optimizer, *args, **kwargs: change(optimizer, take(optimizer, *args, **kwargs))
 
 
 @contextmanager

@@ -40,12 +40,8 @@ class _Progress:
     def __call__(self, done: int, total: int) -> None:
         if self._speaks and time.monotonic() - self._said > SAID_EVERY_SECONDS:
             self._said = time.monotonic()
-            say(f"making host copies {bar(done / total)} {done / 1e9:.0f} of {total / 1e9:.0f} GB on each rank")
-
-
-def bar(share: float) -> str:
-    """A progress bar for logs, which have lines and no cursor."""
-    return f"[{'#' * round(20 * share):20}]"
+            bar = "#" * (20 * done // total)
+            say(f"making host copies [{bar:20}] {done / 1e9:.0f} of {total / 1e9:.0f} GB on each rank")
 
 
 class Copies:

@@ -176,7 +176,8 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
 
     def output(index):
         assert model.decoder.final_layernorm is not None  # it is taken away from the embedding's model only
-        logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=_output_weight(model))
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=weight)
         return model.compute_language_model_loss(tokens, logits).float().mean()
 
     ends, runners = {"embedding": (embedding, None), "output": (output, hidden)}, {}
@@ -244,7 +245,3 @@ def _stacked_batches(tokens, positions):
     rows = [{key: value[index] for key, value in batch.items()} for index in range(len(tokens))]
     while True:
         yield {key: torch.stack([row[key] for row in rows]) for key in batch}
-
-
-def _output_weight(model):
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None

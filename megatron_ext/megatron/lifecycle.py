@@ -273,7 +273,7 @@ class Run(BuildingRun):
         brought = self.executor is None or read_later or self.check is not None or stage < 3
         if brought:
             self._make_whole()
-        digest = self._parameter_digest() if self.check is not None else ""
+        digest = parameter_digest(self.own.ddps) if self.check is not None else ""
         early = self.executor.part(EarlySteps) if self.executor is not None else None
         steps = (early.taken, early.taken_back) if early is not None else (0, 0)
         trained = self.state in (State.READY, State.REFERENCE)
@@ -310,11 +310,6 @@ class Run(BuildingRun):
             for bucket_group in self.own.bucket_groups.values():
                 bucket_group.end()
         self._move_to(State.CLOSED)
-
-    def _parameter_digest(self) -> str:
-        """Of this rank's parameters; collective."""
-        self._make_whole()
-        return parameter_digest(self.own.ddps)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
         """Say on the first rank what was measured and whether the check holds; collective. ``steps``: during the
