@@ -80,9 +80,11 @@ def _loaded(args) -> tuple[Any, str]:
 
 
 def _folder(place: Path, step: int | None = None) -> Path:
-    """Of the checkpoint ``step`` in ``place``; None: of the latest, or one that is before all others and not there."""
+    """Of the checkpoint ``step`` in ``place``; None: of the latest; one that is not there, before
+    all others, where there is none or it is a release, which has no iteration."""
     latest = place / LATEST
-    return place / f"iter_{step or (int(latest.read_text()) if latest.exists() else -1):07d}"
+    text = latest.read_text().strip() if latest.exists() else ""
+    return place / f"iter_{step or (int(text) if text.isdigit() else -1):07d}"
 
 
 def _saved(args) -> tuple[Any, str]:

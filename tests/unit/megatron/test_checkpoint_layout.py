@@ -96,6 +96,8 @@ def test_states_of_a_checkpoint_that_is_not_persistent_are_refused_if_it_is_as_n
     place.mkdir()
     for name in ("iter_0000012", "latest_checkpointed_iteration.txt"):
         (load / name).rename(place / name)
+    if elsewhere:
+        (load / "latest_checkpointed_iteration.txt").write_text("release\n")
     with pytest.raises(InputError, match="optimizer states by bucket"):
         refuse_other_groups(groups("ac", "bd"), in_order=True)
     (load / "latest_checkpointed_iteration.txt").write_text("13\n")
