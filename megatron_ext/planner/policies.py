@@ -13,7 +13,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import is_small, is_tiny, judged_us
 from megatron_ext.planner.finish import finished, finished_gathers, rest_states
 from megatron_ext.planner.local_search import improve
-from megatron_ext.planner.passes.rest_states import bytes_to_reserve, may_rest_on_device, rest_as_must
+from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
 from megatron_ext.planner.problem import Problem, problem_of
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import with_host_shards
@@ -232,11 +232,9 @@ def _within_device_bytes(schedule: Schedule, problem: Problem) -> Schedule:
 def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
     """All passes; at zero stage 3, where whole parameters usually take all the room that the limit leaves, also of
     plans that leave room for optimizer states on the device, in small cases."""
-    best, (workload, timing) = finished(given), given[:2]
-    if workload.zero_stage < 3 or not may_rest_on_device(workload, timing) or not is_small(workload):
-        return best
+    best, workload = finished(given), given.workload
     limits = workload.limits
-    for size in bytes_to_reserve(best):
+    for size in bytes_to_reserve(best) if is_small(workload) else ():
         less = workload.with_limits(device_bytes=(limits.device_bytes or 0) - size)
         with contextlib.suppress(InputError):  # so much room cannot be left
             made = plan_within_memory(problem._replace(workload=less), or_least=False)

@@ -7,6 +7,7 @@ of many is simulated with two and with three rounds, and continued as a straight
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
@@ -16,10 +17,10 @@ from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.blocks import Blocks, cut_by_layer
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.passes.cut_groups import Divide, cut_groups
+from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups
 from megatron_ext.planner.passes.offload_groups import Offloader, Rule
 from megatron_ext.planner.passes.place_gathers import place_gathers
-from megatron_ext.planner.place_choices import choices_of
+from megatron_ext.planner.place_choices import choices_of, route_sets
 from megatron_ext.planner.problem import usable_routes
 from megatron_ext.planner.search import grouping_of
 from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
@@ -137,27 +138,34 @@ def _by_layer(
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
 
 
-def relieved_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Plan]:
+def relieved_plans(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Plan]:
     """Plans at zero stages 2 and 3 with ``limits.device_bytes`` by layer, with gradients and shards elsewhere as far as
-    memory asks for it: by the rules of :mod:`megatron_ext.planner.within_memory` that cost least by link times."""
+    memory asks for it: by the rules of :mod:`megatron_ext.planner.within_memory` that cost least by link times.
+
+    Args:
+        closely: large parameters apart from the rest of their layer, too, by several sets of routes.
+    """
     work, timing = rounds.parts[-1][0], timings[-1]
     routes, reliefs = reliefs_of(work, timing, usable_routes(work, timing))
-    found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
-    tried, blocks = list(rules(work, reliefs)), _blocks(work, timing)
-    for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
-        for rule in (rule for rule in tried if (rule.whole_bytes or 0) == size):
-            offloader = Offloader(work, rule, timing)
-            placed = offloader(blocks.groups)  # what is left next to so much room goes to whole parameters, too
-            if placed is not None and placed not in found:
-                found[placed] = offloader.cost_us(blocks.groups, placed), len(found), offloader.filled(placed)
-        if found:
-            break
-    for groups, (_, number, rule) in sorted(found.items(), key=lambda item: item[1][:2])[:RELIEVED]:
-        try:
-            made = tuple(
-                _by_layer(with_whole_bytes(part, rule), each, _blocks(part, each)._replace(groups=groups), routes)
-                for (part, _), each in zip(rounds.parts, timings)
-            )
-            yield Plan(f"relieved-{number}", made, rounds.times(timings, made))
-        except InputError:
-            continue
+    tried = list(rules(work, reliefs))
+    for divide, sets in ((None, [routes]), (by_parameter, route_sets(routes)))[: 1 + closely]:
+        found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
+        blocks = _blocks(work, timing, divide)
+        for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
+            for rule in (rule for rule in tried if (rule.whole_bytes or 0) == size):
+                offloader = Offloader(work, rule, timing)
+                placed = offloader(blocks.groups)  # what is left next to so much room goes to whole parameters, too
+                if placed is not None and placed not in found:
+                    found[placed] = offloader.cost_us(blocks.groups, placed), len(found), offloader.filled(placed)
+            if found:
+                break
+        best = sorted(found.items(), key=lambda item: item[1][:2])[:RELIEVED]
+        for (groups, (_, number, rule)), chosen in product(best, sets):
+            try:
+                made = tuple(
+                    _by_layer(with_whole_bytes(p, rule), each, _blocks(p, each, divide)._replace(groups=groups), chosen)
+                    for (p, _), each in zip(rounds.parts, timings)
+                )
+                yield Plan(f"relieved-{number}", made, rounds.times(timings, made))
+            except InputError:
+                continue

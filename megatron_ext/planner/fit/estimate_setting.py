@@ -1,7 +1,8 @@
 """What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
 
 from collections import Counter
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
+from megatron_ext.planner.passes.rest_states import bytes_to_reserve
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
@@ -157,39 +159,52 @@ def bound_us(workload: Workload, timing: Timing) -> float:
     return found + max(map(timing.optimizer_us, ranks))
 
 
-def quick_choice(setting: Setting, workload: Workload, table: CostTable, bound: float) -> Choice:
-    """The fastest of a few quick plans that keep the limits.
+def quick_choice(
+    setting: Setting, workload: Workload, table: CostTable, bound: float, *, closely: bool = False
+) -> Choice:
+    """The fastest of a few quick plans that keep the limits; ``closely``: of more, among them plans that leave room
+    for optimizer states and for casting parameters on the device.
 
     Raises:
         InputError: none does.
     """
     rounds = FewRounds(workload)
     timings = rounds.timings(table)
-    plans, refused = _plans(rounds, timings)
+    plans, refused = _plans(rounds, timings, closely)
     found: list[Choice] = []
-    chosen = sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
-    for plan in chosen:
-        try:
-            found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
-        except InputError as error:
-            refused = error
+
+    def place(plans: Iterable[Plan]) -> InputError | None:
+        refused = None
+        for plan in sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]:
+            try:
+                found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
+            except InputError as error:
+                refused = error
+        return refused
+
+    refused = place(plans) or refused
     if not found:
         raise refused or InputError("no quick plan keeps the limits", field="limits")
+    if closely:
+        best = min(found, key=lambda choice: choice.us).schedules[-1]
+        for size in bytes_to_reserve(Candidate(rounds.parts[-1][0], timings[-1], best)):
+            less = workload.with_limits(device_bytes=(workload.limits.device_bytes or 0) - size)
+            place(relieved_plans(FewRounds(less), timings, closely=True))
     return min(found, key=lambda choice: choice.us)
 
 
-def _plans(rounds: FewRounds, timings: list[Timing]) -> tuple[list[Plan], InputError | None]:
+def _plans(rounds: FewRounds, timings: list[Timing], closely: bool) -> tuple[list[Plan], InputError | None]:
     """Plans with everything on the device where that fits, and otherwise those that relieve it."""
+    relieved = partial(relieved_plans, rounds, timings, closely=closely)
     try:
         parts = [(with_headroom(part), weight) for part, weight in rounds.parts]
     except InputError as error:
         if rounds.parts[-1][0].zero_stage == 1:
             raise
-        return list(relieved_plans(rounds, timings)), error
+        return list(relieved()), error
     roomy = FewRounds(rounds.parts[-1][0])
     roomy.parts = parts
-    plans = list(quick_plans(roomy, timings))
-    return plans + (list(relieved_plans(rounds, timings)) if parts[-1][0].zero_stage == 3 else []), None
+    return [*quick_plans(roomy, timings), *(relieved() if parts[-1][0].zero_stage == 3 else ())], None
 
 
 def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | None = None) -> Stock:

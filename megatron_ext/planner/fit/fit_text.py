@@ -16,6 +16,7 @@ from megatron_ext.planner.what_limits import WORDS, limit_of
 
 GIB = 1 << 30
 MOST_WAYS = 8
+NEARLY = "~: estimated by quick plans, which leave out what a whole plan decides; it may be faster"
 QUICK = "planned by quick rules, which --out writes; these commands plan in full, which may take minutes"
 ALL_ON_HOST = "gradients in host memory, shards in host memory, optimizer on the host"
 
@@ -25,6 +26,11 @@ def equal_to_winner(found: Found) -> list[Choice]:
     fit = found.fit
     others = [one for one in fit.tried if one.setting != fit.winner.setting]
     return [one for one in others[:MOST_EQUAL] if found.certainty.equal(one, fit.winner)]
+
+
+def ms_of(choice: Choice) -> str:
+    """Its iteration time, marked where no whole plan has it."""
+    return f"{'' if choice.planned else '~'}{choice.us / 1e3:.0f}"
 
 
 def way_of(choice: Choice) -> str:
@@ -165,6 +171,7 @@ def lines(found: Found, said: Answer) -> list[str]:
         f"{'device GiB':>10} {'ms':>8} {'interval':>18} {'tokens/s':>9} {'host GiB':>8} {'over bound':>10}  "
         f"{'limit':20} settings",
         *(_row(found, choice) for choice in fit.frontier),
+        *([] if all(choice.planned for choice in fit.tried) else [NEARLY]),
         "",
         *_equal_lines(found),
         *_way_lines(found),
@@ -187,7 +194,7 @@ def _row(found: Found, choice: Choice) -> str:
     drive = f", {choice.drive_bytes / GIB:.0f} GiB on the drive" if choice.drive_bytes else ""
     times = f"{interval.low / 1e3:.0f} to {interval.high / 1e3:.0f}"
     return (
-        f"{mark}{choice.device_bytes / GIB:>9.1f} {choice.us / 1e3:>8.0f} {times:>18} {choice.tokens_per_s:>9,.0f} "
+        f"{mark}{choice.device_bytes / GIB:>9.1f} {ms_of(choice):>8} {times:>18} {choice.tokens_per_s:>9,.0f} "
         f"{choice.host_bytes / GIB:>8.1f} {choice.us / choice.bound_us - 1:>10.1%}  {limit:20} "
         f"{found.text(choice)}{drive}"
     )
@@ -199,7 +206,7 @@ def _equal_lines(found: Found) -> list[str]:
         return []
     return [
         f"equal to the fastest (*) as far as costs are known ({found.certainty.draws} draws):",
-        *(f"  {one.us / 1e3:.0f} ms, {one.device_bytes / GIB:.1f} GiB: {found.text(one)}" for one in equal),
+        *(f"  {ms_of(one)} ms, {one.device_bytes / GIB:.1f} GiB: {found.text(one)}" for one in equal),
     ]
 
 
@@ -208,14 +215,14 @@ def _way_lines(found: Found) -> list[str]:
     if len(ways) < 2:
         return []
     lines = ["by what rests where, within these bytes:"]
-    lines += [f"  {one.us / 1e3:.0f} ms: {way} ({found.text(one)})" for way, one in ways.items()]
+    lines += [f"  {ms_of(one)} ms: {way} ({found.text(one)})" for way, one in ways.items()]
     winner = found.fit.winner
     on_host = next((one for way, one in ways.items() if way.endswith(f", {ALL_ON_HOST}")), winner)
     if way_of(on_host) != way_of(winner):
         ratio = found.certainty.ratio(on_host, winner)
         sure = "beats" if ratio.low > 1 else "is not told from"
         lines.append(
-            f"{way_of(winner)} {sure} everything on the host: {winner.us / 1e3:.0f} ms, {on_host.us / 1e3:.0f} "
+            f"{way_of(winner)} {sure} everything on the host: {ms_of(winner)} ms, {ms_of(on_host)} "
             f"({ratio.low:.2f} to {ratio.high:.2f} times as long)"
         )
     return lines
@@ -225,7 +232,7 @@ def _given_lines(found: Found, said: Answer) -> list[str]:
     given, refused = found.given
     if given is None:
         return [f"as given it {'is refused' if found.problem.refused else 'does not fit'}: {refused}"]
-    line, gain = f"as given: {given.us / 1e3:.0f} ms, {given.device_bytes / GIB:.1f} GiB", _gain(found, said)
+    line, gain = f"as given: {ms_of(given)} ms, {given.device_bytes / GIB:.1f} GiB", _gain(found, said)
     if gain is not None:
         line += f"; {gain[4]}: gain of the plan over {gain[0]} {gain[1]:.1%} ({gain[2]:.1%} to {gain[3]:.1%})"
     if found.given_stock is None:

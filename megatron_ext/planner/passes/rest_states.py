@@ -155,8 +155,11 @@ def _with_shard_of_gradient(before: Group, group: Group) -> Group:
 
 def bytes_to_reserve(given: Candidate) -> list[int]:
     """Bytes of the device to leave free by further plans: for the slot in which new parameters are cast, and for
-    states. Nothing for what would not make the iteration shorter by :data:`LEAST_GAIN`."""
+    states. Nothing below zero stage 3, where no whole parameters take the room that is left, and for what would not
+    make the iteration shorter by :data:`LEAST_GAIN`."""
     schedule, workload = given.schedule, given.workload
+    if workload.zero_stage < 3 or not may_rest_on_device(workload, given.timing):
+        return []
     slots, groups = schedule.step_slots, tuple(map(moved_group, schedule.groups))
     others = [replace(schedule, groups=groups)]
     others += [replace(schedule, step_slots=replace(slots, cast="device"))] if slots and slots.cast == "host" else []

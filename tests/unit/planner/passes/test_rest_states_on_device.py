@@ -146,7 +146,7 @@ def test_at_zero_stage_3_room_is_left_for_states_where_that_is_faster(monkeypatc
 @pytest.mark.parametrize(("cast_rate", "leaves"), [(4.0, True), (1.0, False)])
 def test_room_is_left_for_the_slot_in_which_parameters_are_cast_where_that_is_faster(cast_rate, leaves):
     """Only where they are cast on the host so far."""
-    work, table = case(device_rate=1e-3)  # states on the device would not help
+    work, table = case(device_rate=1e-3, zero_stage=3, device_bytes=1 << 40)  # states on the device would not help
     points = replace(table.host_step, algorithms={CAST_ON_DEVICE: faster(table.host_step, cast_rate)})
     schedule = plan(work, table)
     slots = StepSlots(slots=4, slot_bytes=1 << 20, cast="host")
