@@ -173,16 +173,15 @@ def quick_choice(
     plans, refused = _plans(rounds, timings, closely)
     found: list[Choice] = []
 
-    def place(plans: Iterable[Plan]) -> InputError | None:
-        refused = None
+    def place(plans: Iterable[Plan]) -> None:
+        nonlocal refused
         for plan in sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]:
             try:
                 found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
             except InputError as error:
                 refused = error
-        return refused
 
-    refused = place(plans) or refused
+    place(plans)
     if not found:
         raise refused or InputError("no quick plan keeps the limits", field="limits")
     if closely:

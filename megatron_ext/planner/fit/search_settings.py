@@ -56,7 +56,7 @@ and above zero stage 1 of a pair of groups, between which is weighed which to re
 
 ON_CLOSER, CLOSER, MUCH = 0.5, 10, 0.2
 """On the whole device: of that effort the part on better estimates; how many times as long as a quick plan one takes;
-settings whose quick plan is this near to the best are estimated so. Whole plans were up to 0.17 faster."""
+settings whose quick plan is this near to the best are estimated so. Whole plans were up to 0.2 faster."""
 
 PLAN_EFFORT, PLAN_OF_LAYER = 45.0, {1: 0.1, 2: 0.2, 3: 1.3}
 """Of whole plans, and of one layer in a plan by zero stage: about the seconds that it takes."""
@@ -278,8 +278,7 @@ class Search:
     def _look_closer(self, candidates: list[Candidate]) -> None:
         """Better estimates, on the whole device, of settings that may be the fastest."""
         effort, best = EFFORT * ON_CLOSER, inf
-        quick = [self._known(one, 1.0) for one in candidates]
-        for choice, one in sorted(zip(quick, candidates), key=_by_quick_plan):
+        for choice, one in self._by_quick_plan(candidates):
             if choice is None or choice.us > best * (1 + MUCH):
                 return
             best = min(best, choice.us)
@@ -306,13 +305,17 @@ class Search:
                 best = min(best, stock.us)
         return found, self.effort <= 0
 
+    def _by_quick_plan(self, candidates: list[Candidate]) -> list[tuple[Choice | None, Candidate]]:
+        """The fastest quick plan first; those without one by their bound."""
+        known = ((self._known(one, 1.0), one) for one in candidates)
+        return sorted(known, key=lambda it: (it[0].us, it[0].device_bytes) if it[0] else (inf, it[1].bound_us))
+
     def _planned(self, candidates: list[Candidate]) -> list[Choice]:
         """The best settings of the whole device, planned in full."""
         found: list[Choice] = []
-        quick = [self._known(one, 1.0) for one in candidates]
         effort, best = PLAN_EFFORT, inf
         small = all(map(_is_small, candidates))
-        for choice, one in sorted(zip(quick, candidates), key=_by_quick_plan):
+        for choice, one in self._by_quick_plan(candidates):
             cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
                 break
@@ -327,12 +330,6 @@ class Search:
                 found.append(choice)
                 best = min(best, choice.us)
         return found
-
-
-def _by_quick_plan(item: tuple[Choice | None, Candidate]) -> tuple[float, float]:
-    """The fastest quick plan first; those without one by their bound."""
-    choice, one = item
-    return (inf, one.bound_us) if choice is None else (choice.us, choice.device_bytes)
 
 
 def _quick_effort(one: Candidate) -> float:
