@@ -102,6 +102,11 @@ class Search:
         self._placers: list[tuple[Blocks, Workload, GatherPlacer]] = []
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of settings along the axes."""
+        return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
+
+    @property
     def middle(self) -> int:
         """The horizon that looks about eight layers ahead."""
         return min(6, len(self.horizons) - 1)
@@ -166,7 +171,7 @@ class Search:
 
     def _values(self, axis: int, settings: Settings) -> Sequence[int]:
         """What to try along one axis: all, but of the many horizons only nearby ones and the last."""
-        size = len((self.cuts, self.divides, self.horizons, self.sets, self.hosts)[axis])
+        size = self.sizes[axis]
         if axis != 2:
             return range(size)
         near = [settings.horizon + d for d in (1, -1, 2, -2, 4, -4)]
