@@ -118,8 +118,8 @@ class Costs:
     ) -> list[tuple[float, float]]:
         """(forward, backward) of each layer of a chunk, in execution order.
 
-        Where the table has only a row for the whole chunk it is shared out: in proportion to
-        the rows of the layers' kinds where all are known, evenly otherwise. Without such a row those of its layers'
+        Where the table has a row for the whole chunk it is shared out in proportion to the rows of the layers' kinds;
+        layers without a row take evenly what those of the others leave. Without such a row those of its layers'
         kinds count, with the row of kind :data:`STEP` where there is one.
 
         Raises:
@@ -135,15 +135,9 @@ class Costs:
                 layers[0] = (layers[0][0] + step.forward_us, layers[0][1])
                 layers[-1] = (layers[-1][0], layers[-1][1] + step.backward_us)
             return layers
-        if layer_kinds and all(kind in self._by_kind for kind in layer_kinds):
-            layers = [self._by_kind[kind] for kind in layer_kinds]
-            forward, backward = sum(layer.forward_us for layer in layers), sum(layer.backward_us for layer in layers)
-            return [
-                (row.forward_us * layer.forward_us / forward, row.backward_us * layer.backward_us / backward)
-                for layer in layers
-            ]
-        count = num_layers or len(layer_kinds) or 1
-        return [(row.forward_us / count, row.backward_us / count)] * count
+        layers = [self._by_kind.get(kind) for kind in layer_kinds] or [None] * (num_layers or 1)
+        of = lambda name: _shared_out(getattr(row, name), [layer and getattr(layer, name) for layer in layers])
+        return [*zip(of("forward_us"), of("backward_us"))]
 
     def launches_us(
         self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()
@@ -151,9 +145,8 @@ class Costs:
         """(forward, backward): what launching one micro-batch through a chunk keeps the training thread for; None where
         the table does not say it of all layers."""
         row = self._by_place.get((pp_rank, model_chunk_id))
-        rows = [row] if row is not None else [self._by_kind.get(kind) for kind in (*layer_kinds, STEP)]
-        if row is None and rows[-1] is None:
-            rows.pop()
+        kinds = (*layer_kinds, *[STEP] * (STEP in self._by_kind))
+        rows = [row] if row is not None else [self._by_kind.get(kind) for kind in kinds]
         known = [
             (row.forward_launch_us, row.backward_launch_us)
             for row in rows
@@ -171,3 +164,10 @@ class Costs:
             said += f"; megatron-ext measure or cost estimate gives {'them' if missing else 'one'}"
             raise InputError(said, file=self.file, field="compute")
         return [self._by_kind[kind] for kind in layer_kinds]
+
+
+def _shared_out(whole_us: float, known: Sequence[float | None]) -> list[float]:
+    """What each layer of a chunk takes; None: its kind is not known."""
+    left_us = max(whole_us - sum(us for us in known if us is not None), 0.0)
+    parts = [left_us / known.count(None) if us is None else us for us in known]
+    return [whole_us * us / sum(parts) for us in parts]

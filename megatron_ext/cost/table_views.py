@@ -41,8 +41,8 @@ def table_of_experts(table: CostTable, parallel: Parallel) -> CostTable:
         if curves_of(dense or ()) and not curves_of(curve or ()):
             said = (
                 f"has no points: experts are gathered and reduced among {ranks} ranks, other parameters among "
-                f"{parallel.dp}; cost estimate gives curves of both, and cost combine TABLE experts=OTHER takes the "
-                f"collectives of a table measured among {ranks} for those of experts"
+                f"{parallel.dp}; megatron-ext measure or cost estimate gives curves of both, and cost combine TABLE "
+                f"experts=OTHER takes the collectives of a table measured among {ranks} for those of experts"
             )
             raise InputError(said, field=f"experts.{name}")
     if own is not None and own.ranks != ranks:

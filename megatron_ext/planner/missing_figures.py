@@ -1,9 +1,8 @@
 """What a prediction needs and the cost table lacks: refused by name, or taken from a range.
 
 [Note: What is refused and what is not]
-A curve that is missing is refused: nothing says how long its work takes. A pair of activities without a row of
-contention, and the time of a call, have a range (:mod:`megatron_ext.cost.perturbed_table`): a prediction is then an
-interval, and so is the gain of a plan.
+A curve that is missing is refused: nothing says how long its work takes. What else is missing has a range
+(:mod:`megatron_ext.cost.missing_ranges`): a prediction is then an interval, and so is the gain of a plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +24,6 @@ _OPTIONS = {
     "routes.nvme": _DRIVE,
     "routes.cpu": "--links cpu",
     "host_step": _ON_HOST,
-    "host_step.algorithms.cast_on_device": _ON_HOST,
-    "host_step.algorithms.joined": _ON_HOST,
     "device_step": _ON_HOST,
 }
 """Of ``measure``, by missing curve; others are links by their names."""
@@ -48,7 +45,8 @@ class Interval(NamedTuple):
 def refuse_missing(names: Sequence[str], *, file=None) -> None:
     """Raises InputError where a curve that the prediction needs is missing, with the commands that give it."""
     if names:
-        options = " ".join(dict.fromkeys(_OPTIONS.get(name, f"--links {name}") for name in names))
+        curves = [name.partition(".algorithms")[0] for name in names]
+        options = " ".join(dict.fromkeys(_OPTIONS.get(name, f"--links {name}") for name in curves))
         raise InputError(
             f"the prediction needs it and the table lacks it (in all: {', '.join(names)}); megatron-ext measure "
             f"{options} measures it, cost estimate --hardware NAME estimates it, cost combine puts it into this table",

@@ -326,6 +326,4 @@ def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list
         allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
         lines.append(f"pinned host memory: {need / 2**20:.1f} MiB a node ({allowed})")
     lines += [f"memory rank {rank}: {rank_memory.text(memory)}" for rank, memory in enumerate(predicted.memory)]
-    if figures["left_out"]:
-        lines.append(f"left out, because the cost table has no curve: {', '.join(figures['left_out'])}")
     return lines

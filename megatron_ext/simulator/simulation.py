@@ -74,8 +74,6 @@ class Result(NamedTuple):
             hidden = ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.hidden_step_us))
             lines.append(f"host's step  hidden {hidden}")
         lines += [f"memory rank {rank}: {rank_memory.text(bill.memory)}" for rank, bill in enumerate(self.memory)]
-        if self.left_out:
-            lines.append(f"left out, because the cost table has no curve: {', '.join(self.left_out)}")
         return "\n".join(lines)
 
     def predicted(self, baselines_us: dict[str, float] | None = None) -> Predicted:

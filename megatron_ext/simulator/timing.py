@@ -74,8 +74,7 @@ class Timing:
         said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
         """How many times the reduce of a shard comes on top of the table's curve: there and back among instances."""
-        needed = ["reduce"] * (parallel.data_parallel_size > 1)
-        needed += ["optimizer"] + ["host_step"] * workload.optimizer.on_host
+        needed = ["reduce", "optimizer"] + ["host_step"] * workload.optimizer.on_host
         self._left_out = (
             [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
         )
@@ -187,7 +186,7 @@ class Timing:
     def shard_copy_us(self, size_bytes: int) -> float:
         """Microseconds of the first part of ``cpu_shard``: copying the own shard of a group of ``size_bytes`` over the
         link of host copies. A shard smaller than the smallest copy measured takes as long as that copy."""
-        least = min(point.size_bytes for point in points_of(self.table.routes.cpu))  # offered where it was measured
+        least = min((point.size_bytes for point in points_of(self.table.routes.cpu)), default=0)
         return self.gather_us(HOST_COPY, max(size_bytes // self.ranks, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:

@@ -4,10 +4,11 @@ from statistics import mean, median, stdev
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload
+from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.perturbed_table import MISSING_CONTENTION, PerturbedTables, latin_hypercube
+from megatron_ext.cost.missing_ranges import MISSING_CONTENTION, MOST_CALL_US
+from megatron_ext.cost.perturbed_table import PerturbedTables, latin_hypercube
 
 WORK = make_workload()
 KINDS = ("compute", "gpu", "cpu", "publish", "p2p")
@@ -104,7 +105,18 @@ def test_a_missing_time_of_a_call_is_a_range():
     drawn = tables.draw(32)
     assert any("group_overhead.call_us" in text for text in tables.missing)
     calls = [table.group_overhead.call_us for table in drawn]
-    assert 0 < min(calls) < max(calls) < make_table(WORK).routes.gpu.points[0].p50_us
+    assert 0 < min(calls) < max(calls) < MOST_CALL_US
+    slower = PerturbedTables(make_table(WORK, gpu=(500.0, 1e4)), KINDS)
+    assert MOST_CALL_US < slower.with_missing_at(1.0).group_overhead.call_us == pytest.approx(500.0, rel=0.01)
+
+
+def test_host_memory_that_is_missing_carries_what_one_activity_moves_at_least():
+    tables = PerturbedTables(make_table(WORK, cpu=(10.0, 5e3), host_add=line(10.0, 3e3)), KINDS)
+    assert any(text.startswith("host_memory, taken as 9.0 GB/s or more") for text in tables.missing)
+    assert tables.with_missing_at(0.0).host_memory is None
+    rates = [table.host_memory.bytes_per_s for table in tables.draw(32)]
+    assert 0.99 * 9e9 < tables.with_missing_at(1.0).host_memory.bytes_per_s < min(rates) < 9.5e9 < 1e11 < max(rates)
+    assert not PerturbedTables(make_table(WORK), ("compute", "gpu")).with_missing_at(1.0).host_memory
 
 
 def test_a_rough_table_spreads_its_silent_figures_too():

@@ -7,36 +7,52 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.cost_table_text import all_curves
 from megatron_ext.cost.estimated_table import estimate
+from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
-from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.gain_interval import gain_interval
 from megatron_ext.planner.missing_figures import interval_of, refuse_missing
+from megatron_ext.planner.reroute import by_cpu_shard
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.user_defined_schedule import StateSlots, StepSlots
+from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
 
-SHAPE = GptShape(4, 512, 2048, 8, 8, 1024, 64, positions=512, tied=False)
-BATCH = MicroBatch(512, 2)
+SHAPE = GptShape(4, 4096, 16384, 32, 32, 1024, 128, positions=2048, tied=False)
+"""Of layers whose compute takes longer than their launches: these would hide what else takes time."""
+BATCH = MicroBatch(2048, 4)
 
 
-def work_of(zero_stage, **how):
-    """Data-parallel groups of eight ranks, each on two nodes."""
-    parallel = Parallel.of(pp=2, vp=2, dp=8, microbatches=4, gpus_per_node=4, order="interleaved")
-    return gpt_workload(SHAPE, parallel, BATCH, zero_stage=zero_stage, **how)
+def work_of(zero_stage, dp=8, ep=1, **how):
+    """Data-parallel groups of eight ranks, each on two nodes; at zero stage 1 on one; or one rank alone."""
+    many = dict(pp=2, vp=2, gpus_per_node=4, order="interleaved") if zero_stage > 1 < dp else dict(order="no_pipeline")
+    parallel = Parallel.of(dp=dp, ep=ep, microbatches=4, **many)
+    shape = SHAPE._replace(experts=ExpertShape(8, 2, 4096, (0, 1, 0, 1))) if ep > 1 else SHAPE
+    return gpt_workload(shape, parallel, BATCH, zero_stage=zero_stage, **how)
 
 
 def table_of(work):
-    return estimate(sheets.load("h200-rdma"), work, BATCH)
+    """Estimated, with a row of contention for every pair: what one more is missing beside would hide it."""
+    machine = "h200-one-gpu" if work.parallel.dp == 1 else "h100-pcie" if work.zero_stage == 1 else "h200-rdma"
+    return PerturbedTables(estimate(sheets.load(machine), work, BATCH), cost.KINDS).with_missing_at(0.3)
 
 
-def gathered(policy, **limits):
-    work = work_of(3, limits=Limits(**limits))
+def gathered(policy, zero_stage=3, dp=8, ep=1, on_host=False, **limits):
+    work = work_of(zero_stage, dp, ep, limits=Limits(**limits), optimizer=OptimizerSettings(on_host=on_host))
     return work, plan(work, table_of(work), policy=policy)
+
+
+def from_host(*given):
+    """Shards and gradients in host memory, gathered from there."""
+    work, schedule = gathered("all-gpu", *given, on_host=True)
+    schedule = by_cpu_shard(schedule)
+    groups = tuple(replace(group, gradients="host", shard_rests="host") for group in schedule.groups)
+    return work, replace(schedule, groups=groups)
 
 
 def host_gradients():
@@ -54,18 +70,23 @@ def on_host(cast="device", **states):
         replace(group, gradients="sharded", **(states if index % 2 else {}))
         for index, group in enumerate(schedule.groups)
     )
-    slots = StateSlots(slots=2, slot_bytes=1 << 24) if states.get("states_rest") == "nvme" else None
-    step = StepSlots(slots=2, slot_bytes=1 << 26, cast=cast)
-    return work, replace(schedule, groups=groups, step_slots=step, state_slots=slots, rollback_bytes=1 << 34)
+    slots = StateSlots(slots=2, slot_bytes=1 << 29) if states.get("states_rest") == "nvme" else None
+    step = StepSlots(slots=2, slot_bytes=1 << 30, cast=cast)
+    return work, replace(schedule, groups=groups, step_slots=step, state_slots=slots, rollback_bytes=1 << 36)
 
 
 CASES = {
     "host copies": lambda: gathered("all-cpu"),
-    "the drive": lambda: gathered("random:3", nvme_slots=2, pinned_host_bytes=0),
+    "the drive": lambda: gathered("random:3", nvme_slots=2),
     "gradients in host memory": host_gradients,
     "states on the device": lambda: on_host(states_rest="device"),
     "parameters cast on the host": lambda: on_host("host"),
     "states on the drive": lambda: on_host(states_rest="nvme"),
+    "zero stage 1": lambda: gathered("all-cpu", 1),
+    "shards of one rank in host memory": lambda: from_host(3, 1),
+    "shards in host memory": from_host,
+    "one rank": lambda: gathered("all-gpu", 1, 1),
+    "experts": lambda: gathered("all-gpu", 3, 8, 2),
 }
 
 
@@ -93,17 +114,21 @@ def without(table: cost.CostTable):
         rows = tuple(row for row in table.contention if (row.measured, row.busy) != pair)
         yield f"contention {' beside '.join(pair)}", replace(table, contention=rows)
     yield "contention", replace(table, contention=())
+    yield "topology", replace(table, topology=cost.Topology())
+    for index in range(len(table.compute)):
+        yield f"compute of row {index}", replace(table, compute=table.compute[:index] + table.compute[index + 1 :])
 
 
 REFUSED_SOMEWHERE = {
     *("routes.gpu", "routes.cpu", "routes.nvme", "publish.cpu", "publish.nvme", "publish.internode", "p2p", "reduce"),
+    *("experts.gpu", "experts.reduce"),
     *("optimizer", "host_add", "host_step", "device_step", "compute"),
     *("host_step.algorithms.cast_on_device", "host_step.algorithms.joined"),
 }
 
 
 def predicted(work, table, schedule):
-    return evaluate(work, table, schedule, bound_us=0.0)
+    return run(work, Timing(work, table), schedule, peaks=False)
 
 
 def refusals(name: str) -> set[str]:
@@ -112,6 +137,7 @@ def refusals(name: str) -> set[str]:
     table, found = table_of(work), set()
     complete = predicted(work, table, schedule)
     refuse_missing(complete.left_out)
+    assert complete.busy_us["launches"] < complete.iteration_time_us
     for part, lacking in without(table):
         try:
             result = predicted(work, lacking, schedule)

@@ -21,6 +21,7 @@ ALL_PAIRS = tuple(
 )
 """Contention that was measured everywhere, and found nowhere."""
 CALLS = cost.GroupOverhead(call_us=0.5)
+MEMORY = cost.HostMemory(bytes_per_s=1e12)
 
 
 def judged(work, table):
@@ -100,9 +101,8 @@ def test_rough_costs_cannot_tell_of_a_small_gain():
 
 def test_a_missing_row_of_contention_widens_the_interval_and_is_said():
     work = make_workload()
-    table = make_table(
-        work, gpu=(10.0, 300.0), cpu=(5.0, 300.0), publish=(1.0, 600.0), contention=ALL_PAIRS, group_overhead=CALLS
-    )
+    costs = {"gpu": (10.0, 300.0), "cpu": (5.0, 300.0), "publish": (1.0, 600.0), "contention": ALL_PAIRS}
+    table = make_table(work, **costs, group_overhead=CALLS, host_memory=MEMORY)
     planned, stock = plan(work, table), stock_schedule(work)
     without = replace(table, contention=tuple(row for row in table.contention if row.busy == "compute"))
     known, unknown = (gain_interval(work, given, planned, stock) for given in (table, without))
@@ -167,7 +167,7 @@ def test_a_gain_outside_its_interval_is_explained_and_another_one_is_expected():
     said = f"{figures['gain_on_table']:.2%}, more than expected: the plan was chosen because it is fast on it, and"
     assert said in answer.text
     assert figures["gain_us"] == pytest.approx(figures["gain"] * figures["compared_with_us"])
-    sure = judged(work, make_table(work, **costs, contention=ALL_PAIRS, group_overhead=CALLS))
+    sure = judged(work, make_table(work, **costs, contention=ALL_PAIRS, group_overhead=CALLS, host_memory=MEMORY))
     assert "more than expected" not in sure.text
 
 

@@ -7,7 +7,8 @@ from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext import planner
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.perturbed_table import MOST_LAUNCH_US, MOST_TENSOR_US, PerturbedTables
+from megatron_ext.cost.missing_ranges import MOST_LAUNCH_US, MOST_TENSOR_US
+from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import HELPS_NOT
