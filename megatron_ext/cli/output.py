@@ -6,14 +6,15 @@ import sys
 import click
 import msgspec
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, with_gib
 
 
 def emit(as_json: bool, payload: dict, text: str) -> None:
-    """Print ``payload`` as one JSON object, or ``text`` for people.
+    """Print ``payload`` as one JSON object, or ``text`` for people, with GiB behind large numbers of bytes.
 
     With ``--json`` the text goes to standard error, so a pipe reads only the object.
     """
+    text = with_gib(text)
     if as_json and text:
         click.echo(text, err=True)
     try:

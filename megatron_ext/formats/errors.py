@@ -17,7 +17,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str, *, file=None, field: str | None = None, value: object = ...):
-        message = _BYTES.sub(_with_gib, message)
+        message = with_gib(message)
         self.message, self.file, self.field, self.value = message, file, field, value
         parts = []
         if file is not None:
@@ -44,10 +44,10 @@ def option_error(name: str, why: str, value: object = ...) -> InputError:
     return InputError(why, field=flag(name), value=value)
 
 
-def _with_gib(found: re.Match) -> str:
-    """``bytes``, and from 1 GiB on what people read."""
-    size = int(found[1])
-    return f"{found[0]} ({size / GIB:.2f} GiB)" if size >= GIB else found[0]
+def with_gib(text: str) -> str:
+    """``text`` with what people read behind its numbers of bytes, from 1 GiB on."""
+    gib = lambda found: int(found[1]) / GIB
+    return _BYTES.sub(lambda found: f"{found[0]} ({gib(found):.2f} GiB)" if gib(found) >= 1 else found[0], text)
 
 
 def one_line(text: str, limit: int = 2000) -> str:
