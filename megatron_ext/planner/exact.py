@@ -29,6 +29,7 @@ from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
+from megatron_ext.simulator.thread_path import least_thread_us
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Copy, Route, kind_of
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -68,7 +69,8 @@ def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedu
     best, best_us, lowest = solve(problem, known, known_us, EXACT)
     if lowest is None:
         raise InputError(f"{_why_unsolved(problem, EXACT)}; use hybrid", field="policy", value="exact")
-    options = PlanOptions(proven_gap=round(best_us / max(lowest, problem.bound_us) - 1, 6))
+    proven_us = max(lowest, problem.bound_us, least_thread_us(problem.workload, problem.timing))
+    options = PlanOptions(proven_gap=round(best_us / proven_us - 1, 6))
     return msgspec.structs.replace(
         best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options)
     )

@@ -306,7 +306,7 @@ def search_note(schedule: Schedule) -> str | None:
     if options.proven_gap is not None:
         if options.proven_gap <= PROVEN:
             return "Proven: none of the groupings that were solved has a faster schedule."
-        return f"Not proven: a schedule that is up to {options.proven_gap:.2%} shorter is not ruled out."
+        return f"Not proven: a schedule that is up to {1 - 1 / (1 + options.proven_gap):.2%} shorter is not ruled out."
     if options.search_failed is not None:
         return f"The search found no schedule ({options.search_failed}). The plan is the baseline {options.rule}."
     if options.rule is not None:

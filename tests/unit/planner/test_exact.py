@@ -7,11 +7,13 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload, random_case
 from variations import some
 
+from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner import exact, plan
+from megatron_ext.planner import exact, plan, search_note
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.exact import EXACT, solve_groups
+from megatron_ext.planner.policies import PROVEN
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings
 from megatron_ext.planner.stock import groups_of
@@ -35,6 +37,23 @@ def test_exact_is_no_worse_than_every_order_and_route_of_layer_groups(speeds):
     best_known = plan(work, table, policy="exact")
     assert best_known.predicted.iteration_time_us <= best * (1 + 1e-6)
     assert -1e-6 <= best_known.metadata.options.proven_gap <= 1e-4
+
+
+def test_what_the_training_thread_takes_at_least_is_proven():
+    """The solver's model knows no launches. Where these are the limit, no schedule is faster by the rest of them."""
+    work = make_workload(pp=1, vp=1, microbatches=1, layers=2, order="no_pipeline")
+    table = make_table(work, launches=cost.Launches(reduce_us=0.0, tensor_us=0.0))
+    slow = [replace(row, forward_launch_us=5e3, backward_launch_us=5e3) for row in table.compute]
+    found = plan(work, replace(table, compute=tuple(slow)), policy="exact")
+    assert found.metadata.options.proven_gap <= PROVEN and search_note(found).startswith("Proven")
+
+
+def test_what_is_not_ruled_out_is_a_part_of_the_iteration():
+    work = make_workload(pp=1, vp=1, microbatches=1, layers=2, order="no_pipeline")
+    found = plan(work, make_table(work), policy="all-gpu")
+    options = replace(found.metadata.options, proven_gap=1.5)
+    found = replace(found, metadata=replace(found.metadata, options=options))
+    assert "up to 60.00% shorter is not ruled out" in search_note(found)
 
 
 def test_hybrid_is_near_exact_on_random_small_cases():
