@@ -148,6 +148,7 @@ def make_table(machine: Machine, work: workload.Workload) -> cost.CostTable:
             ),
             compute=tuple(compute),
             p2p=line(20e3),
+            host_memory=cost.HostMemory(bytes_per_s=1e12),  # more than all copies move
             topology=cost.Topology(nic_shares_pcie=machine.nic_shares_pcie),
         )
     )

@@ -90,6 +90,7 @@ def make_case(noise: float, second: str, kind: str, zero_stage: int, order: str,
         p2p=(2.0, 1e4),
         contention=contention,
         group_overhead=cost.GroupOverhead(call_us=draw.uniform(0.2, 1.0)),
+        host_memory=cost.HostMemory(bytes_per_s=1e12),  # more than all copies move
     )
     return work, truth, noisy(truth, noise, draw, said=draw.random() < 0.5, contention=draw.random() < 0.5)
 

@@ -11,6 +11,8 @@ refused by name (planner/missing_figures.py): nothing says how long the work of 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -96,23 +98,18 @@ def _contention(table: CostTable, kinds: Sequence[str]) -> Iterator[MissingRange
     if table.topology.nic_shares_pcie:
         present |= {("gpu", "cpu"), ("cpu", "gpu")}
     present |= {("gpu", "reduce"), ("reduce", "gpu")}
-    pairs = [
-        (measured, busy)
-        for measured in ("compute", *TRANSFERS, "p2p")
-        for busy in ("compute", *TRANSFERS)
-        if measured != busy and {measured, busy} <= set(kinds) and (measured, busy) not in present
-    ]
-    by_most: dict[float, list[str]] = {}
-    for a, b in pairs:
-        by_most.setdefault(1 + _excess(a, b, 1.0), []).append(f"{a} beside {b}")
+    by_most: dict[float, list[tuple[str, str]]] = {}
+    for pair in product(("compute", *TRANSFERS, "p2p"), ("compute", *TRANSFERS)):
+        if pair[0] != pair[1] and set(kinds).issuperset(pair) and pair not in present:
+            by_most.setdefault(1 + _excess(*pair, 1.0), []).append(pair)
+    for most, pairs in sorted(by_most.items()):
+        said = f"contention, taken as 1.0 to {most:g}: {', '.join(map(' beside '.join, pairs))}"
+        yield MissingRange(MISSING_CONTENTION, said, partial(_with_rows, pairs))
 
-    def put(table: CostTable, part: Callable[[], float]) -> CostTable:
-        rows = [Contention(measured=a, busy=b, slowdown=1 + _excess(a, b, part())) for a, b in pairs]
-        return replace(table, contention=(*table.contention, *rows))
 
-    if pairs:
-        said = "; ".join(f"as 1.0 to {most:g}: {', '.join(names)}" for most, names in sorted(by_most.items()))
-        yield MissingRange(MISSING_CONTENTION, f"contention, taken {said}", put)
+def _with_rows(pairs: list[tuple[str, str]], table: CostTable, part: Callable[[], float]) -> CostTable:
+    rows = [Contention(measured=a, busy=b, slowdown=1 + _excess(a, b, part())) for a, b in pairs]
+    return replace(table, contention=(*table.contention, *rows))
 
 
 # -- the training thread --------------------------------------------------------------------
