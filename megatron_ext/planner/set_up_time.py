@@ -12,12 +12,12 @@ def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str
     """One line of it, of the node with the most; None where the schedule has no host copies, or the table no figure."""
     copies = [kinds.get("host_copies", 0) for kinds in host_bytes(schedule, workload)]
     most = max(on_nodes(workload, copies))
-    pages, pin = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
+    pages, locking = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
     if not most or pages is None:
         return None
     parts = [f"{pages * most / GIB / 1e6:.3g} s to make their pages"]
-    if pin is not None:
-        parts.append(f"{pin * most / GIB / 1e6:.3g} s to page-lock them on every rank")
+    if locking is not None:
+        parts.append(f"{locking * most / GIB / 1e6:.3g} s to page-lock them on every rank")
     return f"before the first step: {most / GIB:.3g} GiB of host copies a node, about {', '.join(parts)}"
 
 
