@@ -5,6 +5,7 @@ whose docstring does, and what they call in the same file.
 """
 
 import ast
+import re
 import tokenize
 from collections.abc import Iterator
 from io import StringIO
@@ -28,8 +29,12 @@ OF_THE_LINK = {"arriving", "leaving"}
 OF_EVENTS = {"synchronize", "record", "query", "elapsed_time", "wait_event", "wait_stream", "item", "cpu"}
 """Methods of events and streams, and of tensors that would wait for the device."""
 
-MAKES = {"private_flags", "page_locked", "device_of"}
-"""Functions that lock memory or make what the driver knows."""
+MAKES = {"private_flags", "page_locked", "device_of", "unlock_unused", "cudart", "CudaStream", "CudaDevice"}
+MAKES |= {"pin_memory", "host_tensor", "pin", "unpin", "unlock", "cuda"}
+"""Functions, and methods of whatever, that lock or unlock memory or make what the driver knows."""
+
+AWAY = {"device", "pin_memory"}
+"""Keywords by which any call makes what does not lie in memory of the host alone."""
 
 
 def marks_of(text: str) -> list[tuple[int, bool]]:
@@ -132,9 +137,18 @@ class Source:
                         or OF_THE_LINK & {*owner[1:]}
                         or (owner and name in OF_EVENTS)
                         or name in MAKES
+                        or _leaves_the_host(call, name)
                     ):
                         found.add((call.lineno, ".".join((*owner, name))))
         return sorted(found)
+
+
+def _leaves_the_host(call: ast.Call, name: str) -> bool:
+    """Whether a call copies to another device, or makes something there, unless what it is given says that it does
+    not: a dtype of torch, or the host by its name."""
+    given = [keyword.value for keyword in call.keywords if keyword.arg in AWAY] + (call.args if name == "to" else [])
+    texts = [ast.unparse(one) for one in given]
+    return not all(re.fullmatch(r"torch\.(b?float|u?int)\d+|'cpu'|False", text) for text in texts)
 
 
 def _asks_where(node: ast.AST) -> bool:
@@ -192,6 +206,14 @@ class Part:
     def steps(self):
         self.event.synchronize()
         self.jobs[0].wait()
+        unlock_unused(self.kept)
+        own.to(torch.float32).pin_memory()
+        own.to("cuda")
+        own.to(self.place, torch.bfloat16)
+        own.to("cpu", torch.float16)
+        own.cuda()
+        own = torch.empty(3, device=self.place)
+        own = torch.empty(3, dtype=torch.uint8, device="cpu")
         flags = private_flags(1, self.kept)
 
     # On the issuing thread.
@@ -210,6 +232,12 @@ def test_a_call_of_the_device_on_a_thread_is_seen():
         "torch.cuda.synchronize",
         "self._device.compute.wait",
         "self.event.synchronize",
+        "unlock_unused",
+        "own.to.pin_memory",
+        "own.to",
+        "own.to",
+        "own.cuda",
+        "torch.empty",
         "private_flags",
         "link.arriving.run",
     ]
