@@ -17,6 +17,7 @@ from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.objects import gather_objects
+from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
@@ -46,7 +47,7 @@ class NvmeRead(Operation):
         self.staged = torch.frombuffer(self._slot, dtype=torch.float32)
         fabric.device.pin(self.staged)
         self.worker, self.issuer = Worker("measure-nvme"), Issuer()
-        self.stream = fabric.device.stream("measure-nvme-copies")
+        self.route = StreamRoute("measure-nvme-copies", fabric.device)
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def offset(self, size_bytes: int, round_index: int) -> int:
@@ -64,16 +65,14 @@ class NvmeRead(Operation):
 
         def copy() -> None:
             staged.wait()
-            self.stream.wait(arrival.taken)
-            self.stream.copy(target, self.staged[: size_bytes // 4])
-            arrival.end(self.stream)
+            self.route.copy(target, self.staged[: size_bytes // 4], arrival)
 
         self.issuer.when(lambda: staged.ended, copy)
         return arrival
 
     def close(self) -> None:
         self.worker.close()
-        self.stream.close()
+        self.route.close()
         self.drive.close()
         self.fabric.device.unpin(self.staged)
 

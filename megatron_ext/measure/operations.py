@@ -18,6 +18,7 @@ from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symmetric_gather
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
+from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
 from megatron_ext.runtime.worker import Transfer, Worker
 
@@ -98,13 +99,13 @@ class SymmetricGather(RouteGather):
 
 
 class HostCopy(Operation):
-    """The whole group from the node's host copy to the device, on a stream as the run's routes have one."""
+    """The whole group from the node's host copy to the device, by what the run's route copies with."""
 
     name = "cpu"
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.threads = self.stream = fabric.device.stream(f"measure-{self.name}")
+        self.threads = self.route = StreamRoute(f"measure-{self.name}", fabric.device)
         self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
@@ -114,10 +115,7 @@ class HostCopy(Operation):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
         """Issue one copy."""
-        arrival = Arrival(self.fabric.device).begin()
-        self.stream.wait(arrival.taken)
-        self.stream.copy(target, source)
-        return arrival.end(self.stream)
+        return self.route.copy(target, source, Arrival(self.fabric.device).begin())
 
 
 class ShardGather(Operation):

@@ -60,7 +60,7 @@ class DriveCopy(CopyRoute):
 
     def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
         staged.check()
-        self.copy(group.index, group.whole, self.pool.staged(group, slot), arrival)
+        self.copy(group.whole, self.pool.staged(group, slot), arrival, f"unshard {group.index}")
         self.stream.store(self.pool.copied_out[slot], number)
 
     def drop(self) -> None:

@@ -2,8 +2,6 @@
 
 from functools import partial
 
-import torch
-
 from megatron_ext.runtime.flags import DeviceFlag
 from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.host_pool import COPY
@@ -21,12 +19,6 @@ class CopyRoute(StreamRoute):
         self.issuer, self.clock = copies.issuer, copies.clock
         self.stream.log = log_of(copies.recorder, "gather", "to_device", "cpu")
         copies.issuer.checks.append(lambda: copies.pool.check_peers(copies.clock.version))
-
-    def copy(self, index: int, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival) -> None:
-        """Issue the copy of group ``index`` behind what the stream has been given."""
-        self.stream.wait(arrival.taken)
-        self.stream.copy(destination, source, f"unshard {index}")
-        arrival.end(self.stream)
 
 
 class HostCopy(CopyRoute):
@@ -52,4 +44,4 @@ class HostCopy(CopyRoute):
         return arrival
 
     def _copy(self, group: Group, arrival: Arrival) -> None:
-        self.copy(group.index, group.whole, self.pool.copies[group.index], arrival)
+        self.copy(group.whole, self.pool.copies[group.index], arrival, f"unshard {group.index}")

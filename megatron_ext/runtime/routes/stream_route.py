@@ -1,5 +1,7 @@
 """What every route with a stream of its own has."""
 
+import torch
+
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.streams import Arrival
 
@@ -23,6 +25,12 @@ class StreamRoute:
         if found is None:
             found = self._arrivals[index] = Arrival(self.device, self._issuer)
         return found.begin()
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival, name: str = "") -> Arrival:
+        """Issue a copy behind what the stream has been given, whose end is ``arrival``. ``name``: in traces."""
+        self.stream.wait(arrival.taken)
+        self.stream.copy(destination, source, name)
+        return arrival.end(self.stream)
 
     def drop(self) -> None:
         """Empty the staging slots, where the route has some."""
