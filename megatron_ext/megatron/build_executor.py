@@ -87,6 +87,8 @@ class _Builder:
         self.shards = hold_shards(own.optimizers, own.buckets, own.links) if self.schedule.zero_stage == 3 else None
         self.routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
         self.copies = Copies(own)
+        for route, groups in self.routes.buffered.items():  # behind all that is collective: one rank may have no memory
+            route.make_buffers(groups)
         self.host_step = self._host_step()
         self.reducer = self._reducer()
         self.boundaries = self._boundaries()

@@ -2,7 +2,7 @@
 its first one."""
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 
@@ -14,13 +14,14 @@ from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.runtime.census import storage_bytes
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup
+from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 
 def resting_storages(
     own: OwnRank,
     copies: Copies,
     host_step: HostStep | None,
-    routes: list,
+    routes: Iterable[BufferedGather],
     reducer: Reducer | None,
     buffers: list[torch.Tensor],
 ) -> tuple[dict[str, int], dict[str, int]]:

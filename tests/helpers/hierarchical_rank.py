@@ -8,11 +8,14 @@ import torch.distributed as dist
 
 from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.group import Group
 from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.workload import route
 from megatron_ext.workload.parallel import Parallel
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 
 def nodes_of_two(ranks: int) -> Parallel:
@@ -31,12 +34,16 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = nodes_of_two(size)
+    route.PIECE_BYTES = 2048
     gather = HierarchicalGather(make_node_groups(parallel), device_of(torch.empty(0)))
     in_pieces = ShardGather(make_data_group(parallel, "gloo"), device_of(torch.empty(0)))
-    route.PIECE_BYTES = 2048
-    cases = []
+    routes = gather, in_pieces
+    wholes = [torch.zeros(64 * (number + 1) * size, dtype=(FP32, BF16)[number % 2]) for number in range(12)]
+    for one in routes:
+        one.make_buffers(Group(0, "chunk 0", whole, 0, size) for whole in wholes)
+    made, cases = [one.buffer_bytes for one in routes], []
     for number in range(12):
-        dtype = (torch.float32, torch.bfloat16)[number % 2]
+        dtype = (FP32, BF16)[number % 2]
         shard = torch.rand(64 * (number + 1), generator=torch.Generator().manual_seed(100 * number + rank)).to(dtype)
         whole = torch.full((shard.numel() * size,), -1.0, dtype=dtype)
         # With zero stage 1 the shard is a part of the whole.
@@ -52,7 +59,7 @@ def main() -> None:
             sys.exit(f"rank {rank}: {whole.numel()} elements of {whole.dtype} differ")
     sizes = [whole.numel() * whole.element_size() for whole, *_ in cases]
     assert {route.shard_pieces(each, size) for each in sizes} == {1, 2, 3, 4, 5}, sizes
-    assert in_pieces.buffer_bytes > 0
+    assert made == [one.buffer_bytes for one in routes] and made[1] > 0, "a buffer is made as its group is gathered"
     gather.close()
     in_pieces.close()
     assert len(dist.distributed_c10d._world.pg_map) == 1  # what they gathered by is gone with them

@@ -194,7 +194,7 @@ class StrictDevice:
         for tensor in tensors_in(result):
             base = tensor.untyped_storage().data_ptr()
             if base not in own:
-                self.memory.made_on[base] = stream.name
+                self.memory.made(base, stream.name, name)
         return result
 
     def run_later(self, func, args, kwargs, label) -> None:
@@ -276,9 +276,9 @@ class StrictDevice:
     def _unregister(self, address: int) -> int:
         """Copies from or to this memory, and the end of its page-locking, are accesses to one thing."""
         if not self.engine.closed:
+            self.memory.check_time(self.memory.in_steps, "the end of page-locking")
             self.engine.might_synchronize("cudaHostUnregister")
-            region = self.memory.region(address)
-            if region is not None:  # or its last tensor is gone
+            if (region := self.memory.region(address)) is not None:  # or its last tensor is gone
                 self.engine.log(("access", f"cudaHostUnregister at {where()}", [(self._pinned(region), 0, 1, True)]))
                 region.locked = False
         return 0

@@ -10,8 +10,11 @@ import threading
 import weakref
 
 import torch
+from strict_engine import frame_here, where
 
 POISON = 0x7F
+
+CALLS_LAYERS = "/boundaries.py"  # of the package: what they take is the model's
 
 
 def tensors_in(value):
@@ -45,6 +48,18 @@ class Memory:
         self._free: dict[tuple, list[tuple]] = {}  # by stream and size
         self._kept: list = []
         self.made_on: dict[int, str] = {}  # stream on which a storage was allocated, by its address
+        self.begun = self.in_steps = False  # whether an iteration has begun; and its last step has not ended
+
+    def check_time(self, late: bool, what: str) -> None:
+        """The package takes, or gives back, memory in a way that may wait for the device: not ``late``."""
+        name = "" if (frame := frame_here()) is None else frame.f_code.co_filename
+        if late and "/megatron_ext/" in name and not name.endswith(CALLS_LAYERS):
+            self._error(f"{what} within an iteration, at {where()}")
+
+    def made(self, base: int, stream: str, operation: str) -> None:
+        """A new storage lies at ``base``."""
+        self.made_on[base] = stream
+        self.check_time(self.in_steps, f"device memory of {operation}")
 
     def region(self, address: int) -> Region | None:
         begins, regions = self._table
@@ -53,6 +68,7 @@ class Memory:
 
     def add_host(self, begin: int, size: int, locked: bool = False, owner=None, mapped: bool = True) -> None:
         """``size`` bytes at ``begin`` are host memory, until ``owner`` dies. ``mapped``: others may share it."""
+        self.check_time(locked and self.begun, "page-locked memory")
         with self._changing:
             region = self.region(begin)
             if region is not None:
@@ -146,6 +162,7 @@ class Memory:
         free = self._free.get((stream, size), [])
         found = bool(free)
         block = self._blocks[storage._cdata] = free.pop() if found else self._new_block()
+        self.check_time(self.in_steps and not found, "a new block of device memory")
         ctypes.memset(storage.data_ptr(), POISON, size)
         return block, not found
 

@@ -43,6 +43,7 @@ TABLE = (
     ("megatron_ext.runtime.drive", "DriveFile.start", "drive_start"),
     ("megatron_ext.runtime.drive", "DriveFile.map", "drive_map"),
     ("megatron_ext.runtime.executor", "Executor.begin_iteration", "step_begins"),
+    ("megatron_ext.runtime.executor", "Executor.end_iteration", "steps_end"),
     ("megatron_ext.runtime.executor", "Executor.params_updated", "step_ends"),
     ("megatron_ext.runtime.executor", "Executor.unshard_all", "step_ends"),
     ("megatron_ext.megatron.shards", "ShardOf.__getitem__", "to_device"),
@@ -283,10 +284,19 @@ class Runtime:
     def step_ends(self, original):
         return self._step(original, False)
 
+    def steps_end(self, original):
+        def run(own):
+            original(own)
+            self.memory.in_steps = False
+
+        return run
+
     def _step(self, original, begins: bool):
         def run(own, *args, **kwargs):
             if original.__name__ != "params_updated":  # what publishes, and begins the next iteration
                 self.strict.dear.training = begins
+            if begins:
+                self.memory.in_steps = self.memory.begun = True
             result = original(own, *args, **kwargs)
             self.engine.in_step = begins
             return result

@@ -280,7 +280,7 @@ class OwnRooms:
         self._link, self._rooms, self.bytes = link, {}, 0
 
     def make(self, unit: Unit) -> None:
-        """Take the memory of the room of ``unit``."""
+        """Take the memory of the room of ``unit``; before the first step."""
         self._rooms[unit] = Room(self._link, self._link.device.host_tensor(unit.bytes, torch.uint8))
         self.bytes += unit.bytes
 
@@ -288,8 +288,6 @@ class OwnRooms:
         return True
 
     def take(self, unit: Unit) -> Room:
-        if unit not in self._rooms:
-            self.make(unit)
         return self._rooms[unit]
 
     def free(self, unit: Unit) -> None:

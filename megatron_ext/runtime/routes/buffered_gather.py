@@ -1,6 +1,6 @@
 """Gathers that go through a buffer or in pieces: on a stream, and with a process group, of their own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -51,12 +51,22 @@ class BufferedGather(StreamRoute):
         """By the device, or by the stream's thread."""
         raise NotImplementedError
 
-    def _buffer(self, dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
-        """Kept from gather to gather, which run one after another."""
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=device)
+    def make_buffers(self, groups: Iterable[Group]) -> None:
+        """Take the memory of the buffers of ``groups`` from the device; before the first step."""
+        for group in groups:
+            self._buffer(group.whole, group.shard.numel())
+
+    def _buffer(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
+        """For ``whole``, of shards of ``numel``. Kept from gather to gather, which run one after another; where it is
+        too small another is made: only for ``measure``, which does not time that."""
+        size, buffer = self._elements(whole, numel), self._buffers.get(whole.dtype)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[whole.dtype] = torch.empty(size, dtype=whole.dtype, device=whole.device)
         return buffer
+
+    def _elements(self, whole: torch.Tensor, numel: int) -> int:
+        """Of the buffer: the whole group beside what is sent for it."""
+        return whole.numel() + numel
 
     @property
     def buffer_bytes(self) -> int:

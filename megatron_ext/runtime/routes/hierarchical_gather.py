@@ -28,10 +28,12 @@ class HierarchicalGather(BufferedGather):
         super().__init__("hierarchical", (groups.local, groups.across), device, recorder)
         self.groups = groups
 
+    def _elements(self, whole: torch.Tensor, numel: int) -> int:
+        return len(self.groups.nodes) * numel + whole.numel()
+
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        nodes, numel = self.groups.nodes, shard.numel()
-        number, per_node = len(nodes), len(nodes[0])
-        buffer = self._buffer(whole.dtype, number * numel + whole.numel(), whole.device)
+        numel, number, per_node = shard.numel(), len(self.groups.nodes), len(self.groups.nodes[0])
+        buffer = self._buffer(whole, numel)
         mine, all_of_node = buffer[: number * numel], buffer[number * numel :][: whole.numel()]
         dist.all_gather_into_tensor(mine, shard, group=self.groups.across)
         dist.all_gather_into_tensor(all_of_node, mine, group=self.groups.local)

@@ -26,7 +26,7 @@ from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.host_copy import CopyRoute, HostCopy
 from megatron_ext.runtime.routes.shard_gather import ShardGather
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
+from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 
 READERS: dict[str, Callable[[NodeCopies], CopyRoute]] = {"cpu": HostCopy, "nvme": DriveCopy}
 
@@ -51,52 +51,43 @@ class OfKind(NamedTuple):
     recorder: Recorder
     shared: Any
 
-    def wanted(self, algorithm: str) -> set[int]:
-        """Of all ranks, those that ``algorithm`` gathers."""
-        return {index for index in self.indices if self.schedules[0].groups[index].algorithm == algorithm}
+    def wanted(self, name: str) -> set[int]:
+        """Of all ranks, those that go by the route, or by the algorithm of one, ``name``."""
+        planned, unshards = self.schedules[0].groups, [one for schedule in self.schedules for one in schedule.unshards]
+        by_name = {one.group for one in unshards if (planned[one.group].algorithm_by(one.route) or one.route) == name}
+        return by_name & self.indices
 
 
 # Process groups are made by all ranks together as soon as any rank has a group that goes by them. Each of these returns
-# the route of this rank's groups, or None where it has none.
+# the route of this rank's groups ``own``, or None where it has none.
 
 
-def _hierarchical(of: OfKind) -> BufferedGather | None:
-    wanted = of.wanted(HIERARCHICAL)
-    if not wanted:
-        return None
+def _hierarchical(of: OfKind, own: list[Group]) -> BufferedGather | None:
     node_groups = make_node_groups(of.schedules[0].parallel, of.backend, of.ranks)
-    own = [group for index, group in of.groups.items() if index in wanted]
     assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
     return HierarchicalGather(node_groups, device_of(own[0].whole), of.recorder) if own else None
 
 
-def _symmetric(of: OfKind) -> BufferedGather | None:
-    wanted, groups = of.wanted(SYMMETRIC), of.groups
-    if not wanted:
-        return None
-    device: Any = next((device_of(group.whole) for group in groups.values()), None)
+def _symmetric(of: OfKind, own: list[Group]) -> BufferedGather | None:
+    device: Any = next((device_of(group.whole) for group in of.groups.values()), None)
     how = {}
     if device is not None:  # or this rank holds nothing, and gathers nothing
         why = symmetric_gather.missing(device.kind, of.ranks, 1)
         if why is not None:
-            raise InputError(f"cannot be done here: {why}", field=f"groups[{min(wanted)}].algorithm", value=SYMMETRIC)
+            first = min(index for index in of.indices if of.schedules[0].groups[index].algorithm == SYMMETRIC)
+            raise InputError(f"cannot be done here: {why}", field=f"groups[{first}].algorithm", value=SYMMETRIC)
         how = symmetric_gather.without_thread_blocks(device.device)
     data = make_data_group(of.schedules[0].parallel, of.backend, of.ranks, **how)
-    largest: dict[torch.dtype, int] = {}
-    for whole in (group.whole for index, group in groups.items() if index in wanted):
-        largest[whole.dtype] = max(largest.get(whole.dtype, 0), whole.numel())
+    largest = {whole.dtype: whole.numel() for whole in sorted((group.whole for group in own), key=torch.numel)}
     return symmetric_gather.SymmetricGather(data, device, largest, of.shared, of.recorder) if largest else None
 
 
-def _shard_gather(of: OfKind) -> BufferedGather | None:
-    unshards = [action for schedule in of.schedules for action in schedule.unshards if action.group in of.indices]
-    if not any(kind_of(action.route).shard_from_host for action in unshards):
-        return None
-    own = make_data_group(of.schedules[0].parallel, of.backend, of.ranks) if of.ranks > 1 else None
-    return ShardGather(own, device_of(next(iter(of.groups.values())).whole), of.recorder) if of.groups else None
+def _shard_gather(of: OfKind, own: list[Group]) -> BufferedGather | None:
+    data = make_data_group(of.schedules[0].parallel, of.backend, of.ranks) if of.ranks > 1 else None
+    return ShardGather(data, device_of(own[0].whole), of.recorder) if own else None
 
 
-GATHERERS: dict[str, Callable[[OfKind], BufferedGather | None]] = {
+GATHERERS: dict[str, Callable[[OfKind, list[Group]], BufferedGather | None]] = {
     HIERARCHICAL: _hierarchical,
     SYMMETRIC: _symmetric,
     "cpu_shard": _shard_gather,
@@ -111,13 +102,13 @@ class CollectiveRoutes(NamedTuple):
         gather: the plain all-gather.
         by_name: as they are recorded and counted.
         order: counts collectives in debug mode, or None.
-        buffered: those that go through buffers; to be closed.
+        buffered: those that go through buffers, and which groups; to be closed.
     """
 
     gather: Route
     by_name: dict[str, Route]
     order: debug.IssueOrder | None
-    buffered: list[BufferedGather]
+    buffered: dict[BufferedGather, list[Group]]
 
 
 def collective_routes(
@@ -136,6 +127,7 @@ def collective_routes(
     schedule = next(iter(schedules.values()))
     backend = dist.get_backend(next(iter(process_groups.values())))
     made: dict[str, dict[int, BufferedGather]] = {}  # by group
+    buffered: dict[BufferedGather, list[Group]] = {}
     for ranks in sorted({group.ranks for group in schedule.groups}, reverse=True):
         # Experts have communicators of their own.
         parts = [range(len(schedule.groups)), groups]
@@ -143,11 +135,12 @@ def collective_routes(
         how = (all_of_kind, {index: groups[index] for index in own}, backend, recorder)
         of_kind = OfKind([*schedules.values()], ranks, *how, process_groups.get(ranks))
         for name, make in GATHERERS.items():
-            route = make(of_kind)
-            if route is not None:
+            wanted = of_kind.wanted(name)
+            gathered = [group for index, group in of_kind.groups.items() if index in wanted]
+            if wanted and (route := make(of_kind, gathered)) is not None:
                 made.setdefault(name, {}).update(dict.fromkeys(own, route))
+                buffered[route] = gathered
         gathers |= dict.fromkeys(own, AllGather(process_groups[ranks])) if own else {}
-    buffered = list({id(route): route for of_group in made.values() for route in of_group.values()}.values())
     gpu = _by_group(gathers)
     routes: dict[str, Route] = {"gpu": gpu if recorder is NOTHING else _RecordedGather(gpu, recorder)}
     routes |= {name: _by_group(of_group) for name, of_group in made.items()}

@@ -50,10 +50,14 @@ class ShardGather(BufferedGather):
             dist.all_gather_into_tensor(whole, own, group=self.process_group)
             return
         ranks = whole.numel() // numel
-        most = -(-numel // shard_pieces(whole.nbytes, ranks)) * ranks
-        piece = self._buffer(whole.dtype, most, whole.device)[: (end - begin) * ranks]
+        piece = self._buffer(whole, numel)[: (end - begin) * ranks]
         dist.all_gather_into_tensor(piece, own, group=self.process_group)
         whole.view(ranks, numel)[:, begin:end].copy_(piece.view(ranks, end - begin))
+
+    def _elements(self, whole: torch.Tensor, numel: int) -> int:
+        ranks = whole.numel() // numel
+        pieces = shard_pieces(whole.nbytes, ranks)
+        return -(-numel // pieces) * ranks if pieces > 1 else 0
 
     def close(self) -> None:
         self._copies.close()

@@ -13,6 +13,9 @@ from happens_before import HappensBefore, said
 from strict_device import StrictDevice
 from strict_streams import OFFSET
 
+from megatron_ext.runtime.device import device_of
+from megatron_ext.runtime.shards_on_host import HostShards
+
 
 def scale(chunk, noop, lists, factor):
     for source, destination in zip(*lists):
@@ -213,3 +216,15 @@ def test_a_large_copy_loses_where_a_small_one_wins(numel, done):
         time.sleep(0.05)
         assert event.query() == done
         device.engine.errors.clear()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_memory_that_is_taken_within_an_iteration_is_seen(late):
+    with open_device() as device:
+        own = device_of(torch.zeros(1))
+        device.memory.begun = device.memory.in_steps = late
+        own.host_tensor(10, torch.uint8)
+        own.host_tensor(10, torch.uint8)  # unlocks the one before, which nobody uses
+        HostShards(10, torch.float32, torch.device("cpu"), own)
+    kinds = {"page-locked memory", "the end of page-locking", "device memory of empty"} if late else set()
+    assert {text.partition(" within an iteration, at ")[0] for text in device.engine.errors} == kinds

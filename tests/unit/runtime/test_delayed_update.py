@@ -43,7 +43,9 @@ class Training:
             Piece(parameter, lambda gradient=gradient: gradient, shard, on_host, on_host)
             for parameter, gradient, shard, on_host in zip(parameters, self.gradients, self.shards, (False, True))
         ]
-        self.unit = HostUnit(0, Copies(parameters), pieces, OwnRooms(self.link), later=True)
+        rooms = OwnRooms(self.link)
+        self.unit = HostUnit(0, Copies(parameters), pieces, rooms, later=True)
+        rooms.make(self.unit)
         self.update = DelayedUpdate(self.link, begun, after, publisher, self.issuer)
 
     def take(self, number: int) -> None:

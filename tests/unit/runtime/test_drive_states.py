@@ -62,6 +62,7 @@ def store(links):
             pieces = [Piece(p, lambda p=p: p.grad, torch.zeros(p.shape).half()) for p in own]
             optimizer.register_step_pre_hook(partial(bring, states.units, len(states.units)))
             states.units.append(DriveUnit(states, 0, optimizer, pieces))
+            states.rooms.make(states.units[-1])
             states.units[-1].stepped = HostUnit.give_up
         states.open()
         return states

@@ -47,6 +47,7 @@ class Training:
             shard.copy_(parameter)
             piece = Piece(parameter, lambda gradient=gradient: gradient, shard, gradient_on_host=on_host)
             self.units.append(HostUnit(index, optimizer, [piece], rooms))
+            rooms.make(self.units[-1])
             inverse = None if scale is None else 1 / scale
             early.append(EarlyUnit(self.units[-1], [gradient], lambda inverse=inverse: inverse))
         if published is not None:

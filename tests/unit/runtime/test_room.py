@@ -72,6 +72,8 @@ class Training(Plain):
         for number, unit in enumerate(UNITS):
             pieces = [self.piece(i, on_host) for i in unit]
             self.units.append(HostUnit(number, self.optimizers[number], pieces, self.rooms, LINE_BYTES))
+            if isinstance(self.rooms, OwnRooms):
+                self.rooms.make(self.units[-1])
         self.after_norm = AfterNorm(self.link)
 
     def piece(self, i: int, on_host: bool) -> Piece:
