@@ -19,6 +19,7 @@ from megatron_ext.measure.options import Options
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.worker import Worker
 
 OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
@@ -174,7 +175,7 @@ def test_a_drive_that_is_kept_busy_does_not_copy_to_the_device():
     read, device, target = object.__new__(KINDS["nvme"]), HostDevice(), torch.zeros(1 << 10)
     read.fabric, read.memory = SimpleNamespace(window=lambda *_: target, device=device), None
     read.size_bytes, read.slot = 1 << 16, bytearray(1 << 16)
-    read.staged, read.stream, read.issuer = torch.ones(1 << 14), device.stream("test"), Issuer()
+    read.staged, read.route, read.issuer = torch.ones(1 << 14), StreamRoute("test", device), Issuer()
     read.drive = SimpleNamespace(read=lambda slot, offset, name: slot.__setitem__(0, 1))
     read.worker = Worker("test")
     for to_device in (False, True):
@@ -183,4 +184,4 @@ def test_a_drive_that_is_kept_busy_does_not_copy_to_the_device():
         read.issue(4096, 1).wait()
         assert bool(target.all()) == to_device
     read.worker.close()
-    read.stream.close()
+    read.route.close()
