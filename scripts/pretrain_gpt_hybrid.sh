@@ -77,7 +77,7 @@ from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
 threads = 1
 if allocator.may_have_cuda(os.environ):
     from megatron_ext.runtime import host_threads
-    threads = host_threads.of_rank(int(sys.argv[1]))
+    threads = host_threads.of_rank(ranks := int(sys.argv[1]), ranks)
 wanted = SCHEDULED | REPEATABLE | {"OMP_NUM_THREADS": threads}
 print(*(f"{name}={value}" for name, value in wanted.items() if name not in os.environ))' "$world")
 [ -z "$variables" ] || export $variables

@@ -167,7 +167,11 @@ class Costs:
 
 
 def _shared_out(whole_us: float, known: Sequence[float | None]) -> list[float]:
-    """What each layer of a chunk takes; None: its kind is not known."""
-    left_us = max(whole_us - sum(us for us in known if us is not None), 0.0)
-    parts = [left_us / known.count(None) if us is None else us for us in known]
+    """What each layer of a chunk takes; None: its kind is not known, and takes as much as the others where these leave
+    nothing."""
+    rows = [us for us in known if us is not None]
+    missing = len(known) - len(rows)
+    left_us = whole_us - sum(rows)
+    each_us = left_us / missing if missing and left_us > 0 else sum(rows) / max(len(rows), 1)
+    parts = [each_us if us is None else us for us in known]
     return [whole_us * us / sum(parts) for us in parts]

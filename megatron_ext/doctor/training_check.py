@@ -166,7 +166,7 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.all_on_host:
         schedule = with_all_on_host(schedule, workload)
     if large:  # the reference's step, too: one thread would take most of the time
-        host_threads.use(place.ranks_per_node)
+        host_threads.use(place.ranks_per_node, place.ranks_per_node)
     with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)

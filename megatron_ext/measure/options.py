@@ -125,7 +125,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
             of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # which may bind each rank
             bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
-            return host_threads.of_rank(1 if bound else self.node_size)
+            return host_threads.of_rank(1 if bound else self.node_size, self.node_size)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 

@@ -58,7 +58,7 @@ def ready_the_host(own: OwnRank) -> None:
     nodes = gather_objects(beside := (dist.get_rank() // own.schedule.parallel.node_size, os.sched_getaffinity(0)))
     adds = any(group.gradients == "host" for group in own.schedule.groups)
     if adds or _steps_on_host(own.schedule) or any(map(steps_on_the_host, own.optimizers)):
-        for line in host_threads.use(nodes.count(beside)):
+        for line in host_threads.use(nodes.count(beside), sum(node == beside[0] for node, _ in nodes)):
             _say_once(line)
     with_memory = block_pages.memory_nodes()
     if numa_node is not None and with_memory and numa_node not in with_memory:

@@ -20,7 +20,7 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |
 | 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |
 | 0.18 | --rampup-batch-size is ignored | ramps_up | workload_of_run.py, refusals.py |
-| 0.18 | NullTokenizer has no end of document besides its vocabulary | null_tokenizer_adds | ignored_options.py |
+| 0.18 | NullTokenizer adds no end of document | null_tokenizer_adds | ignored_options.py, describe_model.py |
 | 0.19 | the factor by which gradients are clipped is on the device | - | host_gradients.py |
 
 Without a name in the third column the code serves all releases. Options that some releases do not have are read with

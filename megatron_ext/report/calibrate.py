@@ -148,10 +148,10 @@ def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timi
             measured[reduce] = us + waits[0] - waits[1]
     both = {key: (measured[key], us) for key, us in predicted.items() if us > 0 and measured.get(key, 0.0) > 0}
     sums: defaultdict[tuple[str, int, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    by_chunk = (FORWARD, BACKWARD) if all(row.layer_kind is None for row in timing.table.compute) else ()
+    rows = {(row.pp_rank, row.model_chunk_id) for row in timing.table.compute}
     for (part, pp_rank, chunk), (theirs, ours) in both.items():
         if part in (*CURVES, FORWARD, BACKWARD):
-            key = (part, pp_rank, chunk) if part in by_chunk else (part, -1, 0)
+            key = (part, pp_rank, chunk) if part not in CURVES and (pp_rank, chunk) in rows else (part, -1, 0)
             sums[key][0] += theirs
             sums[key][1] += ours
     return {key: theirs / ours for key, (theirs, ours) in sums.items()}
@@ -190,7 +190,12 @@ def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float])
 
 
 def _row(row: Compute, factors: Times) -> Compute:
-    """A chunk's row by its own factor; that of a kind of layer by the one of all chunks."""
-    place = [-1, 0] if row.layer_kind is not None else [row.pp_rank, row.model_chunk_id]
-    ways = {part: by for (part, *own), by in factors.items() if own == place and part not in CURVES}
-    return scaled_row(row, ways)
+    """A chunk's row by its own factor; that of a kind of layer by the one of chunks without a row, or where all have
+    one by the mean of theirs."""
+    of_kind = row.layer_kind is not None
+    place = (-1, 0) if of_kind else (row.pp_rank, row.model_chunk_id)
+    own = {part: by for (part, *of), by in factors.items() if (*of,) == place and part not in CURVES}
+    for way in (FORWARD, BACKWARD) if of_kind else ():
+        others = [by for (part, *_), by in factors.items() if part == way]
+        own.setdefault(way, sum(others) / max(len(others), 1) or 1.0)
+    return scaled_row(row, own)

@@ -28,9 +28,12 @@ def numbers(text: str) -> list[int]:
     return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
 
 
-def processors() -> int:
-    """How many processors this process may run on, or as many as the time is worth that its cgroups give."""
-    return cgroups.processors(len(os.sched_getaffinity(0)))
+def processors(ranks: int = 1, of_node: int = 1) -> int:
+    """How many processors this process may run on, or as many as the time is worth that its cgroups give: ``ranks`` of
+    the node's ``of_node`` ranks run there, and all of them share that time."""
+    own, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    given = cgroups.processors(every)
+    return own if given == every else min(own, given * ranks // of_node)
 
 
 def share() -> int:
@@ -68,24 +71,26 @@ def bind(node: int | None) -> None:
                 os.sched_setaffinity(int(thread.name), own)
 
 
-def of_rank(ranks: int) -> int:
-    """Threads with which each of ``ranks`` ranks on this process's processors adds gradients and steps."""
-    threads = max(processors() // ranks, 1)
+def of_rank(ranks: int, of_node: int) -> int:
+    """Threads with which each rank adds gradients and steps, of ``ranks`` on this process's processors and ``of_node``
+    of the node."""
+    threads = max(processors(ranks, of_node) // ranks, 1)
     return threads - threads // 8  # for the threads that issue, read and publish
 
 
-def use(ranks: int) -> list[str]:
+def use(ranks: int, of_node: int) -> list[str]:
     """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
     before threads are started.
 
     Args:
         ranks: of this node that run on the same processors.
+        of_node: all of this node.
 
     Returns:
         What was changed, or what is missing; a line each.
     """
-    own, before = processors(), torch.get_num_threads()
-    lines, threads = [], of_rank(ranks)
+    own, before = processors(ranks, of_node), torch.get_num_threads()
+    lines, threads = [], of_rank(ranks, of_node)
     if own < ranks:
         lines.append(
             f"{ranks} ranks share {own} processors: what the host adds and steps takes up to "

@@ -230,7 +230,7 @@ class Timing:
         """Microseconds until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
 
         Between nodes each byte crosses the network once per node: a node sends for what it
-        lacks. Where the table has no ``publish.internode`` curve that is left out, and said so.
+        lacks. Where the table has no ``publish.internode`` curve that is noted as left out; planning refuses it.
         """
         parts = []
         for destination in destinations:

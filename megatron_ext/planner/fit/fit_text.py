@@ -171,7 +171,7 @@ def lines(found: Found, said: Answer) -> list[str]:
         f"{'device GiB':>10} {'ms':>8} {'interval':>18} {'tokens/s':>9} {'host GiB':>8} {'over bound':>10}  "
         f"{'limit':20} settings",
         *(_row(found, choice) for choice in fit.frontier),
-        *([] if all(choice.planned for choice in fit.tried) else [NEARLY]),
+        *([] if all(choice.planned for choice in (*fit.frontier, *fit.tried)) else [NEARLY]),
         "",
         *_equal_lines(found),
         *_way_lines(found),

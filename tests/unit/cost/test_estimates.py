@@ -114,6 +114,12 @@ def test_compute_by_place_wins_over_layer_kinds():
     assert costs.layer_us(0, 0, ("embedding", "transformer")) == [(1, 2), (10, 20)]
     assert costs.layer_us(1, 0, ("embedding", "transformer")) == [pytest.approx((3, 6)), pytest.approx((30, 60))]
     assert costs.layer_us(1, 0, num_layers=3) == [(11, 22)] * 3
+    # Of a layer without a row: what the others leave, and where these take all, as much as they.
+    assert costs.layer_us(1, 0, ("transformer", "output"))[1] == pytest.approx((23, 46))
+    assert (
+        costs.layer_us(1, 0, ("transformer", "transformer", "transformer", "transformer", "output"))
+        == [pytest.approx((6.6, 13.2))] * 5
+    )
     with pytest.raises(InputError, match="pp_rank 0, model_chunk_id 1, and none for layer_kind output"):
         costs.layer_us(0, 1, ("transformer", "output"))
     with pytest.raises(InputError, match="names no layer_kinds"):

@@ -121,6 +121,15 @@ def test_one_row_for_the_layers_of_all_chunks_has_one_factor(tmp_path):
     assert found.factors["compute.backward"] == pytest.approx(0.5, rel=0.02) and abs(found.error_after) < 0.05
 
 
+def test_rows_of_chunks_have_their_own_factors_beside_those_of_kinds(tmp_path):
+    layer, table = cost.Compute(layer_kind="transformer", forward_us=20.0, backward_us=200.0), wrong_table()
+    table = replace(table, compute=(*table.compute, layer))
+    found = calibrate(trained(tmp_path, table, 0))
+    *chunks, layer = found.table.compute
+    assert [row.forward_us for row in chunks] == pytest.approx([row.forward_us for row in TRUTH.compute], rel=0.02)
+    assert layer.forward_us == pytest.approx(20.0 / WRONG["compute"], rel=0.02) and not found.moving
+
+
 def test_what_a_run_says_nothing_of_is_named(tmp_path, capsys):
     """A plan by the corrected table weighs it against what was corrected."""
     run = trained(tmp_path, wrong_table(), 0)

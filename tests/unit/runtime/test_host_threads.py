@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ext.runtime import host_threads
+from megatron_ext.runtime import cgroups, host_threads
 
 NUMEL, TIMES = 1 << 22, 12
 """16 MB in fp32: far more than torch gives to one thread alone."""
@@ -79,6 +79,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(host_threads, "THREADS", tmp_path / "task")
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
     monkeypatch.setattr(os, "sched_getaffinity", lambda thread: bound[thread or os.getpid()])
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, own: bound.update({thread: own}))
     return SimpleNamespace(bound=bound, properties=properties, sys=tmp_path / "sys", gpu=gpu)
@@ -120,9 +121,17 @@ def test_threads_are_the_ranks_share(machine, monkeypatch, before, ranks, thread
     given = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: before)
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    lines = host_threads.use(ranks)
+    lines = host_threads.use(ranks, ranks)
     assert given == ([] if threads is None else [threads])
     assert [own[: len(line or "")] for own in lines] == ([] if line is None else [line])
+
+
+def test_ranks_of_a_node_share_the_processor_time_of_their_container(machine, monkeypatch):
+    """Also where they run on processors of their own: 2 of the node's 8 ranks on these 8 processors."""
+    monkeypatch.setattr(cgroups, "processors", lambda number: min(number, 12))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
+    assert host_threads.of_rank(2, 8) == 1 and host_threads.of_rank(2, 2) == 4
+    assert host_threads.use(4, 24)[0].startswith("4 ranks share 2 processors")
 
 
 def test_threads_that_make_pages_know_the_launchers_ranks(machine, monkeypatch):
