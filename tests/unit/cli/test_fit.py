@@ -87,6 +87,19 @@ def test_other_settings_that_are_as_fast_without_a_plan_are_in_the_verdict(capsy
     assert "--optimizer-cpu-offload" in take_out and "schedule" not in add
 
 
+def test_estimated_times_have_their_legend_also_where_the_fastest_is_planned(capsys):
+    small = (
+        "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --bf16 --optimizer-cpu-offload"
+    )
+    small += " --micro-batch-size 2 --global-batch-size 8 --zero-stage 3 --limit-device-bytes 6000000000"
+    assert (
+        main(["advise", "--hardware", "h200-one-gpu", "--limit-host-bytes", "108000000000", "--", *small.split()]) == 0
+    )
+    rows = capsys.readouterr().out.partition("settings\n")[2].splitlines()
+    assert rows[0].startswith("*") and "~" not in rows[0] and " ~" in rows[1]
+    assert any(row.startswith("~: estimated by quick plans") for row in rows)
+
+
 def test_a_fused_loss_is_counted_and_stays_in_the_commands(capsys):
     times = []
     for words in ([], ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]):
