@@ -39,7 +39,7 @@ class DearCopies:
         if self._set_threads:
             yield mock.patch.object(os, "sched_getaffinity", lambda pid: set(range(self.processors or 1)))
         else:
-            yield mock.patch.object(host_threads, "use", lambda ranks: [])
+            yield mock.patch.object(host_threads, "use", lambda *ranks: [])
         yield self._threads_as_before()
 
     @contextlib.contextmanager

@@ -17,10 +17,13 @@ def test_a_processor_keeps_freed_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("others", "ranks"),
+    ("others", "ranks"),  # on the same processors, and of the node
     [
-        ([(0, {0, 1, 2, 3})] * 2 + [(1, {0, 1, 2, 3})], 3),  # torchrun: a node's ranks may run on all of its processors
-        ([(0, {4, 5, 6, 7}), (0, {8, 9, 10, 11})], 1),  # srun: each has its own
+        (
+            [(0, {0, 1, 2, 3})] * 2 + [(1, {0, 1, 2, 3})],
+            (3, 3),
+        ),  # torchrun: a node's ranks may run on all of its processors
+        ([(0, {4, 5, 6, 7}), (0, {8, 9, 10, 11})], (1, 3)),  # srun: each has its own
     ],
 )
 def test_a_rank_shares_its_processors_with_the_ranks_that_may_run_on_them(monkeypatch, others, ranks):
@@ -34,7 +37,7 @@ def test_a_rank_shares_its_processors_with_the_ranks_that_may_run_on_them(monkey
     monkeypatch.setattr(build_executor.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(build_executor.host_threads, "numa_node", lambda device: 0)
-    monkeypatch.setattr(build_executor.host_threads, "use", lambda ranks: used.append(ranks) or [])
+    monkeypatch.setattr(build_executor.host_threads, "use", lambda *ranks: used.append(ranks) or [])
     monkeypatch.setattr(build_executor, "gather_objects", lambda value: [value, *others])
     build_executor.ready_the_host(own)
     assert used == [ranks]
