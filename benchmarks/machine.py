@@ -41,6 +41,6 @@ def about_this_machine(*, load_before: float | None = None) -> dict:
 
 
 def write(out: str | Path, result: dict, *, load_before: float, **about) -> None:
-    """Write a result with what it says of itself, ``about`` included, and draw its picture beside it."""
+    """Write a result with what it says of itself, ``about`` included, and its picture beside it, where it has one."""
     json_files.save(out, {"about": about_this_machine(load_before=load_before) | about, **result}, indent=1)
     pictures.draw(out)

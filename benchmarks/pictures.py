@@ -309,14 +309,12 @@ KINDS += (gpu, gpu_offload, peers, delayed_update, simulated_clusters, published
 PICTURES = {function.__name__: function for function in KINDS}
 
 
-def draw(path: str | Path) -> Path:
-    """Draw the picture of the result at ``path`` beside it.
-
-    Raises:
-        KeyError: no benchmark writes a result of this name.
-    """
+def draw(path: str | Path) -> Path | None:
+    """Draw the picture of the result at ``path`` beside it. None: the name begins like none that has a picture."""
     path = Path(path)
-    name = path.stem if path.stem in PICTURES else path.stem.partition("_")[0]
+    name = max((kind for kind in PICTURES if path.stem.startswith(kind)), key=len, default=None)
+    if name is None:
+        return None
     out = path.with_suffix(".png")
     PICTURES[name](json_files.load(path, dict)).savefig(out, dpi=120)
     return out

@@ -11,6 +11,7 @@ from megatron_ext.formats import json_files
 
 ROOT = Path(__file__).parents[3]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+import machine
 import pictures
 import results_page
 
@@ -42,6 +43,13 @@ def test_a_picture_is_drawn_from_its_result(result, tmp_path):
     copy = Path(shutil.copy(result, tmp_path))
     drawn = pictures.draw(str(copy))  # as options of benchmarks give it
     assert drawn == copy.with_suffix(".png") and drawn.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_result_of_a_name_of_its_own_is_kept_without_a_picture(tmp_path):
+    """``--out`` may name any file."""
+    own = tmp_path / "own.json"
+    machine.write(own, {"cases": 1}, load_before=0.0)
+    assert json_files.load(own, dict)["cases"] == 1 and not own.with_suffix(".png").exists()
 
 
 def test_the_page_of_results_is_written_from_the_kept_results():
