@@ -19,8 +19,9 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     if not isinstance(run, reports.RunDir):
         said = _fit_again(run, extrapolate)
         if said is None:
+            lacks = next(path for key in reports.COMPARED if not (path := run.path / reports.READ[key]).exists())
             why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` takes a trace without it"
-            raise InputError(why, file=f"{run_dir}/scheduled.metrics.json")
+            raise InputError(why, file=lacks)
         return emit(as_json, {"fit": said[0]}, said[1])
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)

@@ -29,6 +29,9 @@ READ = {
 }
 """What a run directory holds; only the reference may be missing."""
 
+COMPARED = ("scheduled_metrics", "stock_metrics", "stock_trace")
+"""What a comparison needs besides the trace of the scheduled training, which is enough to correct a cost table by."""
+
 GATHERS_ONLY = "gathers_only.schedule.json"
 """At zero stage 3, the schedule by which the run of ``stock_trace`` trained."""
 
@@ -38,8 +41,8 @@ WRITTEN = {"report": "report.md", "timeline": "timeline.png", "overlay": "overla
 
 @dataclass(frozen=True)
 class TracedRun:
-    """What ``prepare`` made, and a training by it of which nothing but the trace was kept: scripts that are not the
-    example write no metrics."""
+    """What ``prepare`` made, and a training by it of which nothing but the trace is read: scripts that are not the
+    example write no metrics, and a model that does not fit without a schedule has no stock run."""
 
     path: Path
     table: cost.CostTable
@@ -105,16 +108,17 @@ class RunDir(TracedRun):
 
 
 def load_measured(directory) -> TracedRun:
-    """Read a run directory, or of one without metrics what was planned and the trace of the training.
+    """Read a run directory, or where nothing of stock or no metrics were kept, what was planned and the trace of the
+    scheduled training.
 
     Raises:
         InputError: as :func:`load`.
     """
     path = Path(directory)
-    trace, has_metrics = path / READ["scheduled_trace"], os.path.exists(path / READ["scheduled_metrics"])
-    if os.path.isdir(path) and not has_metrics and not os.path.exists(trace):  # a name may be too long
+    trace, lacks = path / READ["scheduled_trace"], [key for key in COMPARED if not os.path.exists(path / READ[key])]
+    if os.path.isdir(path) and "scheduled_metrics" in lacks and not os.path.exists(trace):  # a name may be too long
         raise InputError(f"holds no measured run: train with --user-defined-schedule-trace {trace}", file=path)
-    if has_metrics or not os.path.exists(trace):
+    if not lacks or not os.path.exists(trace):
         return load(directory)
     table, workload, schedule = _load_planned(path)
     return TracedRun(path, table, workload, schedule, MeasuredTrace(trace, workload.parallel))

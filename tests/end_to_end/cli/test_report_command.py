@@ -53,15 +53,16 @@ def test_the_object_holds_medians_of_both_runs(tmp_path, capsys):
     assert found["predicted_relative_error"]["scheduled"] == pytest.approx(expected["scheduled"] / 1004.5 - 1)
 
 
-def test_a_training_that_left_its_trace_alone_is_told_what_reads_that(tmp_path, capsys):
-    """A script of the user's writes no metrics."""
+@pytest.mark.parametrize("named, kinds", [("scheduled", ("stock", "scheduled", "reference")), ("stock", ("stock",))])
+def test_a_training_that_left_its_trace_alone_is_told_what_reads_that(tmp_path, capsys, named, kinds):
+    """A script of the user's writes no metrics, and a model that fits by a schedule alone has no stock run."""
     make_run(tmp_path, iterations=6)
-    for kind in ("stock", "scheduled", "reference"):
+    for kind in kinds:
         (tmp_path / f"{kind}.metrics.json").unlink()
     code, _, err = command(capsys, tmp_path)
     assert (
         code == 2
-        and f"{tmp_path}/scheduled.metrics.json: cannot be read" in err
+        and f"{tmp_path}/{named}.metrics.json: cannot be read" in err
         and "`megatron-ext cost calibrate`" in err
     )
     assert cli.main(["cost", "calibrate", str(tmp_path)]) == 0

@@ -142,17 +142,21 @@ def test_what_a_run_says_nothing_of_is_named(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["not_corrected"] == ["routes.gpu"]
 
 
-def test_of_a_run_without_metrics_the_trace_is_enough(tmp_path):
-    """Scripts that are not the example write none; iterations are timed by the trace."""
+@pytest.mark.parametrize("kept", [(), ("scheduled.metrics.json",), ("scheduled.metrics.json", "stock.metrics.json")])
+def test_of_a_run_without_metrics_or_without_stock_the_trace_is_enough(tmp_path, kept):
+    """Scripts that are not the example write none, and not every model fits without a schedule; iterations are timed
+    by the trace."""
     run = trained(tmp_path, wrong_table(), 0)
     whole = calibrate(run)
-    for kind in ("stock", "scheduled"):
-        (run.path / f"{kind}.metrics.json").unlink()
+    for name in ("scheduled.metrics.json", "stock.metrics.json", "stock.trace.json"):
+        if name not in kept:
+            (run.path / name).unlink()
     traced = report.load_measured(run.path)
     assert type(traced) is report.TracedRun and traced.iterations == 6
     assert calibrate(traced).factors == whole.factors
     assert traced.iteration_us[2:5] == pytest.approx(run.iteration_us[2:5], rel=0.05)
-    (run.path / "scheduled.trace.json").unlink()
+    for name in ("scheduled.trace.json", *kept):
+        (run.path / name).unlink()
     with pytest.raises(
         InputError, match="no measured run: train with --user-defined-schedule-trace .*/scheduled.trace.json"
     ):
