@@ -33,6 +33,7 @@ from megatron_ext.cost.cost_table import (
 )
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.missing_ranges import CALL, CONTENTION, LAUNCHES, MEMORY, USUAL, missing_ranges, most_excess
+from megatron_ext.cost.scaled_table import scaled_launches
 from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 
 SYSTEMATIC = 0.05
@@ -152,19 +153,11 @@ class PerturbedTables:
 
     def _with_launches(self, table: CostTable, number: Callable[[str], float]) -> CostTable:
         """All launches move together: one thread makes them."""
-        names, launches = ("forward_launch_us", "backward_launch_us"), table.launches
-        if launches is None and all(getattr(row, name) is None for row in table.compute for name in names):
+        launches = table.launches
+        if launches is None and all(row.forward_launch_us is row.backward_launch_us is None for row in table.compute):
             return table
         slowest = launches.slowest if launches is not None else 1.0
-        factor = exp(number(LAUNCHES) * sqrt(SYSTEMATIC**2 + (log(slowest) / P95) ** 2))
-        rows = [
-            replace(row, **{name: us * factor for name in names if (us := getattr(row, name)) is not None})
-            for row in table.compute
-        ]
-        launches = launches and replace(
-            launches, reduce_us=launches.reduce_us * factor, tensor_us=launches.tensor_us * factor
-        )
-        return replace(table, compute=tuple(rows), launches=launches)
+        return scaled_launches(table, exp(number(LAUNCHES) * sqrt(SYSTEMATIC**2 + (log(slowest) / P95) ** 2)))
 
     def _host_memory(self, number: Callable[[str], float]) -> HostMemory | None:
         memory = self._table.host_memory

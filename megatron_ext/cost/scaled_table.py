@@ -24,11 +24,12 @@ _OF_EXPERTS = {"experts.gpu": "routes.gpu", "experts.reduce": "reduce"}
 
 
 class Factors(NamedTuple):
-    """By curve; and of all forwards and all backwards."""
+    """By curve; and of all forwards, all backwards and all launches."""
 
     curves: dict[str, float]
     forward: float
     backward: float
+    launches: float = 1.0
 
 
 def with_factors(
@@ -61,9 +62,9 @@ def scaled(table: CostTable, factors: Factors) -> CostTable:
     """``table`` times ``factors``."""
     if factors == Factors({}, 1.0, 1.0):
         return table
-
     ways = {"forward": factors.forward, "backward": factors.backward}
-    return cost.check(with_factors(table, factors.curves, lambda row: scaled_row(row, ways)))
+    made = with_factors(table, factors.curves, lambda row: scaled_row(row, ways))
+    return cost.check(scaled_launches(made, factors.launches))
 
 
 def scaled_row(row: Compute, factors: dict[str, float]) -> Compute:
@@ -71,6 +72,18 @@ def scaled_row(row: Compute, factors: dict[str, float]) -> Compute:
     names = [(f"{way}_{end}", factor) for way, factor in factors.items() for end in ("us", "p95_us")]
     given = [(name, getattr(row, name), factor) for name, factor in names]
     return replace(row, **{name: us * factor for name, us, factor in given if us is not None})
+
+
+def scaled_launches(table: CostTable, factor: float) -> CostTable:
+    """``table`` with all launches times ``factor``: one thread makes them."""
+
+    def times(given, *names: str):
+        return given and replace(
+            given, **{name: us * factor for name in names if (us := getattr(given, name)) is not None}
+        )
+
+    rows = tuple(times(row, "forward_launch_us", "backward_launch_us") for row in table.compute)
+    return replace(table, compute=rows, launches=times(table.launches, "reduce_us", "tensor_us"))
 
 
 def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:
@@ -85,14 +98,13 @@ def factors_between(estimated: CostTable, measured: CostTable, workload: Workloa
                 times.append(costs.estimate(name, size).us)
         if len(times) == 2 and min(times) > 0:
             found[name] = times[1] / times[0]
-    sums = []
+    sums, launched = [], []
     for costs in both:
-        rows = [
-            us
-            for chunk in workload.chunks
-            for us in costs.layer_us(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds, chunk.num_layers)
-        ]
+        places = [(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds) for chunk in workload.chunks]
+        rows = [us for at, chunk in zip(places, workload.chunks) for us in costs.layer_us(*at, chunk.num_layers)]
         sums.append([sum(pair[way] for pair in rows) for way in (0, 1)])
+        launched.append(sum(sum(costs.launches_us(*at) or ()) for at in places))
     if not all(map(all, sums)):
         raise InputError("has no compute", field="compute")
-    return Factors(found, sums[1][0] / sums[0][0], sums[1][1] / sums[0][1])
+    launches = launched[1] / launched[0] if all(launched) else 1.0
+    return Factors(found, sums[1][0] / sums[0][0], sums[1][1] / sums[0][1], launches)

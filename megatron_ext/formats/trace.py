@@ -28,12 +28,14 @@ Lane = Literal[
     "host_step",
     "host_add",
     "reduce_wait",
+    "launches",
 ]
 LANES = get_args(Lane)
 """``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
 ``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
 host's optimizer steps a group, without waits for its states from a drive; ``reduce_wait``: the training thread waits
-until a gradient that comes and goes is reduced. Copies of gradients and new parameters to the host are in ``publish``,
+until a gradient that comes and goes is reduced; ``launches``: on a device, the training thread's time from the begin of
+an iteration until it has issued its last step. Copies of gradients and new parameters to the host are in ``publish``,
 those of new parameters to the device in ``cpu``."""
 
 WAITS: tuple[Lane, ...] = ("wait", "reduce_wait")

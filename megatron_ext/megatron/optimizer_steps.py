@@ -6,6 +6,7 @@ of the step before and training goes on with old parameters. So the results of `
 """
 
 from collections.abc import Callable
+from time import perf_counter_ns
 
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -31,11 +32,13 @@ class OptimizerSteps:
         step = self.optimizer.step
 
         def counting(*args, **kwargs):
-            start = self._recorder.now()
+            start, issued_ns = self._recorder.now(), perf_counter_ns()
             result = step(*args, **kwargs)
             # A function that was wrapped since then no longer counts; its wrapper does.
             if counting is self._counting:
                 self._recorder.add("optimizer", "step", start, self._recorder.now())
+                if self._recorder.on_device:
+                    self._recorder.add("launches", "steps", self._recorder.began_ns, issued_ns)
                 self.taken += bool(result[0])
                 for told in self._after:
                     told(result)

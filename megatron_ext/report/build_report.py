@@ -14,12 +14,13 @@ from megatron_ext.report.equality import Equality, compare, largest_loss_differe
 from megatron_ext.report.links_busy import Hidden, hidden, over_iterations, shares
 from megatron_ext.report.measured_trace import MeasuredTrace, Window
 from megatron_ext.report.moved import Moved, moved
-from megatron_ext.report.parts import Part, parts
+from megatron_ext.report.parts import Part, launches, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import with_prediction
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ROUTE_KINDS
 from megatron_ext.workload.workload import Limits, Workload
@@ -137,7 +138,8 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
             spread(run.scheduled.iteration_us).median_us,
             *_grouped(run),
             on_device=run.on_device,
-        ),
+        )
+        + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
             "measured": _links_busy(run, windows),
             "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),

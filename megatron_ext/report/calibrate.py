@@ -27,13 +27,14 @@ from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.cost.perturbed_table import SYSTEMATIC
-from megatron_ext.cost.scaled_table import scaled_row, with_factors
+from megatron_ext.cost.scaled_table import scaled_launches, scaled_row, with_factors
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
-from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, part_of
+from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, launches, part_of
 from megatron_ext.report.run_dir import TracedRun
 from megatron_ext.report.turn_ratio import counted
+from megatron_ext.simulator.thread_path import LAUNCHES
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step import Step
 from megatron_ext.workload.workload import Workload, optimizer_bytes
@@ -49,6 +50,7 @@ CURVES = {
     "optimizer": "optimizer",
     "host_step": "host_step",
     "host_add": "host_add",
+    "launches": "launches",
 }
 """By part, the curve that its time comes from."""
 
@@ -93,15 +95,21 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
     took = run.iteration_us
     measured_us = median(took[index] for index in indices)
 
-    def simulated(by: CostTable) -> tuple[Times, float]:
-        result = evaluate(run.workload, by, run.schedule, trace=True, extrapolate=extrapolate)
-        return _times(result.events or (), run), result.iteration_time_us
+    def simulated(timing: Timing) -> tuple[Times, float]:
+        result = evaluate(run.workload, timing.table, run.schedule, trace=True, extrapolate=extrapolate)
+        times = _times(result.events or (), run)
+        for thread in launches(run, result, timing, indices):
+            if thread.limits:
+                times = {key: us for key, us in times.items() if key[0] not in (FORWARD, BACKWARD, OPTIMIZER)}
+            if thread.limits or thread.difference_us < 0:
+                times[LAUNCHES, 0, 0], measured[LAUNCHES, 0, 0] = thread.predicted_us, thread.measured_us or 0.0
+        return times, result.iteration_time_us
 
     made, factors, predicted_us, found = given, Times(), list[float](), Times()
     for number in range(ROUNDS + 1):
-        predicted, us = simulated(made)
+        predicted, us = simulated(timing := Timing(run.workload, made, extrapolate=extrapolate))
         predicted_us.append(us)
-        found = _factors(measured, predicted, run.workload, Timing(run.workload, made, extrapolate=extrapolate))
+        found = _factors(measured, predicted, run.workload, timing)
         found = {key: by for key, by in found.items() if not number or abs(by - 1) > SETTLED}
         if not found or number == ROUNDS:
             break
@@ -110,7 +118,8 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
     if not factors:
         raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
-    left = tuple(curve for curve in others if has_points(cost.part_named(given, curve)))
+    told = lambda curve: timing.launches if curve == LAUNCHES else has_points(cost.part_named(given, curve))
+    left = tuple(filter(told, others))
     named, moving = ({_name(*key): by for key, by in sorted(each.items())} for each in (factors, found))
     before, *_, after = (us / measured_us - 1 for us in predicted_us)
     return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
@@ -171,6 +180,7 @@ def _scaled(table: CostTable, factors: Times) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, *_), factor in factors.items() if part in CURVES}
     # Of the host's step the run made its own; Megatron's is in the optimizer's.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
+    made = scaled_launches(made, by_curve.get(LAUNCHES, 1.0))
     return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
 
 

@@ -9,6 +9,8 @@ are placed by time alone.
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
+from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -17,8 +19,12 @@ from megatron_ext.formats import trace as traces
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.moved_bytes import MovedBytes
 from megatron_ext.formats.trace import Event
+from megatron_ext.simulator.thread_path import LAUNCHES
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import steps_of_ranks
+
+AT_ONCE_US = 2e3
+"""A thread that a full queue of launches holds up is further ahead of its device: by 1,024 launches of 4 us or more."""
 
 THREAD_LANES = ("compute", *traces.WAITS, "issue", "optimizer")
 """Lanes of the training thread; every other lane is a link's."""
@@ -77,6 +83,15 @@ class MeasuredTrace:
             for i in range(1, self.iterations + 1)
         ]
 
+    def launches(self, indices: Iterable[int]) -> tuple[float, bool] | None:
+        """Median over iterations, by their indices: what the thread that took longest needed until it had issued the
+        last step; and whether all devices were through with it then. None where that is not recorded."""
+        found = [[(t.launches[i + 1], t.optimizer[i + 1]) for t in self._ranks.values() if t.launches] for i in indices]
+        if not all(found):
+            return None
+        behind = median(max(step.start_us - own.end_us for own, step in ranks) for ranks in found)
+        return median(max(own.duration_us for own, _ in ranks) for ranks in found), behind < AT_ONCE_US
+
     def periods_us(self) -> dict[int, float]:
         """By iteration: microseconds since the end of the one before, that is the pause, in
         which ranks log and meet, and the step. Iterations after an evaluation are left out."""
@@ -125,7 +140,8 @@ class _RankTrace:
         events.sort(key=lambda e: e.start_us)
         self.rank = events[0].rank
         self.first_us = events[0].start_us
-        self.links = [e for e in events if e.lane not in THREAD_LANES]
+        self.links = [e for e in events if e.lane not in (*THREAD_LANES, LAUNCHES)]
+        self.launches = {event.iteration: event for event in events if event.lane == LAUNCHES}
         self.optimizer: dict[int, Event] = {}
         for event in events:
             if event.lane == "optimizer":

@@ -9,6 +9,13 @@ issues, which are taken out of it. What of an iteration is in none of these part
 and what no table knows. The parts of links overlap them: where waits for groups or the optimizer differ most, the
 link that differs most is named, too. ``nvme`` holds stage-ins and states of the optimizer, ``host_step`` no waits for
 these.
+
+[Note: Launches]
+On a device ``launches`` is what the training thread takes until it has issued the last step of an iteration, whatever
+the device does meanwhile; without one they are a part of forwards and backwards. The run knows it from above only: the
+thread also waits for the device, where the queue of launches is full and where Megatron looks for NaN. Where the
+prediction says that the device waits for the thread, and the device is through with the steps when the thread is, they
+explain the difference: forwards and backwards of the device then hold its waits for launches.
 """
 
 from bisect import bisect_right
@@ -20,7 +27,11 @@ from typing import NamedTuple
 
 from megatron_ext.formats.trace import WAITS, Event, Lane
 from megatron_ext.report.links_busy import Intervals, moving, union
+from megatron_ext.report.run_dir import TracedRun
 from megatron_ext.schedule.user_defined_schedule import Group
+from megatron_ext.simulator.simulation import Result
+from megatron_ext.simulator.thread_path import LAUNCHES, visits_us
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.parallel import Parallel
 
 FORWARD, BACKWARD, REST, OPTIMIZER = "forward", "backward", "rest", "optimizer"
@@ -32,11 +43,14 @@ PARTS = (*ON_THREAD, ISSUE, REST, *BY_LINK)
 
 
 class Part(NamedTuple):
-    """Microseconds of one part in one iteration; ``measured_us`` is None where the run does not record it."""
+    """Microseconds of one part in one iteration; ``measured_us`` is None where the run does not record it.
+    ``limits``: of launches, whether the device waits for them in the prediction, and in the run has nothing else to
+    do in the end."""
 
     name: str
     predicted_us: float
     measured_us: float | None
+    limits: bool = False
 
     @property
     def difference_us(self) -> float:
@@ -117,6 +131,14 @@ def parts(
     return tuple(Part(name, own.get(name, 0.0), found.get(name)) for name in PARTS if name in own or name in found)
 
 
+def launches(run: TracedRun, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[Part, ...]:
+    """See [Note: Launches]; nothing where the table does not say them, or the run did not record them."""
+    thread_us = predicted.busy_us.get(LAUNCHES, 0.0)
+    found = run.scheduled_trace.launches(indices) if run.on_device and thread_us else None
+    limits = found is not None and found[1] and thread_us >= predicted.iteration_time_us
+    return (Part(LAUNCHES, thread_us - visits_us(run.workload, timing), found[0], limits),) if found else ()
+
+
 def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | None] | None:
     """The part that explains most of a difference (measured less predicted), and where that is a wait for groups or
     the optimizer the link that differs most the same way; None where no part differs that way."""
@@ -127,7 +149,8 @@ def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | 
         known = [by_name[name] for name in names if name in by_name and sign * by_name[name].difference_us > 0]
         return max(known, key=lambda part: sign * part.difference_us, default=None)
 
-    part = most((*ON_THREAD, ISSUE, REST))
+    launched = by_name.get(LAUNCHES)
+    part = most((*ON_THREAD, ISSUE, REST) if launched is None or not launched.limits else (LAUNCHES,))
     if part is None:
         return None
     return part, most(BY_LINK) if part.name in ("wait", OPTIMIZER) else None
@@ -137,7 +160,8 @@ def lines(found: Iterable[Part], difference_us: float) -> list[str]:
     """For people, one line a part, and what explains the difference."""
     rows = []
     for part in found:
-        measured = "not recorded" if part.measured_us is None else f"{part.measured_us / 1e3:.3f} measured"
+        most = "at most " if part.name == LAUNCHES else ""
+        measured = "not recorded" if part.measured_us is None else f"{most}{part.measured_us / 1e3:.3f} measured"
         rows.append(f"{part.name}: {part.predicted_us / 1e3:.3f} ms predicted, {measured}")
     cause = explains(found, difference_us)
     if cause is not None:

@@ -31,6 +31,7 @@ class Recorder:
 
     Attributes:
         counts: whether it counts bytes.
+        began_ns: when the training thread began the iteration; on a device.
         counted: by iteration, what was moved from the end of the optimizer step before it to the end of its own.
     """
 
@@ -41,7 +42,7 @@ class Recorder:
         self.rows: list[tuple] = []
         self.epoch_offset_ns = time.time_ns() - time.perf_counter_ns()
         self._bases: dict[int, torch.cuda.Event] = {}  # by iteration, in order
-        self._first_base_ns = 0
+        self._first_base_ns = self.began_ns = 0
         self.counted: dict[int, MovedBytes] = {}
         self._moved: list[Row] = []
 
@@ -67,6 +68,7 @@ class Recorder:
         self.recording = self.iterations is None or self.iteration in self.iterations
         if self.on_device and self.recording:
             self._add_base()
+            self.began_ns = time.perf_counter_ns()
 
     def add(self, lane: str, name: str, start, end) -> None:
         """Record a span from ``start`` to ``end``: nanoseconds of ``perf_counter_ns``, or events with timing."""

@@ -25,10 +25,13 @@ def least_thread_us(workload: Workload, timing: Timing) -> float:
     if timing.launches is None:
         return 0.0
     if timing.launch_path_us is None:
-        timing.launch_path_us = _path_us(workload, timing) + max(
-            _tensors(workload, rank) * timing.tensor_us for rank in range(workload.parallel.pp)
-        )
+        timing.launch_path_us = _path_us(workload, timing) + visits_us(workload, timing)
     return timing.launch_path_us
+
+
+def visits_us(workload: Workload, timing: Timing) -> float:
+    """The part of it in which the optimizer visits parameters."""
+    return timing.tensor_us * max(_tensors(workload, rank) for rank in range(workload.parallel.pp))
 
 
 def thread_us(schedule: Schedule, workload: Workload, timing: Timing, programs: Sequence[RankProgram]) -> float:

@@ -82,8 +82,7 @@ class Costs(NamedTuple):
         below = max((known for known in self.factors if known <= size), default=min(self.factors))
         above = min((known for known in self.factors if known >= size), default=max(self.factors))
         part = 0.0 if below == above else (1 / below - 1 / size) / (1 / below - 1 / above)
-        less, more = self.factors[below], self.factors[above]
-        ends = (less.forward, more.forward), (less.backward, more.backward)
+        ends = zip(self.factors[below][1:], self.factors[above][1:])
         return Factors(curves, *((1 - part) * first + part * last for first, last in ends))
 
     def drawn(self, setting: Setting, workload: Workload, count: int) -> Iterator[CostTable]:

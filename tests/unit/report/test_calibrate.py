@@ -256,6 +256,56 @@ def test_the_part_that_differs_the_same_way_explains_it_and_of_waits_a_link(meas
     assert parts.explains([parts.Part("forward", 1.0, 1.0)], 5.0) is None
 
 
+def run_of_launches(launch_us, measured_us, at_once, stretched=1.0):
+    """On a device, of three micro-batches: 100 us of forward each, and 200 of backward."""
+    work = make_workload(pp=1, vp=1, dp=1, order="no_pipeline", microbatches=3, p2p_bytes=0)
+    table = make_table(work, **WHOLE)
+    rows = (replace(table.compute[0], forward_launch_us=launch_us, backward_launch_us=launch_us),)
+    metadata = cost.Metadata(software={"backend": "nccl"})
+    table = replace(
+        table, compute=rows, metadata=metadata, launches=cost.Launches(reduce_us=launch_us / 10, tensor_us=0.5)
+    )
+    planned = planner.plan(work, table, policy="all-gpu")
+    truth = make_table(work, forward=100.0 * stretched, backward=200.0 * stretched, **WHOLE)
+    made = evaluate(work, truth, planned, trace=True)
+    trace = SimpleNamespace(
+        iterations=6,
+        window=lambda i: Window(i, made.events, made.iteration_time_us),
+        launches=lambda indices: (measured_us, at_once),
+    )
+    return TracedRun(Path("runs/x"), table, work, planned, trace)
+
+
+def test_launches_that_the_device_waits_for_are_corrected_and_not_the_compute_that_waited():
+    """The device's steps hold the waits: 4,500 us for 900."""
+    run = run_of_launches(400.0, 4500.0, True, stretched=5.0)
+    found = calibrate(run)
+    launches = 3 * 800.0 + 40.0 * len(run.schedule.groups)
+    assert found.factors["launches"] == pytest.approx(4500.0 / launches) and found.error_before < -0.3
+    assert not [name for name in found.factors if name.startswith(("compute", "optimizer"))]
+    (row,) = found.table.compute
+    assert row.forward_launch_us == pytest.approx(400.0 * 4500.0 / launches) and row.forward_us == 100.0
+    assert found.table.launches.tensor_us == pytest.approx(0.5 * 4500.0 / launches)
+    assert abs(found.error_after) < 0.05
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_launches_that_the_device_hides_are_corrected_where_the_thread_was_faster(at_once):
+    """It may have waited for the device."""
+    slower, faster = (calibrate(run_of_launches(100.0, us, at_once, stretched=3.0)) for us in (2600.0, 320.0))
+    assert "launches" in slower.left and slower.table.compute[0].forward_us == pytest.approx(300.0)
+    assert 0.4 < faster.factors["launches"] < 0.6 and faster.table.compute[0].forward_us == pytest.approx(300.0)
+
+
+def test_a_report_names_launches_where_the_device_waits_for_them():
+    found = [parts.Part("backward", 600.0, 3000.0), parts.Part("launches", 2400.0, 4500.0, limits=True)]
+    first, row, cause = parts.lines(found, 2100.0)
+    assert row == "launches: 2.400 ms predicted, at most 4.500 measured"
+    assert cause.startswith("launches explains most of the difference of +2.100 ms: +2.100 ms (100%)")
+    hidden = [found[0], found[1]._replace(limits=False)]
+    assert parts.as_json(hidden, 2400.0)["explains"] == "backward"
+
+
 def test_a_table_of_another_run_is_refused(tmp_path):
     make_run(tmp_path)
     run = report.load(tmp_path)

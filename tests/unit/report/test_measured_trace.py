@@ -31,6 +31,23 @@ def test_thread_time_is_that_of_the_largest_rank(tmp_path):
     assert trace.thread_us(("issue", "wait")) == [i + 30.0 + 1.0 for i in range(1, 5)]
 
 
+def test_launches_are_those_of_the_slowest_thread_and_no_part_of_a_window(tmp_path):
+    """Which device is behind its thread is seen by when it begins the optimizer's step."""
+    events = make_events(PARALLEL, 4, issue_us=lambda i, rank: 1.0, wait_us=lambda i, rank: 0.0)
+    plain = MeasuredTrace(saved(tmp_path, events), PARALLEL, 4)
+    assert plain.launches(range(2, 4)) is None
+    for at_once, behind_us in ((True, 500.0), (False, 5000.0)):
+        own = [
+            Event(e.rank, "launches", "steps", e.start_us - behind_us * (e.rank == 1) - took, took, e.iteration)
+            for e in events
+            if e.lane == "optimizer"
+            for took in (20.0 + e.iteration + 7.0 * e.rank,)
+        ]
+        trace = MeasuredTrace(saved(tmp_path, events + own), PARALLEL, 4)
+        assert trace.launches(range(2, 4)) == (20.0 + 3.5 + 7.0 * 3, at_once)
+        assert trace.window(3) == plain.window(3) and trace.periods_us() == plain.periods_us()
+
+
 def test_what_follows_the_optimizer_step_is_no_training(tmp_path):
     plain = MeasuredTrace(saved(tmp_path), PARALLEL, 4)
     evaluated = MeasuredTrace(saved(tmp_path, evaluated=2), PARALLEL, 4)
