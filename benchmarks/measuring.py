@@ -68,7 +68,7 @@ def describe(
     """
     limit = ["--limit-whole-parameter-bytes", str(whole_parameter_bytes)] if whole_parameter_bytes else []
     options = ["--out", str(path), "--zero-stage", str(zero_stage), *limit]
-    options += ["--hidden-dropout", "0", "--attention-dropout", "0", *model]  # as in the example
+    options += [*"--hidden-dropout 0 --attention-dropout 0 --transformer-impl local".split(), *model]  # the example's
     environment = os.environ | {"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "megatron_ext", "describe", *options]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)

@@ -285,7 +285,8 @@ def drawn(setup: str, seed: int, folder: Path, corpus: Path, nodes: Nodes | None
     options = [*MODELS[model], "--vocab-size", "259", *LAYOUTS[layout], "--gpus-per-node", str(4 // node_count)]
     folder.mkdir(parents=True)
     given = ["--out", str(folder / "workload.json"), "--zero-stage", str(zero_stage)]
-    if run_verb(["describe", *given, "--", *model_options(options)], folder / "describe.log"):
+    model = ["--transformer-impl", "local", *model_options(options)]  # as the example trains it
+    if run_verb(["describe", *given, "--", *model], folder / "describe.log"):
         raise RuntimeError((folder / "describe.log").read_text()[-2000:])
     work = workload_file.load(folder / "workload.json")
     on_host = "--optimizer-cpu-offload" in options

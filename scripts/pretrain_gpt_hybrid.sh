@@ -85,7 +85,7 @@ print(*(f"{name}={value}" for name, value in wanted.items() if name not in os.en
 model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" --seq-length "$SEQ"
     --micro-batch-size "$MICRO_BATCH_SIZE" --global-batch-size $((MICRO_BATCH_SIZE * DP * MICRO_BATCHES))
     --pipeline-model-parallel-size "$PP" --data-parallel-size "$DP" --untie-embeddings-and-output-weights
-    --hidden-dropout 0 --attention-dropout 0)
+    --hidden-dropout 0 --attention-dropout 0 --transformer-impl local)
 [ "$VP" -gt 1 ] && model+=(--num-virtual-stages-per-pipeline-rank "$VP")
 # They may change the model: what is described and measured must be what is trained.
 read -r -a extra <<< "${EXTRA:-}"

@@ -66,19 +66,21 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
 def _of_known_options(megatron_options) -> Workload:
     from megatron_ext.megatron import cpu_compat, engine_modules, ignored_options, script_arguments
 
+    given = script_arguments.read(megatron_options).transformer_impl
+    layers = given or ignored_options.MEGATRONS["--transformer-impl"]
     try:
-        if script_arguments.read(megatron_options).transformer_impl == "transformer_engine":
+        if layers == "transformer_engine":
             engine_modules.install()
         cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
         from megatron_ext.megatron import describe_model
 
-        described = describe_model.describe_options(ignored_options.parse(megatron_options))
+        described = describe_model.describe_options(ignored_options.parse(megatron_options, transformer_impl=layers))
     except ModuleNotFoundError as error:
         raise InputError(
             f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
             "megatron-core"
         ) from None
-    taken = ignored_options.sizes_taken(megatron_options) | ignored_options.taken(megatron_options)
+    taken = ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
     if taken:
         said = ", ".join(f"{option} {value}" for option, value in taken.items())
         click.echo(f"describe: not given, taken to be: {said}", err=True)

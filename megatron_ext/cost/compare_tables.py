@@ -28,17 +28,13 @@ def compare(first: CostTable, second: CostTable) -> dict:
             result["curves"][part] = _curve(one, other)
         elif isinstance(one, float | int) and not isinstance(one, bool) and one:
             result["figures"][part] = other / one - 1
-    rows = [
-        {(row.measured, row.busy, row.size_bytes): row.slowdown for row in table.contention}
-        for table in (first, second)
-    ]
+    both = (first, second)
+    rows = [{(row.measured, row.busy, row.size_bytes): row.slowdown for row in table.contention} for table in both]
     for key in sorted(rows[0].keys() & rows[1].keys(), key=str):
         size = "" if key[2] is None else f", {key[2]} bytes"
         result["contention"][f"{key[0]} beside {key[1]}{size}"] = rows[1][key] / rows[0][key] - 1
-    layers = [
-        {row.layer_kind or f"rank {row.pp_rank} chunk {row.model_chunk_id}": row for row in table.compute}
-        for table in (first, second)
-    ]
+    place = "rank {0.pp_rank} chunk {0.model_chunk_id}"
+    layers = [{row.layer_kind or place.format(row): row for row in table.compute} for table in both]
     for key in sorted(layers[0].keys() & layers[1].keys()):
         before, after = layers[0][key], layers[1][key]
         result["compute"][key] = (after.forward_us + after.backward_us) / (before.forward_us + before.backward_us) - 1
@@ -70,13 +66,8 @@ def _curve(first: Curve, second: Curve) -> dict:
     if not changes:
         return {"median": None, "largest": None, "at_bytes": None, "sizes": 0, "beyond": []}
     at = max(changes, key=lambda size: abs(changes[size]))
-    return {
-        "median": median(changes.values()),
-        "largest": changes[at],
-        "at_bytes": at,
-        "sizes": len(changes),
-        "beyond": beyond,
-    }
+    largest = {"median": median(changes.values()), "largest": changes[at], "at_bytes": at}
+    return {**largest, "sizes": len(changes), "beyond": beyond}
 
 
 def text(changes: dict) -> str:

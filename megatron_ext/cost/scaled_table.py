@@ -1,17 +1,19 @@
 """A cost table whose figures are multiplied, and the factors by which another table differs."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Launches, Point
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.measured_sizes import largest_group_bytes
 from megatron_ext.workload.workload import Workload
+
+T = TypeVar("T", Compute, Launches, Point)
 
 CURVES = (
     *("routes.gpu", "routes.cpu", "routes.nvme", "publish.cpu", "p2p", "reduce", "optimizer", "host_step", "host_add"),
@@ -45,17 +47,16 @@ def with_factors(
 
         def scaled_points(field: str, points: tuple[Point, ...]) -> tuple[Point, ...]:
             left_out = field == "points" and name in of_algorithms and given.algorithms
-            return points if left_out else _points(points, factor)
+            return points if left_out else tuple(_times(point, "p50_us", "p95_us", by=factor) for point in points)
 
         return cost.with_points(given, scaled_points)
 
     return replace(cost.with_curves(table, curve), compute=tuple(map(row, table.compute)))
 
 
-def _points(points: tuple[Point, ...], factor: float) -> tuple[Point, ...]:
-    return tuple(
-        replace(p, p50_us=p.p50_us * factor, p95_us=None if p.p95_us is None else p.p95_us * factor) for p in points
-    )
+def _times(given: T, *names: str, by: float) -> T:
+    """``given`` with its fields ``names`` times ``by``, where they are known."""
+    return replace(given, **{name: us * by for name in names if (us := getattr(given, name)) is not None})
 
 
 def scaled(table: CostTable, factors: Factors) -> CostTable:
@@ -69,21 +70,16 @@ def scaled(table: CostTable, factors: Factors) -> CostTable:
 
 def scaled_row(row: Compute, factors: dict[str, float]) -> Compute:
     """``row`` with its times of ``forward`` and ``backward`` times their factors."""
-    names = [(f"{way}_{end}", factor) for way, factor in factors.items() for end in ("us", "p95_us")]
-    given = [(name, getattr(row, name), factor) for name, factor in names]
-    return replace(row, **{name: us * factor for name, us, factor in given if us is not None})
+    for way, factor in factors.items():
+        row = _times(row, f"{way}_us", f"{way}_p95_us", by=factor)
+    return row
 
 
 def scaled_launches(table: CostTable, factor: float) -> CostTable:
     """``table`` with all launches times ``factor``: one thread makes them."""
-
-    def times(given, *names: str):
-        return given and replace(
-            given, **{name: us * factor for name in names if (us := getattr(given, name)) is not None}
-        )
-
-    rows = tuple(times(row, "forward_launch_us", "backward_launch_us") for row in table.compute)
-    return replace(table, compute=rows, launches=times(table.launches, "reduce_us", "tensor_us"))
+    rows = tuple(_times(row, "forward_launch_us", "backward_launch_us", by=factor) for row in table.compute)
+    launches = table.launches and _times(table.launches, "reduce_us", "tensor_us", by=factor)
+    return replace(table, compute=rows, launches=launches)
 
 
 def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:

@@ -114,12 +114,6 @@ def not_given(options) -> dict[str, str]:
     return {option: value for option, value in MEGATRONS.items() if option not in given}
 
 
-def taken(options) -> dict[str, str]:
-    """By option that ``options`` do not give, what it is taken to be."""
-    ours = {"--transformer-impl": f"local (Megatron itself: {MEGATRONS['--transformer-impl']})"}
-    return {name: ours.get(name, value) for name, value in not_given(options).items()}
-
-
 def parse(
     options, *, verb: str = "describe", world_size: int | None = None, passed_over: list[str] | None = None, **defaults
 ) -> argparse.Namespace:

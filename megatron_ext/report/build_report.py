@@ -114,6 +114,8 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     def lanes(*names: str) -> Pair[Spread]:
         return Pair(*(spread(measured[which].thread_us(names)) for which in Pair._fields))
 
+    times, us = [window.events for window in windows], spread(run.scheduled.iteration_us).median_us
+    found = parts(ours.events, ours.iteration_time_us, times, us, *_grouped(run), on_device=run.on_device)
     ratio = turn_ratio(run.stock.iteration_us, run.scheduled.iteration_us, turn_iterations) if turn_iterations else None
     return Report(
         run=run,
@@ -131,15 +133,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         routes=_groups_by_route(run.schedule),
         simulated={"stock": stock.events, "scheduled": ours.events},
         memory=_memory(run, [bill.memory for bill in ours.memory]),
-        parts=parts(
-            ours.events,
-            ours.iteration_time_us,
-            [window.events for window in windows],
-            spread(run.scheduled.iteration_us).median_us,
-            *_grouped(run),
-            on_device=run.on_device,
-        )
-        + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
+        parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
             "measured": _links_busy(run, windows),
             "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),

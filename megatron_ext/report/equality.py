@@ -38,14 +38,10 @@ def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
     if reference is None:
         return Equality(None, ())
     differences = []
-    for name, what, where in (
-        ("loss", "loss", "iteration"),
-        ("grad_norm", "gradient norm", "iteration"),
-        ("eval_loss", "evaluation loss", "evaluation"),
-    ):
-        differences += _first_difference(
-            what, where, getattr(reference, name), getattr(scheduled, name), numbers_only="loss" in name
-        )
+    for name, what in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "evaluation loss")):
+        where = "evaluation" if name == "eval_loss" else "iteration"
+        both = (getattr(run, name) for run in (reference, scheduled))
+        differences += _first_difference(what, where, *both, numbers_only="loss" in name)
     differences += _different_hashes(reference.parameter_sha256, scheduled.parameter_sha256)
     return Equality(not differences, tuple(differences))
 

@@ -54,10 +54,7 @@ def shares(
     ranks = list(busy(events, end_us, parallel, groups).values())
     if not ranks or len(ranks[0]) < 3:
         return {}
-    return {
-        name: sum(end - begin for links in ranks for begin, end in links[name]) / len(ranks) / end_us
-        for name in ranks[0]
-    }
+    return {name: sum(_length(links[name]) for links in ranks) / len(ranks) / end_us for name in ranks[0]}
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:

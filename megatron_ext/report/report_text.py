@@ -47,15 +47,14 @@ EXPLAINED = {
 
 def as_json(report: Report) -> dict:
     """What ``report --json`` prints: medians, and next to them the spread they come from."""
+    spread = {name: getattr(report, name)._asdict() for name in MEASURED}
     return {
         "iterations": report.run.iterations,
         "bitwise_equal": report.equality.bitwise,
-        **{name: {which: spread.median_us for which, spread in _both(getattr(report, name))} for name in MEASURED},
+        **{name: {which: each.median_us for which, each in pair.items()} for name, pair in spread.items()},
         "predicted_iteration_time_us": report.predicted_iteration_time_us._asdict(),
         "predicted_relative_error": {which: report.relative_error(which) for which in Pair._fields},
-        "spread": {
-            name: {which: spread._asdict() for which, spread in _both(getattr(report, name))} for name in MEASURED
-        },
+        "spread": {name: {which: each._asdict() for which, each in pair.items()} for name, pair in spread.items()},
         "differences": list(report.equality.differences),
         "compared_with": compared_with(report),
         "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
@@ -72,10 +71,6 @@ def as_json(report: Report) -> dict:
     }
 
 
-def _both(pair: Pair):
-    return pair._asdict().items()
-
-
 def error(bill: RankMemory, census: RankMemory) -> float:
     """How far the bill of the device is from the census, relative to the census."""
     return bill.device_total_bytes / census.device_total_bytes - 1.0
@@ -88,10 +83,8 @@ def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
         for place, kinds in (("device", DEVICE_KINDS), ("host", HOST_KINDS)):
             both = [getattr(memory, f"{place}_bytes") for memory in (bill, census)]
             of = "" if place == "device" else "host "
-            held = [
-                (f"{of}{kind.removeprefix('host_').replace('_', ' ')}", [sizes.get(kind, 0) for sizes in both])
-                for kind in kinds
-            ]
+            named = [(kind, of + kind.removeprefix("host_").replace("_", " ")) for kind in kinds]
+            held = [(title, [sizes.get(kind, 0) for sizes in both]) for kind, title in named]
             held.append((f"{place} in all", [sum(sizes.values()) for sizes in both]))
             for title, sizes in held:
                 if any(sizes):
@@ -135,8 +128,7 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
     stock, ours = report.predicted_iteration_time_us
     lines.append(times("iteration time, ms, predicted", stock, ours))
     errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
-    lines.append(("  error of the prediction", errors[0], errors[1], ""))
-    return lines
+    return [*lines, ("  error of the prediction", errors[0], errors[1], "")]
 
 
 def _range(spread: Spread) -> str:
@@ -161,19 +153,16 @@ def _ratio(ours: float, stock: float) -> str:
 
 def _title(report: Report) -> str:
     p = report.run.workload.parallel
-    samples = report.iteration_time_us.scheduled.samples
     return (
         f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}, {p.num_microbatches} micro-batches, zero stage "
-        f"{report.run.workload.zero_stage}; "
-        f"medians over {samples} iterations, the first {report.warm_up} left out"
+        f"{report.run.workload.zero_stage}; medians over {report.iteration_time_us.scheduled.samples} iterations, the "
+        f"first {report.warm_up} left out"
     )
 
 
 def _routes(report: Report) -> str:
-    return (
-        ", ".join(f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items())
-        or "no group is gathered"
-    )
+    found = [f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()]
+    return ", ".join(found) or "no group is gathered"
 
 
 def verdict_line(report: Report) -> str:
@@ -290,9 +279,8 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
-    detail.add_row("equality", report.equality.text)
-    detail.add_row("compared with", compared_with(report))
-    for word, line in (*(("note", note) for note in cautions(report)), *details(report)[:-1]):
+    said = [("equality", report.equality.text), ("compared with", compared_with(report))]
+    for word, line in (*said, *(("note", note) for note in cautions(report)), *details(report)[:-1]):
         detail.add_row(word, line)
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()
@@ -309,8 +297,7 @@ def as_text(report: Report, width: int | None = None) -> str:
 
 def as_markdown(report: Report) -> str:
     """The page that lies next to the run's files."""
-    run = report.run
-    other = run.stock_name
+    run, other = report.run, report.run.stock_name
     lines = ["# The planned schedule next to what it is compared with", "", _title(report) + ".", ""]
     lines += [f"Compared with {compared_with(report)}.", ""]
     lines += _for_page(rows(report), f"| | {other} | scheduled | ratio |")
@@ -324,9 +311,7 @@ def as_markdown(report: Report) -> str:
     lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
     lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
-    lines += [
-        f"`{WRITTEN['overlay']}` holds the same iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."
-    ]
+    lines += [f"`{WRITTEN['overlay']}` holds these iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."]
     lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
     reference = run.reference.loss if run.reference is not None else None
     for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):

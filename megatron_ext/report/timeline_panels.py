@@ -39,8 +39,6 @@ def shown_ranks(parallel: Parallel, *, replicas: bool) -> list[int]:
     rank, else an even choice of those that keeps the first and the last."""
     if replicas and parallel.world_size <= MOST_RANKS // 2:
         return list(range(parallel.world_size))
-    if parallel.pp <= MOST_RANKS:
-        return [parallel.global_rank(pp_rank, 0) for pp_rank in range(parallel.pp)]
     chosen = sorted({round(n * (parallel.pp - 1) / (MOST_RANKS - 1)) for n in range(MOST_RANKS)})
     return [parallel.global_rank(pp_rank, 0) for pp_rank in chosen]
 
@@ -119,14 +117,12 @@ def representatives(report: Report) -> dict[str, Window]:
     run = report.run
     in_turn = set(counted(run.iterations, run.turn_iterations))
     found = {}
-    for which, metrics, trace in (
+    for which, times, trace in (
         ("stock", run.stock, run.stock_trace),
         ("scheduled", run.scheduled, run.scheduled_trace),
     ):
-        usable = [
-            number - 1 in in_turn and not trace.evaluated_before(number) for number in range(1, run.iterations + 1)
-        ]
-        found[which] = trace.window(median_iteration(metrics.iteration_us, usable))
+        usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
+        found[which] = trace.window(median_iteration(times.iteration_us, usable))
     return found
 
 

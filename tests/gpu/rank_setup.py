@@ -38,7 +38,7 @@ def options_of(case: Training, *, dry_run: bool, engine: bool, drive: str) -> li
     text += f"--clip-grad {'1e-2' if case.clip == 'active' else '1e9'} "
     text += "--optimizer-cpu-offload " if case.on_host else ""
     text += "--delayed-parameter-update 1 " if case.mode == "delayed" else ""
-    text += "--transformer-impl transformer_engine " if engine else ""
+    text += f"--transformer-impl {'transformer_engine' if engine else 'local'} "
     text += f"--gpus-per-node {ranks}"
     return [*text.split(), "--user-defined-schedule-nvme-path", drive]
 

@@ -41,9 +41,13 @@ def made_up_table(gpu_us_per_mib: float = 1000.0, cpu_us_per_mib: float = 300.0)
     )
 
 
+LOCAL = ["--transformer-impl", "local"]
+"""What the example trains; Megatron's default is Transformer Engine's layers."""
+
+
 def describe(path: Path, options: list[str]) -> workload_file.Workload:
-    """Write and read the workload of a real model."""
-    result = command_line("describe", "--out", path, *options)
+    """Write and read the workload of a real model; of the example's layers, where ``options`` say nothing of them."""
+    result = command_line("describe", "--out", path, *LOCAL, *options)
     assert result.returncode == 0, result.stderr
     return workload_file.load(path)
 
@@ -62,7 +66,8 @@ def command_line(*arguments) -> subprocess.CompletedProcess:
         return run(command)
     # By a checkout, or layers in place of Transformer Engine's, Megatron is another than the one imported before.
     if "--checkout" not in words:
-        return run_warm(command, imported="torch" if "transformer_engine" in words else IMPORTED)
+        own = "local" in words and "transformer_engine" not in words
+        return run_warm(command, imported=IMPORTED if own else "torch")
     out, error = io.StringIO(), io.StringIO()
     with warm_children(describe_from_checkout, "torch"), redirect_stdout(out), redirect_stderr(error):
         code = cli.main(words)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from made_checkout import made_checkout
-from plans import command_line, made_up_table
+from plans import LOCAL, command_line, made_up_table
 from training import run, run_warm, verb
 from variations import some
 
@@ -34,7 +34,7 @@ def described(megatron_tree, tmp_path_factory):
     folder = tmp_path_factory.mktemp("described")
 
     def described(*options) -> workload_file.Workload:
-        result = command_line("describe", "--out", folder / "workload.json", *options)
+        result = command_line("describe", "--out", folder / "workload.json", *LOCAL, *options)
         assert result.returncode == 0, result.stderr
         return workload_file.load(folder / "workload.json")
 
@@ -49,9 +49,9 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     out = tmp_path / "workload.json"
     few = "--num-layers 4 --hidden-size=64 --micro-batch-size 1 --data-parallel-size 2 --json".split()
     result = command_line("describe", "--out", out, *few)
-    taken = "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl local "
-    taken += "(Megatron itself: transformer_engine), --hidden-dropout 0.1, --attention-dropout 0.1\n"
-    assert result.returncode == 0 and taken in result.stderr
+    taken = "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl "
+    taken += "transformer_engine, --hidden-dropout 0.1, --attention-dropout 0.1\n"
+    assert result.returncode == 0 and taken in result.stderr and "linear_qkv.layer_norm_weight" in out.read_text()
     said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
     assert "not given" not in command_line("describe", "--out", out, *MODEL, *said).stderr
 
