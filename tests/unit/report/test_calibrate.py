@@ -1,5 +1,6 @@
 """Parts of an iteration next to their predictions; a run's own figures go back into its table, and the error falls."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,6 +305,20 @@ def test_a_report_names_launches_where_the_device_waits_for_them():
     assert cause.startswith("launches explains most of the difference of +2.100 ms: +2.100 ms (100%)")
     hidden = [found[0], found[1]._replace(limits=False)]
     assert parts.as_json(hidden, 2400.0)["explains"] == "backward"
+
+
+@pytest.mark.parametrize("backend, text", [("nccl", "at most 9.000 measured"), ("gloo", None)])
+def test_a_report_of_a_run_on_devices_has_launches(tmp_path, monkeypatch, backend, text):
+    """Without them launches are a part of the steps."""
+    make_run(tmp_path)
+    run = report.load(tmp_path)
+    rows = tuple(replace(row, forward_launch_us=500.0, backward_launch_us=1e3) for row in run.table.compute)
+    table = replace(run.table, compute=rows, metadata=cost.Metadata(software={"backend": backend}))
+    monkeypatch.setattr(run.scheduled_trace, "launches", lambda indices: (9e3, True))
+    built = report.build(dataclasses.replace(run, table=table))
+    said = [line for line in parts.lines(built.parts, built.missed_us) if line.startswith("launches: ")]
+    assert [text in line for line in said] == [True] * (text is not None)
+    assert [part.limits for part in built.parts if part.name == "launches"] == [True] * len(said)
 
 
 def test_a_table_of_another_run_is_refused(tmp_path):
