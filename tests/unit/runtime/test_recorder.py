@@ -40,17 +40,18 @@ def on_device(monkeypatch):
 
 
 def test_waits_and_compute_are_the_devices_and_issuing_is_the_threads(on_device):
+    began = time.perf_counter()
     on_device.timed("wait", "wait 0", lambda: None)()
     on_device.timed("issue", "unshard 0", lambda: time.sleep(0.002))()
+    most_us = (time.perf_counter() - began) * 1e6  # more than 2 ms where the machine is busy
     start = on_device.now()
     on_device.add("compute", "F", start, on_device.now())
     wait, issue, compute = on_device.events()
     assert wait.duration_us == pytest.approx(10e3) and compute.duration_us == pytest.approx(10e3)
     assert compute.start_us - wait.start_us == pytest.approx(20e3, abs=1)  # of floats since the epoch
-    assert 2e3 <= issue.duration_us < 10e3
-    assert (
-        abs(wait.start_us - 10e3 - issue.start_us) < 5e3
-    )  # both since the epoch: the first event is 10 ms behind the base
+    assert 2e3 <= issue.duration_us <= most_us
+    # Both since the epoch: the first event is 10 ms behind the base.
+    assert abs(wait.start_us - 10e3 - issue.start_us) < 3e3 + most_us
 
 
 def test_durations_stay_exact_when_training_is_long(on_device, monkeypatch):
@@ -71,8 +72,10 @@ def test_durations_stay_exact_when_training_is_long(on_device, monkeypatch):
 
 def test_without_a_device_all_is_by_the_clock():
     recorder = Recorder(0)
+    began = time.perf_counter()
     recorder.timed("wait", "wait 0", lambda: time.sleep(0.002))()
-    assert isinstance(recorder.now(), int) and 2e3 <= recorder.events()[0].duration_us < 50e3
+    most_us = (time.perf_counter() - began) * 1e6
+    assert isinstance(recorder.now(), int) and 2e3 <= recorder.events()[0].duration_us <= most_us
 
 
 def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
