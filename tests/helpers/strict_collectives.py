@@ -34,6 +34,7 @@ class Collectives:
     def _next(self, process_group) -> tuple:
         """The entry in which all ranks of a collective meet."""
         number = self._sequence.get(id(process_group), 0)
+        self.memory.check_time(self.memory.in_steps and number == 0, "a communicator, made at its first collective,")
         self._sequence[id(process_group)] = number + 1
         ranks = tuple(dist.get_process_group_ranks(process_group))
         return ("collective", (ranks, process_group.group_name, number), self.rank, len(ranks))

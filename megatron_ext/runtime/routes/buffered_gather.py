@@ -52,9 +52,19 @@ class BufferedGather(StreamRoute):
         raise NotImplementedError
 
     def make_buffers(self, groups: Iterable[Group]) -> None:
-        """Take the memory of the buffers of ``groups`` from the device; before the first step."""
+        """Take the memory of the buffers of ``groups`` from the device, and connect the ranks; before the first step.
+        Collective."""
         for group in groups:
             self._buffer(group.whole, group.shard.numel())
+        for process_group in self._process_groups:
+            self.stream.run(partial(self._connect, process_group))
+
+    def _connect(self, process_group: dist.ProcessGroup) -> None:
+        """The first gather of all: torch makes NCCL's communicator in it, and NCCL what such gathers take."""
+        ranks = dist.get_world_size(process_group)
+        memory = max((torch.empty(ranks + 1, device=self.device.device), *self._buffers.values()), key=torch.numel)
+        numel = memory.numel() // (ranks + 1)
+        dist.all_gather_into_tensor(memory[: ranks * numel], memory[ranks * numel :][:numel], group=process_group)
 
     def _buffer(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
         """For ``whole``, of shards of ``numel``. Kept from gather to gather, which run one after another; where it is
