@@ -8,11 +8,12 @@ import msgspec
 from megatron_ext.cost.cost_table import CostTable, Curve, ExpertCurves, Metadata, Source, check, part_named, with_parts
 from megatron_ext.cost.curve import has_points
 from megatron_ext.formats.errors import InputError
+from megatron_ext.workload.route import ROUTES
 
 LINKS = (
-    *("routes.gpu", "routes.cpu", "routes.cpu_shard", "routes.nvme", "publish.cpu", "publish.nvme"),
-    *("publish.internode", "experts", "group_overhead.call_us", "contention", "p2p", "reduce", "all_reduce"),
-    *("topology.nic_shares_pcie", "set_up.pages_us_per_gib", "set_up.pin_us_per_gib", "set_up.beside_allocator_bytes"),
+    *(*(f"routes.{name}" for name in ROUTES), "publish.cpu", "publish.nvme", "publish.internode", "experts"),
+    *("group_overhead.call_us", "contention", "p2p", "reduce", "all_reduce", "topology.nic_shares_pcie"),
+    *("set_up.pages_us_per_gib", "set_up.pin_us_per_gib", "set_up.beside_allocator_bytes"),
 )
 COMPUTE = ("compute", "optimizer", "host_add", "host_step", "device_step", "host_memory", "launches")
 PARTS = LINKS + COMPUTE

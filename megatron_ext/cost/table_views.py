@@ -13,8 +13,6 @@ Megatron reduces gradients of 16-bit parameters in float32 unless ``--grad-reduc
 float32; logs of other tools count bytes of what is sent, the gradients.
 """
 
-from typing import get_args
-
 from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, with_curves, with_parts
@@ -23,7 +21,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.nodes import nodes_spanned
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import Algorithm
+from megatron_ext.workload.route import ALGORITHM_NAMES
 from megatron_ext.workload.workload import Workload
 
 
@@ -82,7 +80,7 @@ def by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
     others = {
         name: with_gathers(replace(gpu, points=points, algorithms={}))
         for name, points in gpu.algorithms.items()
-        if name in get_args(Algorithm) and points
+        if name in ALGORITHM_NAMES and points
     }
     rest = {name: points for name, points in gpu.algorithms.items() if name not in others}
     return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others

@@ -2,7 +2,6 @@
 
 from datetime import datetime, timezone
 from statistics import median
-from typing import get_args
 
 import msgspec
 
@@ -15,7 +14,7 @@ from megatron_ext.measure.options import MIB, MOST_OVER, OF_EXPERTS, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.nodes import crossing_bytes
-from megatron_ext.workload.route import Algorithm
+from megatron_ext.workload.route import ALGORITHM_NAMES
 
 WAVERS = 0.10
 """A point is noted in the table where the medians of its quarters (in the order of time) lie further
@@ -49,7 +48,7 @@ SOURCES = {
 """By what is measured, the curve of the table that it is, and what was done."""
 
 ALGORITHMS = {
-    "routes.gpu": {name: name for name in get_args(Algorithm)},
+    "routes.gpu": {name: name for name in ALGORITHM_NAMES},
     "host_step": {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)},
 }
 """By curve, its algorithms and the names by which these are measured."""

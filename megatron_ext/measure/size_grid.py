@@ -10,11 +10,12 @@ import os
 from collections.abc import Mapping
 
 from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, STEPS, Options
+from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTES
 
 SMALL_BYTES = 4096
 """Below this there is only the least size."""
 
-GATHERS = {"gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "nvme", "experts_gpu"}
+GATHERS = {*ROUTES, *ALGORITHM_NAMES, "experts_gpu"}
 """The routes, all of their ways."""
 
 CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")

@@ -16,6 +16,7 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.options import COPIES, Options
 from megatron_ext.measure.sampling import p95
 from megatron_ext.runtime.objects import gather_objects
+from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTE_KINDS
 
 QUARTERS = 4
 
@@ -76,7 +77,7 @@ def _medians_of_quarters(rounds: list[tuple[float, ...]]) -> list[float]:
 
 
 WRITES = {"publish", "internode", "publish_nvme"}
-COLLECTIVES = {"gpu", "hierarchical", "symmetric", "cpu_shard", "reduce"}
+COLLECTIVES = {"reduce", *ALGORITHM_NAMES, *(kind.name for kind in ROUTE_KINDS.values() if kind.gathers)}
 
 
 def until_last(together: list[list[int]], us_of_ranks: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:

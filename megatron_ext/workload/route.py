@@ -8,7 +8,7 @@ says how to add one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Copy = Literal["cpu", "nvme"]
 """Where groups are published: to the node's host copy, or to its copy on the drive."""
@@ -140,3 +140,5 @@ group's own affair."""
 
 HIERARCHICAL: Algorithm = "hierarchical"
 SYMMETRIC: Algorithm = "symmetric"
+
+ALGORITHM_NAMES: tuple[Algorithm, ...] = get_args(Algorithm)

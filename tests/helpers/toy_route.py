@@ -1,4 +1,4 @@
-"""A route that tests add: the host copy once more, by a stream of its own, under another name and at another cost."""
+"""A route that tests add: the host copy in two halves, by a stream of its own, with another name and cost."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +19,14 @@ def planned_with() -> Iterator[None]:
 @contextlib.contextmanager
 def added() -> Iterator[None]:
     """Within, runs can train by it, too."""
+    from megatron_ext.runtime.routes.host_copy import HostCopy
     from megatron_ext.runtime.routes.makers import READERS
 
-    with planned_with(), mock.patch.dict(READERS, {TOY.name: READERS["cpu"]}):
+    class InHalves(HostCopy):
+        def _copy(self, group, arrival):
+            copy, half = self.pool.copies[group.index], group.whole.numel() // 2
+            for part in (slice(half), slice(half, None)):
+                self.copy(group.whole[part], copy[part], arrival)
+
+    with planned_with(), mock.patch.dict(READERS, {TOY.name: InHalves}):
         yield

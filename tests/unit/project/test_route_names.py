@@ -4,6 +4,7 @@ import ast
 
 import pytest
 from places import ROOT
+from test_rooms import PRODUCT
 
 from megatron_ext.workload.route import ROUTES
 
@@ -40,3 +41,16 @@ def test_a_branch_by_name_is_found_and_a_place_is_not():
     assert names_of_routes('if route == "cpu_shard":\n    pass') == [(1, "cpu_shard")]
     assert names_of_routes('routed = ["gpu"]') == [(1, "gpu")]
     assert names_of_routes('replace(group, states_rest="nvme") if group.states_rest != "nvme" else group') == []
+
+
+def speaks_of(path, route: str) -> bool:
+    """Whether a file names the route, its part of a table or a field of that name."""
+    said = [getattr(node, "value", getattr(node, "id", "")) for node in ast.walk(ast.parse(path.read_text()))]
+    return any(isinstance(one, str) and one.rpartition(".")[2] == route for one in said)
+
+
+def test_a_route_that_is_measured_is_added_in_at_most_ten_files():
+    """Of the youngest one, which has a curve, an operation that measures it and a check of ``doctor``."""
+    named = {path.name for path in PRODUCT if speaks_of(path, "cpu_shard")}
+    assert {"route.py", "makers.py", "cost_table.py", "operations.py"} < named
+    assert len(named | {"shard_gather.py"}) <= 10, named
