@@ -4,6 +4,7 @@ import contextlib
 import copy
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from types import MethodType
@@ -210,12 +211,6 @@ _NODES_TAKE_HOOKS = hasattr((torch.zeros(1, requires_grad=True) + 0).grad_fn, "_
 """Whether a way of torch's own is there; where it is not, its public way is taken."""
 
 
-class _Hooks(dict):
-    """Hooks of a tensor, as torch's handles need them: they hold the dictionary by a weak reference."""
-
-    __slots__ = ("__weakref__",)
-
-
 def _with_hook(forward, backward):
     """A function of an activation that runs ``forward`` now, and ``backward`` when the activation's gradient is
     complete."""
@@ -229,7 +224,7 @@ def _with_hook(forward, backward):
         # tensor's.
         node = activation.grad_fn
         if _NODES_TAKE_HOOKS and node is not None and activation._backward_hooks is None:
-            activation._backward_hooks = hooks = _Hooks()
+            activation._backward_hooks = hooks = OrderedDict()
             hooks["megatron_ext"] = on_gradient
             node._register_hook_dict(activation)  # pyright: ignore[reportAttributeAccessIssue] # see above
         else:

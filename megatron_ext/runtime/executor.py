@@ -320,11 +320,6 @@ class Executor(StepCalls):
 
     # For the watch, from another thread.
 
-    def check_peers(self) -> None:
-        """Raise PeerLost where a stream waits for a rank that cannot publish any more."""
-        if self.pool is not None:
-            self.pool.check_peers(self.clock.version)
-
     def progress(self) -> tuple[int, int, int, int] | None:
         """A value that changes with every step that begins or ends; None outside of training iterations, for example
         in an evaluation or while a checkpoint is written."""

@@ -194,10 +194,6 @@ class HostPool:
         """Whether threads write the host copy of ``group``."""
         return group.index in self._by_thread
 
-    def publishes(self, group: Group) -> bool:
-        """Whether ``group`` is one of those that have flags."""
-        return group.index in self._block_of
-
     def published(self, group: Group, where: int = COPY) -> list[int]:
         """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`."""
         return [flag.load() for flag in self.flags[group.index, where]]

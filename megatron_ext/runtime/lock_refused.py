@@ -12,6 +12,5 @@ def said(size_bytes: int, why: object) -> str:
         why: the error, or its code.
     """
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        return f"{size_bytes} bytes of host memory cannot be page-locked ({why}); ulimit -l sets no limit"
-    return f"{size_bytes} bytes of host memory cannot be page-locked ({why}); the limit is {limit} bytes: {ADVICE}"
+    known = "ulimit -l sets no limit" if limit == resource.RLIM_INFINITY else f"the limit is {limit} bytes: {ADVICE}"
+    return f"{size_bytes} bytes of host memory cannot be page-locked ({why}); {known}"

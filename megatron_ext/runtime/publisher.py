@@ -99,7 +99,7 @@ class Publisher(Part):
         self._bounces = self._last_ns = 0
 
     def publish(self, iterations: int, from_shards: bool = False) -> None:
-        """Issue the write of every group's shard at the clock's version, behind :meth:`wait` for the version before.
+        """Issue the write of every group's shard at the clock's version, behind :meth:`settled` for the version before.
 
         Args:
             iterations: training iterations that have ended on this rank. What they read is overwritten only when every
@@ -123,7 +123,9 @@ class Publisher(Part):
                     before = self._bounced[0] if len(self._bounced) == IN_FLIGHT else None
                     self._bounced.append(job)
             if shard.copied is not None:
-                self.issuer.when(partial(_ended, before), partial(self._copy, shard, version))
+                self.issuer.when(
+                    lambda before=before: before is None or before.ended, partial(self._copy, shard, version)
+                )
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
         self.publish(iterations, from_shards=not by_optimizer)
@@ -243,21 +245,14 @@ class Publisher(Part):
     # When shards may change.
 
     def release(self, iterations: int) -> None:
-        self.wait()
+        self.settled()
         self.end_reads(iterations)
 
     def settled(self) -> None:
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until the shards may change: on the host for the threads, on the compute stream for copies."""
-        self.join()
-        self.device.compute.wait(self.copied)
-
-    def join(self) -> None:
-        """Wait for the threads. Raises what they raised."""
+        """On the host for the threads, whose errors are raised, on the compute stream for copies."""
         for job in self._jobs:
             self.issuer.join(job)
+        self.device.compute.wait(self.copied)
 
     def wait_on_thread(self) -> None:
         """What the host's optimizer holds may change, when this returns; for a thread."""
@@ -276,7 +271,3 @@ class Publisher(Part):
         if self.arrivals is not None:
             self.arrivals.close()
         self.stream.close()
-
-
-def _ended(job: Transfer | None) -> bool:
-    return job is None or job.ended

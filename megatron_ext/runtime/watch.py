@@ -23,7 +23,7 @@ from megatron_ext.launch.launcher import PEER_LOST_CODE
 from megatron_ext.runtime import worker
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.host_pool import PeerLost
+from megatron_ext.runtime.host_pool import COPY, PeerLost
 
 GRACE_SECONDS = 0.2
 """Seconds that the training thread has, after a background thread has failed, to end the process by its own error."""
@@ -96,9 +96,10 @@ class Watch:
             if self._failure is not None:
                 time.sleep(GRACE_SECONDS)
                 self._end(self._failure, self._failed_in)
-            if self.executor is not None:
-                self.executor.check_peers()
-            progress = self.executor.progress() if self.executor is not None else None
+            executor = self.executor
+            if executor is not None and executor.pool is not None:
+                executor.pool.check_peers(executor.clock.version)
+            progress = executor.progress() if executor is not None else None
             # Not by the clock: a process that was stopped and goes on has not waited.
             waited = waited + LOOK_SECONDS if progress is not None and progress == seen else 0.0
             seen = progress
@@ -134,7 +135,7 @@ def state_of(executor: Executor) -> list[str]:
     lines = [executor.where()]
     for group in executor.groups.values():
         line = f"{group}: {group.state.value}, version {group.version} of {executor.clock.version}"
-        if executor.pool is not None and executor.pool.publishes(group):
+        if executor.pool is not None and (group.index, COPY) in executor.pool.flags:
             line += f"; published at versions {executor.pool.published(group)}, by rank of the node"
         lines.append(line)
     return lines

@@ -131,7 +131,7 @@ def test_the_next_exchange_begins_before_the_last_is_over(tmp_path):
         assert within(10, transfer.wait) is None
     assert published(node) == [version, version, 0]
     network.works[2].come.set()
-    assert within(10, node.publisher.wait) is None
+    assert within(10, node.publisher.settled) is None
     assert published(node) == [version] * 3
     node.close()
 
@@ -145,7 +145,7 @@ def test_a_lost_counterpart_reaches_who_waits(tmp_path):
     network.works[0].error = RuntimeError("Connection closed by peer")
     for work in network.works:
         work.come.set()
-    assert "Connection closed" in str(within(10, node.publisher.wait))
+    assert "Connection closed" in str(within(10, node.publisher.settled))
     assert within(10, transfer.wait) is not None
 
 
@@ -157,7 +157,7 @@ def test_a_drive_that_fills_up_while_publishing_reaches_who_waits(tmp_path, monk
     staged, copied = node.route.issue(node.groups[0]), node.cpu.issue(node.groups[1])
     assert isinstance(within(10, staged.wait), DriveError)
     assert isinstance(within(10, copied.wait), DriveError | None)  # a stream writes the host copy, without the drive
-    assert "the drive is full" in str(within(10, node.publisher.wait))
+    assert "the drive is full" in str(within(10, node.publisher.settled))
     node.close()
 
 

@@ -30,7 +30,7 @@ def test_each_group_is_published_in_its_own_block_in_one_order(pool):
     publisher = Publisher(targets, NodeCopies(pool, None, HostDevice(), issuer, clock))
     clock.version = 2
     publisher.publish(0)
-    publisher.wait()
+    publisher.settled()
     publisher.end_reads(1)
     assert pool.published(DENSE) == pool.published(EXPERTS) == [2]
     assert pool.copies[1].eq(2.0).all()

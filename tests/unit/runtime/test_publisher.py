@@ -65,7 +65,7 @@ def rank():
 
 def test_every_shard_lies_in_its_part_of_the_host_copy_before_its_flag_is_set(rank):
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     assert rank.versions() == [2, 2, 2]
     for group in rank.groups:
         copy = rank.pool.copies[group.index]
@@ -75,7 +75,7 @@ def test_every_shard_lies_in_its_part_of_the_host_copy_before_its_flag_is_set(ra
 def test_what_comes_from_another_node_is_received_in_its_place_in_the_host_copy():
     rank = OneRank(nodes=OtherNode())
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     for group in rank.groups:
         copy = rank.pool.copies[group.index]
         assert torch.equal(copy[:128], group.shard) and (copy[128:] == 9).all()
@@ -84,14 +84,14 @@ def test_what_comes_from_another_node_is_received_in_its_place_in_the_host_copy(
 
 def test_what_an_iteration_reads_is_overwritten_only_when_all_have_ended_it(rank):
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     with torch.no_grad():
         rank.groups[0].whole.fill_(50.0)
     rank.publish(iterations=1)  # this rank has ended one, its flag does not say so yet
     time.sleep(0.05)
     assert rank.versions() == [2, 2, 2] and rank.pool.copies[0][0] == 1.0
     rank.publisher.end_reads(1)
-    rank.publisher.wait()
+    rank.publisher.settled()
     assert rank.versions() == [3, 3, 3] and rank.pool.copies[0][0] == 50.0
 
 
@@ -99,7 +99,7 @@ def test_shards_that_the_optimizer_holds_on_the_host_are_rounded_from_there():
     pieces = [(0, torch.full((100,), 0.5)), (100, torch.full((20,), 0.25))]
     rank = OneRank(offloaded=lambda: pieces)
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     copy = rank.pool.copies[1]
     assert (copy[:100] == 0.5).all() and (copy[100:120] == 0.25).all()
     rank.close()
@@ -108,7 +108,7 @@ def test_shards_that_the_optimizer_holds_on_the_host_are_rounded_from_there():
 def test_values_that_the_host_s_optimizer_does_not_know_come_from_the_shards():
     rank = OneRank(offloaded=lambda: [(0, torch.full((128,), 0.5))])
     rank.publish(from_shards=True)
-    rank.publisher.wait()
+    rank.publisher.settled()
     assert rank.versions() == [2, 2, 2]
     assert [float(copy[0]) for copy in rank.pool.copies.values()] == [1.0, 2.0, 3.0]
     rank.close()
@@ -138,7 +138,7 @@ def test_what_has_a_copy_on_the_drive_alone_bounces_through_memory_that_is_used_
             for group in rank.groups:
                 group.whole.fill_(value + group.index)
         rank.publish()
-        rank.publisher.wait()
+        rank.publisher.settled()
         here = [(index, 0, value + index, value + index) for index in range(3)]
         assert drive.written == (here if offloaded is None else [(index, 0, 0.5, 0.0) for index in range(3)])
         assert drive.flushed == [0, 1, 2]
@@ -153,7 +153,7 @@ def test_a_shard_that_rests_in_host_memory_goes_to_the_drive_from_there():
     for group in rank.groups:
         group.on_host = True
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     assert [row[0] for row in drive.written] == [0, 1, 2] and rank.versions(DRIVE) == [3 - 1] * 3
     rank.close()
 
@@ -163,7 +163,7 @@ def test_writes_are_recorded_one_behind_the_other(by_thread):
     recorder = Recorder(0)
     rank = OneRank(offloaded=(lambda: [(0, torch.ones(128))]) if by_thread else None, recorder=recorder)
     rank.publish()
-    rank.publisher.wait()
+    rank.publisher.settled()
     rank.close()
     rows = [event for event in recorder.events() if event.lane == "publish"]
     assert [event.name for event in rows] == ["publish 0", "publish 1", "publish 2"]
@@ -178,7 +178,7 @@ def test_a_stale_group_is_the_negative_control():
             for group in rank.groups:
                 group.whole.fill_(value)
         rank.publish()
-        rank.publisher.wait()
+        rank.publisher.settled()
     assert [float(rank.pool.copies[index][0]) for index in range(3)] == [6.0, 5.0, 6.0]
     assert rank.versions() == [3, 3, 3]  # its flag lies
     rank.close()
@@ -190,7 +190,7 @@ def test_an_error_while_writing_is_heard_by_who_waits(by_thread, monkeypatch):
     monkeypatch.setattr(rank.pool, "slice_of", lambda group, rank: torch.zeros(7))  # of another size than the shard
     rank.publish()
     with pytest.raises(RuntimeError):
-        rank.publisher.wait()
+        rank.publisher.settled()
     if by_thread:
         with pytest.raises(RuntimeError):
             rank.pool.is_published(rank.groups[2], 2)

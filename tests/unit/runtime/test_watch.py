@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ext.launch.launcher import PEER_LOST_CODE
 from megatron_ext.runtime import watch, worker
+from megatron_ext.runtime.group import Clock
 from megatron_ext.runtime.host_pool import PeerLost
 
 
@@ -18,7 +19,7 @@ def test_a_lost_peer_ends_a_process_that_is_not_ending_itself(monkeypatch, capfd
         codes.append(code)
         raise SystemExit  # the thread's
 
-    def check_peers():
+    def check_peers(version):
         looked.set()
         raise PeerLost("rank 1 ended")
 
@@ -26,7 +27,7 @@ def test_a_lost_peer_ends_a_process_that_is_not_ending_itself(monkeypatch, capfd
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(worker, "exiting", lambda: ending)
     watching = watch.Watch(0)
-    watching.executor = SimpleNamespace(check_peers=check_peers)
+    watching.executor = SimpleNamespace(pool=SimpleNamespace(check_peers=check_peers), clock=Clock())
     assert looked.wait(0.2 if ending else 10) is not ending
     watching.close()
     assert codes == ([] if ending else [PEER_LOST_CODE] * len(codes)) and bool(codes) is not ending
