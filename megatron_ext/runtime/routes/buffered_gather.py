@@ -56,6 +56,7 @@ class BufferedGather(StreamRoute):
         Collective."""
         for group in groups:
             self._buffer(group.whole, group.shard.numel())
+        self.stream.wait(self.device.compute.record(self.device.event()))  # behind who had their memory before
         for process_group in self._process_groups:
             self.stream.run(partial(self._connect, process_group))
 
