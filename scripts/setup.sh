@@ -101,7 +101,10 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     say "installing pinned versions (constraints.txt)"
     PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
     # Streams wait for flags by it. PyTorch for CUDA 13 brings it; without it, copies between host and device are refused.
-    cuda=$(.venv/bin/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])')
+    # Read from a file of PyTorch: importing it takes seconds.
+    cuda=$(.venv/bin/python -c 'import importlib.util as found, runpy
+place = found.find_spec("torch").origin.replace("__init__.py", "version.py")
+print((runpy.run_path(place)["cuda"] or "").split(".")[0])')
     if [ -n "$cuda" ] && ! .venv/bin/python -c 'import cuda.bindings' 2> /dev/null; then
         say "installing cuda-bindings for CUDA $cuda"
         PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet "cuda-bindings==$cuda.*" \

@@ -7,10 +7,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Tests run against the pinned release; a checkout is tested by scripts/test_checkouts.sh.
 unset MEGATRON_PATH
+# Images set it. Hundreds of processes would compile the package, torch and the tests, each for itself.
+unset PYTHONDONTWRITEBYTECODE
 PIP_COMPILE=0 WITH_TESTS=1 scripts/setup.sh # what is imported is compiled then: a tenth of what is installed
 workers=$(($(nproc) + 2)) # before OMP_NUM_THREADS is set, which nproc obeys
-# Images set it. Hundreds of processes would compile the package, and every worker all tests, each for itself.
-unset PYTHONDONTWRITEBYTECODE
 # These tests are those of a machine without a GPU, on every machine. Behind the set-up, which looks for one.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
 

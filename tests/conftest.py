@@ -21,8 +21,8 @@ from variations import ALL
 
 pytest_plugins = ["checkout_fixtures", "little_effort"]
 
-TOGETHER = ("tests/end_to_end/adopting/",)
-"""Directories whose files share a session fixture that takes minutes."""
+TOGETHER = ("tests/end_to_end/adopting/", "tests/unit/project/")
+"""Directories whose files share what takes long: a session fixture, and all of the product's files parsed."""
 
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))

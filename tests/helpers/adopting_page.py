@@ -54,7 +54,7 @@ def run_page(work: Path, cache: Path, instead: dict[str, str]) -> list[str]:
         command = ["bash", "-euc", f"[ -e args.sh ] && . ./args.sh; {block}"]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(4):
-            result = subprocess.run(command, cwd=work, env=environment, timeout=300, **pipes)
+            result = subprocess.run(command, cwd=work, env=environment, timeout=900, **pipes)
             if AGAIN not in result.stdout:
                 break
         assert result.returncode == 0, f"{block}\n{result.stdout[-3000:]}"

@@ -29,7 +29,7 @@ class ParityService:
         strict: whether orderings can be taken away; always at the layout ``STRICT``.
     """
 
-    def __init__(self, layout: str, case_seconds: float = 100, strict: bool = False):
+    def __init__(self, layout: str, case_seconds: float = 300, strict: bool = False):
         self.layout, self.case_seconds, self.strict = layout, case_seconds, strict or layout == STRICT
         self._ranks = self._stream = None
 
@@ -90,7 +90,7 @@ class ParityService:
                 self._stream.close()
             self._stream = None
         try:
-            self._ranks.wait(timeout=30)
+            self._ranks.wait(timeout=100)
         except subprocess.TimeoutExpired:
             self._ranks.terminate()
             self._ranks.wait()

@@ -85,7 +85,7 @@ class StrictDevice:
         order: str,
         stream_flags: bool = True,
         locks: int | None = None,
-        stuck_seconds: float = 20,
+        stuck_seconds: float = 60,
         dear: dict | None = None,
         **others,
     ):

@@ -25,7 +25,7 @@ def in_ranks(function):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=240)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

@@ -22,7 +22,7 @@ def test_buckets_of_the_first_stage(megatron_tree, name):
     (chunk,) = by_arithmetic([*MODELS[name], "--data-parallel-size", "1"]).chunks
     program = [sys.executable, str(HELPERS / "bucket_names.py"), str(ELEMENTS), *MODELS[name]]
     answer = subprocess.run(
-        [*program, "--data-parallel-size", "1"], env=environment(), capture_output=True, text=True, timeout=100
+        [*program, "--data-parallel-size", "1"], env=environment(), capture_output=True, text=True, timeout=300
     )
     assert answer.returncode == 0, answer.stderr
     theirs = json.loads(answer.stdout.splitlines()[-1])

@@ -20,5 +20,5 @@ atexit.register(read)
 
 
 def test_a_file_is_read_while_the_process_ends(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", READING, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", READING, str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "read\n", "")

@@ -61,7 +61,7 @@ def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def within(seconds: float, function):
+def within(function, seconds: float = 100):
     """What ``function`` raises, on a thread that must end in time."""
     raised: list[BaseException] = []
 
@@ -98,14 +98,14 @@ class Coming:
         self.come, self.error = threading.Event(), None
 
     def wait(self):
-        assert self.come.wait(10)
+        assert self.come.wait(100)
         if self.error:
             raise self.error
 
 
 def begun(network: SlowNetwork, count: int) -> int:
     """How many exchanges have begun, after waiting for ``count``, and a while for one too many."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 100
     while len(network.works) < count and time.monotonic() < deadline:
         time.sleep(0.001)
     time.sleep(0.05)
@@ -128,10 +128,10 @@ def test_the_next_exchange_begins_before_the_last_is_over(tmp_path):
     network.works[0].come.set()
     assert begun(network, 3) == 3
     for transfer in transfers[:2]:
-        assert within(10, transfer.wait) is None
+        assert within(transfer.wait) is None
     assert published(node) == [version, version, 0]
     network.works[2].come.set()
-    assert within(10, node.publisher.settled) is None
+    assert within(node.publisher.settled) is None
     assert published(node) == [version] * 3
     node.close()
 
@@ -145,8 +145,8 @@ def test_a_lost_counterpart_reaches_who_waits(tmp_path):
     network.works[0].error = RuntimeError("Connection closed by peer")
     for work in network.works:
         work.come.set()
-    assert "Connection closed" in str(within(10, node.publisher.settled))
-    assert within(10, transfer.wait) is not None
+    assert "Connection closed" in str(within(node.publisher.settled))
+    assert within(transfer.wait) is not None
 
 
 def test_a_drive_that_fills_up_while_publishing_reaches_who_waits(tmp_path, monkeypatch):
@@ -155,9 +155,9 @@ def test_a_drive_that_fills_up_while_publishing_reaches_who_waits(tmp_path, monk
     node.publish()
     node.route.stage_in(node.groups[0], 0)
     staged, copied = node.route.issue(node.groups[0]), node.cpu.issue(node.groups[1])
-    assert isinstance(within(10, staged.wait), DriveError)
-    assert isinstance(within(10, copied.wait), DriveError | None)  # a stream writes the host copy, without the drive
-    assert "the drive is full" in str(within(10, node.publisher.settled))
+    assert isinstance(within(staged.wait), DriveError)
+    assert isinstance(within(copied.wait), DriveError | None)  # a stream writes the host copy, without the drive
+    assert "the drive is full" in str(within(node.publisher.settled))
     node.close()
 
 
@@ -198,7 +198,7 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
     clock.version = 2
     route = HostCopy(NodeCopies(pools[1], None, device, issuer, clock))
     arrival = route.issue(groups[0])
-    assert isinstance(within(10, arrival.wait), PeerLost)
+    assert isinstance(within(arrival.wait), PeerLost)
     route.close()
     for pool in pools.values():
         pool.close()
@@ -253,5 +253,5 @@ def test_a_process_that_ends_without_closing_keeps_its_exit_code(tmp_path):
         sys.exit(7)
     """)
     for _ in some(range(3), 1):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240)
         assert done.returncode == 7, done.stderr[-500:]

@@ -11,6 +11,8 @@ from places import ROOT
 from megatron_ext.cli.main import cli
 from megatron_ext.formats.errors import InputError
 
+pytestmark = pytest.mark.timeout(1800)  # the first one runs all commands: minutes, where others work
+
 
 def spoken(path: Path) -> list[list[str]]:
     """Every ``megatron-ext`` command of a page, as words; ``$ARGS`` are those of args.sh."""

@@ -88,8 +88,9 @@ def started_by(tree: Path) -> list[str]:
     return [line for line in found if line]
 
 
-def wait_for(condition, seconds: float):
-    deadline = time.monotonic() + seconds
+def wait_for(condition):
+    """What it says as soon as that is true; a machine that is busy has minutes."""
+    deadline = time.monotonic() + 240
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
@@ -107,23 +108,23 @@ def is_free(lock: Path) -> bool:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_ends_the_command_that_runs(tree, number, code):
     script = start(tree, SLOW="1")
-    assert wait_for(lambda: any("sleep 1000.5" in line for line in started_by(tree)), 30)
+    assert wait_for(lambda: any("sleep 1000.5" in line for line in started_by(tree)))
     second = start(tree, SLOW="1")
-    said, _ = second.communicate(timeout=30)
+    said, _ = second.communicate(timeout=240)
     assert second.returncode == 2 and f"runs/run is in use by process {script.pid}" in said
     script.send_signal(number)
-    assert script.wait(timeout=30) == code
-    assert wait_for(lambda: not started_by(tree), 10), started_by(tree)
+    assert script.wait(timeout=240) == code
+    assert wait_for(lambda: not started_by(tree)), started_by(tree)
     script.stdout.close()
 
 
 def test_a_kill_ends_training_and_frees_the_directory(tree):
     script = start(tree)
     metrics = tree / "runs/run/turns/turn"
-    assert wait_for(metrics.exists, 90), script.communicate(timeout=5)[0]
-    assert wait_for(lambda: len(started_by(tree)) > 6, 30), started_by(tree)  # two trainings of two ranks
+    assert wait_for(metrics.exists), script.communicate(timeout=5)[0]
+    assert wait_for(lambda: len(started_by(tree)) > 6), started_by(tree)  # two trainings of two ranks
     script.kill()
     script.wait()
-    assert wait_for(lambda: not started_by(tree), 20), started_by(tree)
-    assert wait_for(lambda: is_free(tree / "runs/run/.lock"), 10)  # a process that ends loses its files last
+    assert wait_for(lambda: not started_by(tree)), started_by(tree)
+    assert wait_for(lambda: is_free(tree / "runs/run/.lock"))  # a process that ends loses its files last
     script.stdout.close()

@@ -23,7 +23,7 @@ def test_turns_alternate_and_the_last_ends(tmp_path, iterations, turn_iterations
     for run in reversed(runs):
         run.start()
     for run in runs:
-        run.join(timeout=20)
+        run.join(timeout=100)
     expected = [
         (number, iteration)
         for first in range(0, iterations, turn_iterations)

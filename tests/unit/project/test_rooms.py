@@ -1,7 +1,6 @@
 """The rooms of docs/architecture.md: imports run downwards, files hold one thing, functions are short."""
 
 import ast
-import functools
 import io
 import re
 import tokenize
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from trees import nodes_of
 
 PACKAGE = ROOT / "megatron_ext"
 FLOORS = {
@@ -65,11 +65,6 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
-
-
-@functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports_of(path: Path):

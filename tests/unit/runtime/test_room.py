@@ -198,7 +198,7 @@ def test_a_room_that_parameters_leave_from_is_not_overwritten(training, halves, 
     ends.join(0.1)
     assert ends.is_alive() and all(map(torch.equal, held, before))
     go_on.set()
-    ends.join(10)
+    ends.join(100)
     assert not ends.is_alive() and all(torch.equal(ours.shards[i], theirs.shards[i]) for i in numbers)
 
 
