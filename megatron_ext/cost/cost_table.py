@@ -16,7 +16,6 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
-from megatron_ext.formats.versions import COMMANDS, check_version
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.workload.route import ROUTES
 
@@ -237,14 +236,7 @@ def with_curves(table: CostTable, change: Callable[[str, Curve], Curve | None]) 
 
 def load(path) -> CostTable:
     """Read and check a cost table. Raises InputError naming file, field and value."""
-    try:
-        table = json_files.load(path, CostTable, versioned="cost_table")
-    except InputError as error:
-        if "`host_cpu`" not in error.message:
-            raise
-        message = "an earlier release wrote it, whose compute is that of one rank alone; make the file anew"
-        raise InputError(f"{message}: {COMMANDS['cost_table']}", file=path, field="host_cpu") from None
-    return check(table, file=path)
+    return check(json_files.load(path, CostTable, versioned="cost_table"), file=path)
 
 
 def save(path, table: CostTable) -> None:
@@ -258,7 +250,6 @@ def check(table: CostTable, *, file=None) -> CostTable:
     Raises:
         InputError: naming the field and its value.
     """
-    check_version("cost_table", table.schema_version, file=file)
     checker, publish = Checker(file), table.publish
     if publish.points:
         if publish.cpu is not None:

@@ -17,7 +17,7 @@ SCHEDULE_VERSION = 3
 """Of schedules: groups say their ranks."""
 
 
-def check_version(kind: str, version: int, *, file=None, error: type[InputError] = InputError) -> None:
+def check_version(kind: str, version: int, *, file=None) -> None:
     """Refuse a file of another schema version.
 
     Raises:
@@ -26,4 +26,4 @@ def check_version(kind: str, version: int, *, file=None, error: type[InputError]
     ours = SCHEDULE_VERSION if kind == "user_defined_schedule" else SCHEMA_VERSION
     if version != ours:
         message = f"this release reads version {ours}; make the file anew: {COMMANDS[kind]}"
-        raise error(message, file=file, field="schema_version", value=version)
+        raise InputError(message, file=file, field="schema_version", value=version)

@@ -3,7 +3,6 @@
 
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.versions import check_version
 from megatron_ext.schedule.action_checks import InvalidSchedule, RankCheck
 from megatron_ext.schedule.check_figures import check_figures
 from megatron_ext.schedule.footprint import over_limit, pinned_host_bytes
@@ -33,7 +32,6 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
             whole and fresh, exceed a limit, or differ from Megatron's order of steps.
     """
     check, parallel = Checker(file, InvalidSchedule), schedule.parallel
-    check_version("user_defined_schedule", schedule.schema_version, file=file, error=InvalidSchedule)
     parallel.check(file=file)
     _check_groups(schedule, check)
     destinations = _check_publish(schedule, check)

@@ -15,7 +15,6 @@ import msgspec
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
-from megatron_ext.formats.versions import check_version
 from megatron_ext.workload.bucket_layout import ITEM_BYTES, bucket_numel
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
@@ -247,7 +246,6 @@ def check(workload: Workload, *, file=None) -> Workload:
     Raises:
         InputError: naming the field and its value.
     """
-    check_version("workload", workload.schema_version, file=file)
     parallel = workload.parallel
     parallel.check(file=file)
     for index, number in enumerate(workload.ramp):
