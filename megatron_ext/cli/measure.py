@@ -102,7 +102,6 @@ def option(name: str, *short: str, help: str | None = None):
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @option("min_bytes", help="Smallest whole group.")
 @option("max_bytes", help="Largest whole group.")
-@click.option("--sizes", help="Comma-separated sizes in bytes, in place of the grid.")
 @click.option(
     "--also-sizes",
     help="Comma-separated sizes in bytes at which gathers are measured besides the grid: a schedule's groups.",
@@ -131,7 +130,7 @@ def option(name: str, *short: str, help: str | None = None):
 @entry_option
 @click.argument("module_args", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_json: bool, **options) -> None:
+def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
     MODULE_ARGS (after --) are the arguments of a training script: sizes are read from them, and the layers are the
@@ -151,10 +150,8 @@ def measure(out: str, imported, links, sizes, also_sizes, checkout, entry, as_js
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.size_grid import announcement
 
-        if sizes:
-            options["sizes"] = Options.parse_sizes(sizes)
         if also_sizes:
-            options["also_sizes"] = Options.parse_sizes(also_sizes, "--also-sizes")
+            options["also_sizes"] = Options.parse_sizes(also_sizes)
         chosen, first = tuple(links.split(",")) if links else LINKS, os.environ.get("RANK", "0") == "0"
         if first:
             json_files.check_writable(out)

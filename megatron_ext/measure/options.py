@@ -58,7 +58,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             parameters that the rank has.
         device: ``auto`` takes CUDA where torch sees it.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
-        sizes: exactly these sizes in place of the grid (the groups of a schedule, for example).
         also_sizes: gathers at these sizes too, besides the grid.
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
@@ -84,7 +83,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     device: Literal["auto", "cpu", "cuda"] = "auto"
     min_bytes: int = 4 * KIB
     max_bytes: int = 256 * MIB
-    sizes: tuple[int, ...] = ()
     also_sizes: tuple[int, ...] = ()
     max_rank_bytes: int | None = None
     seconds: float = 90.0
@@ -144,7 +142,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def largest(self) -> int:
         """Bytes of the largest group that is measured."""
-        return self.rounded(max((*(self.sizes or (self.max_bytes,)), *self.also_sizes)))
+        return self.rounded(max((self.max_bytes, *self.also_sizes)))
 
     @property
     def largest_shards(self) -> int:
@@ -205,12 +203,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return -(-size_bytes // step) * step
 
     @staticmethod
-    def parse_sizes(text: str, flag: str = "--sizes") -> tuple[int, ...]:
-        """The value of ``flag`` as numbers. Raises InputError on anything else."""
+    def parse_sizes(text: str) -> tuple[int, ...]:
+        """The value of ``--also-sizes`` as numbers. Raises InputError on anything else."""
         try:
             return tuple(int(part) for part in text.split(","))
         except ValueError:
-            raise InputError("expected whole numbers of bytes, separated by commas", file=flag, value=text) from None
+            why = "expected whole numbers of bytes, separated by commas"
+            raise InputError(why, file="--also-sizes", value=text) from None
 
     def check(self, *, chosen: bool = False) -> "Options":
         """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: the ``links`` were, so
@@ -229,9 +228,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise option_error("data_parallel_size", ranks, self.data_parallel_size)
         if not 512 <= self.min_bytes <= self.max_bytes:
             raise option_error("min_bytes", f"must be between 512 and --max-bytes {self.max_bytes}", self.min_bytes)
-        for name in ("sizes", "also_sizes"):
-            if any(size < 512 for size in getattr(self, name)):
-                raise option_error(name, "must be at least 512", min(getattr(self, name)))
+        if any(size < 512 for size in self.also_sizes):
+            raise option_error("also_sizes", "must be at least 512", min(self.also_sizes))
         if not math.isfinite(self.seconds) or self.seconds < 1:
             raise option_error("seconds", "must be a number of at least 1", self.seconds)
         unknown = sorted(set(self.links) - set(LINKS))
@@ -252,8 +250,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Refuse what this machine's memory cannot hold, and a measurement that would never end."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         activation = 4 * self.seq_length * self.micro_batch_size * self.hidden_size
-        sizes = {name: max(getattr(self, name), default=0) for name in ("sizes", "also_sizes")}
-        sizes |= {"max_bytes": self.max_bytes, "hidden_size": 4 * self.hidden_size**2, "seq_length": activation}
+        sizes = {"also_sizes": max(self.also_sizes, default=0), "max_bytes": self.max_bytes}
+        sizes |= {"hidden_size": 4 * self.hidden_size**2, "seq_length": activation}
         for name, size in sizes.items():
             if size > memory:
                 message = f"takes {size} bytes, more than this machine's memory of {memory} bytes"

@@ -247,7 +247,7 @@ class Measurement:
     def _refine(self) -> None:
         """After the first pass: sizes between neighbours that disagree, and which copies are short."""
         medians = first_medians(self.merged)
-        finer = self.grid if self.fabric.options.sizes else _refined(self.fabric, self.grid, medians)
+        finer = _refined(self.fabric, self.grid, medians)
         self.refined = {*finer} - {*self.grid}
         self.short = {visit for visit, us in medians.items() if visit[0] == "cpu" and us < SHORT_US}
         finer = [visit for visit in finer for _ in range(SHORT_VISITS if visit in self.short else 1)]

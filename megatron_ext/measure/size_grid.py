@@ -75,8 +75,6 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = factor_2(low, max(shards // options.data_parallel_size, low), factor=4)
     elif name in STEPS:
         sizes = factor_2(low, shards, factor=4)
-    elif options.sizes:
-        sizes = list(options.sizes)
     elif name == "p2p":
         sizes = factor_2(low, max(min(high, 16 * MIB), low))
     else:

@@ -108,15 +108,16 @@ QUICK = dict(data_parallel_size=2, max_bytes=8192, seconds=2, links=("cpu", "com
 
 
 def test_exactly_the_sizes_asked_for():
+    sizes = dict(min_bytes=5000, max_bytes=5000, also_sizes=(70000,))
     with warm_children(launcher):
-        table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), sizes=(5000, 70000)))
+        table = measure(Options(data_parallel_size=2, seconds=2, links=("cpu", "gpu"), **sizes))
     assert [point.size_bytes for point in table.routes.cpu.points] == [5120, 70144]  # rounded up to whole buckets
     assert [point.size_bytes for point in table.routes.gpu.points] == [5120, 70144]
 
 
 def test_time_that_is_left_is_used():
     with warm_children(launcher):
-        table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), sizes=(5000,)))
+        table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), min_bytes=5000, max_bytes=5000))
     assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
 
 
@@ -144,7 +145,6 @@ def test_a_bad_factory_is_the_users_error(name, said):
         ({"min_bytes": 8, "max_bytes": 4096}, "--min-bytes = 8"),
         ({"min_bytes": 8192, "max_bytes": 4096}, "--min-bytes = 8192"),
         ({"seconds": float("nan")}, "--seconds = nan"),
-        ({"sizes": (4096, 8)}, "--sizes = 8"),
         ({"also_sizes": (8,)}, "--also-sizes = 8"),
         ({"links": ("gpu", "warp")}, "--links = 'warp'"),
         ({"modules": "no_colon"}, "--modules = 'no_colon'"),

@@ -16,11 +16,11 @@ def test_a_table_with_options_of_several_values_can_be_read_back(tmp_path):
     point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
     points = [{"size_bytes": size, **point} for size in (512, 1024)]
     table = assemble_table.assemble(
-        Options(module_args=("--num-layers", "8"), sizes=(512, 1024)), {"curves": {"gpu": points}}
+        Options(module_args=("--num-layers", "8"), also_sizes=(512, 1024)), {"curves": {"gpu": points}}
     )
     cost_table.save(tmp_path / "table.json", table)
     options = cost_table.load(tmp_path / "table.json").metadata.source.options
-    assert options["module_args"] == "--num-layers 8" and options["sizes"] == "512 1024"
+    assert options["module_args"] == "--num-layers 8" and options["also_sizes"] == "512 1024"
 
 
 def test_context_parallel_ranks_each_compute_a_part_of_a_sequence():

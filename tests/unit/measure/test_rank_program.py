@@ -47,7 +47,7 @@ def visits(monkeypatch):
     monkeypatch.setattr(rank_program, "OPERATIONS", {name: partial(operation_of, name) for name in ("cpu", "gpu")})
     as_ranks_do(monkeypatch, lambda own: [own])
     monkeypatch.setattr(rank_program, "MAX_PASSES", rank_program.PASSES)
-    options = Options(data_parallel_size=1, sizes=(8192, 65536), links=("cpu", "gpu"))
+    options = Options(data_parallel_size=1, min_bytes=8192, max_bytes=8192, also_sizes=(65536,), links=("cpu", "gpu"))
     return SimpleNamespace(seen=seen, raw=rank_program.run(fabric_of(options), lambda *_: None))
 
 
@@ -111,7 +111,9 @@ def test_compute_asked_for_alone_has_all_of_the_time(visits, monkeypatch, links,
 
     monkeypatch.setattr(rank_program, "ComputeRounds", ComputeRounds)
     monkeypatch.setattr(rank_program, "load_runners", lambda path, args: {"transformer": None})
-    options = Options(data_parallel_size=1, sizes=(8192,), seconds=10, links=links, modules="layers:layer_runners")
+    options = Options(
+        data_parallel_size=1, min_bytes=8192, max_bytes=8192, seconds=10, links=links, modules="layers:layer_runners"
+    )
     rank_program.run(fabric_of(options), lambda *_: None)
     assert given == [pytest.approx(10 * share)] and taken == list(range(rank_program.PASSES))
 
@@ -122,7 +124,9 @@ def test_what_there_is_is_handed_on_before_what_may_not_end(visits, monkeypatch)
     monkeypatch.setattr(HostDevice, "close", lambda self: events.append("freed"))
     monkeypatch.setattr(rank_program.host_memory_rate, "measure", lambda *_: events.append("host memory") or {"a": 1})
     monkeypatch.setattr(rank_program.contention, "run", lambda *_: events.append("contention") or [])
-    options = Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu", "host_memory", "contention"))
+    options = Options(
+        data_parallel_size=1, min_bytes=8192, max_bytes=8192, links=("cpu", "gpu", "host_memory", "contention")
+    )
     raw = rank_program.run(fabric_of(options), lambda *_: None, events.append)
     names = [event if isinstance(event, str) else "so far" for event in events]
     assert names == ["freed", "so far", "host memory", "so far", "contention"]
@@ -134,13 +138,15 @@ def test_what_there_is_is_handed_on_before_what_may_not_end(visits, monkeypatch)
 def test_what_one_rank_s_device_has_no_room_for_no_rank_measures(visits, monkeypatch):
     visits.seen.clear()
     as_ranks_do(monkeypatch, lambda own: [own, False] if own is True else [own])
-    rank_program.run(fabric_of(Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu"))), lambda *_: None)
+    rank_program.run(
+        fabric_of(Options(data_parallel_size=1, min_bytes=8192, max_bytes=8192, links=("cpu", "gpu"))), lambda *_: None
+    )
     assert visits.seen == []
 
 
 def test_measuring_begins_behind_all_that_is_started(visits):
     said = []
-    options = Options(data_parallel_size=1, sizes=(8192,), links=("cpu", "gpu"))
+    options = Options(data_parallel_size=1, min_bytes=8192, max_bytes=8192, links=("cpu", "gpu"))
     rank_program.run(fabric_of(options), lambda done, total, what: said.append((done, what)))
     begins = said.index((1, "ready"))
     assert {done for done, _ in said[:begins]} == {0} and all(done for done, _ in said[begins:])

@@ -104,7 +104,7 @@ def test_what_was_measured_becomes_a_curve_of_its_own():
     point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
     faster = {"size_bytes": 512, **point, "p50_us": 5.0}
     curves = {"gpu": [{"size_bytes": 512, **point}], "symmetric": [faster]}
-    gpu = assemble_table.assemble(Options(sizes=(512,)), {"curves": curves}).routes.gpu
+    gpu = assemble_table.assemble(Options(), {"curves": curves}).routes.gpu
     assert gpu.points[0].p50_us == 10.0 and gpu.algorithms["symmetric"][0].p50_us == 5.0
 
 
