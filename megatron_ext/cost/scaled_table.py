@@ -9,7 +9,6 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Launches, Point
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.measured_sizes import largest_group_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -100,7 +99,5 @@ def factors_between(estimated: CostTable, measured: CostTable, workload: Workloa
         rows = [us for at, chunk in zip(places, workload.chunks) for us in costs.layer_us(*at, chunk.num_layers)]
         sums.append([sum(pair[way] for pair in rows) for way in (0, 1)])
         launched.append(sum(sum(costs.launches_us(*at) or ()) for at in places))
-    if not all(map(all, sums)):
-        raise InputError("has no compute", field="compute")
     launches = launched[1] / launched[0] if all(launched) else 1.0
     return Factors(found, sums[1][0] / sums[0][0], sums[1][1] / sums[0][1], launches)

@@ -51,7 +51,6 @@ class RankCheck:
         self.chunk = -1
         self.within: set[int] = set()  # whole for their layers of the present step and freed inside it
         self.ready_at: dict[int, int] = {}  # group -> step index from which it is whole
-        self.gathers = dict.fromkeys(self.own, 0)
         self.slot_of: dict[int, int] = {}  # group -> slot it is staged in
         self.in_slot: dict[int, int] = {}  # slot -> group
         self.resident = 0
@@ -88,14 +87,6 @@ class RankCheck:
             self.where = f"ranks[{self.pp_rank}].steps[{self.index}]"
             self.chunk = Step.parse(entry.step).model_chunk_id(self.schedule.parallel.pp)
             self._step(entry)
-        if self.schedule.zero_stage < 3:
-            for group, count in self.gathers.items():
-                if count != 1:
-                    self._raise(
-                        f"zero stage {self.schedule.zero_stage} gathers every group once an iteration; "
-                        f"group {group} is gathered {count} times",
-                        f"ranks[{self.pp_rank}]",
-                    )
 
     def _step(self, entry: StepActions) -> None:
         self.within = set()
@@ -162,7 +153,6 @@ class RankCheck:
             if group not in self.slot_of:
                 self.refuse(f"group {group} goes by {action.route} but was not staged in", field)
             del self.in_slot[self.slot_of.pop(group)]
-        self.gathers[group] += 1
         self.ready_at[group] = need_by
         if self.schedule.zero_stage == 3:
             self.resident += self.groups[group].bytes

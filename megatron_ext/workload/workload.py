@@ -317,9 +317,6 @@ def _check_size(parameter: Parameter, field: str, check: Checker) -> None:
     item = ITEM_BYTES.get(parameter.dtype)
     if item is None:
         check.refuse(f"unknown dtype; known: {', '.join(ITEM_BYTES)}", f"{field}.dtype", parameter.dtype)
-    if parameter.bytes <= 0 or parameter.bytes % item:
-        said = f"must be a positive multiple of the size of {parameter.dtype}"
-        check.refuse(said, f"{field}.bytes", parameter.bytes)
     check.size(parameter.bytes, f"{field}.bytes")
     if any(size < 1 for size in parameter.shape):
         check.refuse("sizes must be positive", f"{field}.shape", parameter.shape)
