@@ -282,7 +282,6 @@ def save_metrics(args, metrics: dict) -> None:
         merged["peak_bytes"] = [m["peak_bytes"] for m in everybody] if args.user_defined_schedule else []
         total = lambda held: sum(held["device_bytes"].values())
         merged["census"] = [max(m["census"], key=total) for m in everybody if m["census"]]
-        merged["device_bytes"] = [max(map(total, ranks)) for ranks in zip(*(m["census"] for m in everybody))]
         merged["cuda_peak_bytes"] = [m["cuda_peak_bytes"] for m in everybody] if has_cuda() else []
         merged["parameter_sha256"] = [m["parameter_sha256"] for m in everybody]
         json_files.save(args.metrics_path, merged, indent=1)

@@ -14,9 +14,9 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     skipped the step. ``iteration_us`` is the largest over ranks, from a barrier to the end of
     the optimizer step. ``eval_loss`` has one entry an evaluation. ``peak_bytes`` is the most
     bytes of whole parameters of each global rank; empty where nothing was scheduled. ``census`` is what
-    each global rank held in the iteration in which its device held most. ``device_bytes`` has one entry an iteration:
-    the most that any rank's census says. ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global
-    rank. ``turn_iterations``: the run took turns of so many iterations with another one; None where it ran alone.
+    each global rank held in the iteration in which its device held most. ``cuda_peak_bytes`` is
+    ``torch.cuda.max_memory_allocated`` of each global rank. ``turn_iterations``: the run took turns of so many
+    iterations with another one; None where it ran alone.
     ``host_limit_bytes``: of host memory or address space, that the system holds the run to; None: all of the machine's.
     """
 
@@ -26,7 +26,6 @@ class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     eval_loss: tuple[float | None, ...] = ()
     peak_bytes: tuple[int, ...] = ()
     census: tuple[RankMemory, ...] = ()
-    device_bytes: tuple[int, ...] = ()
     cuda_peak_bytes: tuple[int, ...] = ()
     parameter_sha256: tuple[str, ...]
     turn_iterations: int | None = None

@@ -6,7 +6,6 @@ that both lie over each other in one picture.
 Source: "Trace Event Format" of the Chromium project.
 """
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -80,18 +79,11 @@ class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
     otherData: dict = {}
 
 
-def save(path, events: list[Event], *, about: dict | None = None, processes: Mapping[int, str] | None = None) -> None:
-    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``.
-
-    Args:
-        processes: names by :attr:`Event.rank`, where these are not ranks; viewers show them in the order of the keys.
-    """
+def save(path, events: list[Event], *, about: dict | None = None) -> None:
+    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``."""
     rows: list[dict] = []
     for rank in sorted({event.rank for event in events}):
-        name = f"rank {rank}" if processes is None else processes[rank]
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": name}})
-        if processes is not None:
-            rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
+        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for tid, lane in enumerate(LANES):
             rows.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": lane}})
     for event in events:

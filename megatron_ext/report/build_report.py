@@ -50,7 +50,7 @@ class Report(NamedTuple):
     the same table. ``loss_difference``: the largest relative one of scheduled from stock,
     None where no loss is a number. ``measured_ratio``: of iteration times, where the runs took turns; ``verdict_was``:
     whether it bears the verdict out (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: groups that
-    the schedule brings by each route. ``simulated``: events of both simulated iterations. ``memory``: by pipeline rank,
+    the schedule brings by each route. ``simulated``: events of the simulated iteration. ``memory``: by pipeline rank,
     the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
     ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
     in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
@@ -73,7 +73,7 @@ class Report(NamedTuple):
     verdict_was: str | None
     loss_difference: float | None
     routes: dict[str, int]
-    simulated: dict[str, list[Event]]
+    simulated: list[Event]
     links_busy: dict[str, dict[str, float]]
     hidden: dict[str, dict[str, Hidden]]
     moved: list[Moved]
@@ -98,10 +98,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         InputError: the cost table lacks a figure that the prediction needs.
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
-    stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, trace=True, extrapolate=extrapolate)
+    stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, extrapolate=extrapolate)
     # A schedule written by hand holds no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
-    assert schedule.predicted is not None and stock.events is not None and ours.events is not None
+    assert schedule.predicted is not None and ours.events is not None
     judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
     measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
     turn_iterations = run.turn_iterations
@@ -131,7 +131,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         verdict_was=check_verdict(judged.figures["answer"], ratio.ratio, ratio.standard_error) if ratio else None,
         loss_difference=largest_loss_difference(run.stock, run.scheduled),
         routes=_groups_by_route(run.schedule),
-        simulated={"stock": stock.events, "scheduled": ours.events},
+        simulated=ours.events,
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={

@@ -311,7 +311,7 @@ def as_markdown(report: Report) -> str:
     lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
     lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
-    lines += [f"`{WRITTEN['overlay']}` holds these iterations, measured and simulated, for Perfetto (ui.perfetto.dev)."]
+    lines += [f"Perfetto (ui.perfetto.dev) opens `{READ['stock_trace']}` and `{READ['scheduled_trace']}`."]
     lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
     reference = run.reference.loss if run.reference is not None else None
     for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):

@@ -35,7 +35,7 @@ COMPARED = ("scheduled_metrics", "stock_metrics", "stock_trace")
 GATHERS_ONLY = "gathers_only.schedule.json"
 """At zero stage 3, the schedule by which the run of ``stock_trace`` trained."""
 
-WRITTEN = {"report": "report.md", "timeline": "timeline.png", "overlay": "overlay.trace.json"}
+WRITTEN = {"report": "report.md", "timeline": "timeline.png"}
 """What ``report`` adds to it."""
 
 

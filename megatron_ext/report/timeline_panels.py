@@ -97,7 +97,7 @@ def panels(report: Report) -> list[Panel]:
     parallel = run.workload.parallel
     simulated = Panel(
         "by the schedule, SIMULATED",
-        rows(report.simulated["scheduled"], shown_ranks(parallel, replicas=False)),
+        rows(report.simulated, shown_ranks(parallel, replicas=False)),
         (0.0, report.predicted_iteration_time_us.scheduled),
     )
     windows = representatives(report)
@@ -133,13 +133,3 @@ def zoom_us(drawn: list[Panel]) -> float | None:
     longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in scheduled)
     whole = max(panel.end_us() for panel in drawn)
     return 1.15 * longest if 0 < longest < ZOOM_BELOW * whole else None
-
-
-def iterations_by_name(report: Report) -> dict[str, list[Event]]:
-    """The same iterations, and what it is compared with simulated, as events for the overlay."""
-    windows = representatives(report)
-    found = {}
-    for which, name in (("scheduled", "scheduled"), ("stock", report.run.stock_name)):
-        found[f"{name}, simulated"] = report.simulated[which]
-        found[f"{name}, measured"] = windows[which].events
-    return found

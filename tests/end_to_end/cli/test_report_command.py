@@ -84,7 +84,7 @@ def test_table_page_and_picture_say_the_same(tmp_path, capsys):
             "first 2 left out",
         ):
             assert said in text, said
-    for name in ("report.md", "timeline.png", "overlay.trace.json"):
+    for name in ("report.md", "timeline.png"):
         assert (tmp_path / name).stat().st_size > 500 and name in out
     assert "![timeline](timeline.png)" in page
     assert "| 6 | 0.8333335 | 0.8333333 | 0.8333333 |" in page
