@@ -1,6 +1,7 @@
 """The rooms of docs/architecture.md: imports run downwards, files hold one thing, functions are short."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from trees import nodes_of
 
 PACKAGE = ROOT / "megatron_ext"
 FLOORS = {
@@ -32,7 +32,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_LINES = 30_360
+MAX_LINES = 30_298
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
@@ -65,6 +65,11 @@ def module_of(path: Path) -> str:
 
 
 MODULES = {module_of(path): path for path in FILES}
+
+
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports_of(path: Path):
