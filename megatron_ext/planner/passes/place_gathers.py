@@ -10,9 +10,9 @@ through the uses of every rank in order and keeps an estimate of the time. It de
   The groups of a block are freed one by one.
 * Prefetch: groups that are used within a time horizon are unsharded early, in the order of their uses. A longer horizon
   hides more time but frees groups earlier. The search tries several horizons.
-* Route: a gather takes the link on which it arrives first. This counts the queue of the link, contention between links,
-  and the time at which the group is published. After the last backward of a block its gradients are reduced. They use
-  the communicator of the all-gathers, and later all-gathers queue behind them.
+* Route: a gather takes the link on which it arrives first. This counts the queue of the link and the time at which the
+  group is published; that links disturb each other is left to the simulator. After the last backward of a block its
+  gradients are reduced. They use the communicator of the all-gathers, and later all-gathers queue behind them.
 
 At zero stage 1 nothing is freed. Groups are unsharded in the order of their first uses, which has the least lateness on
 each link (earliest deadline first, Jackson 1955).
@@ -28,7 +28,7 @@ from megatron_ext.planner.assemble import Freed, Placed
 from megatron_ext.planner.blocks import Blocks
 from megatron_ext.planner.knapsack import best_fill, least_cover
 from megatron_ext.planner.rank_uses import GroupTimes, RankUses
-from megatron_ext.simulator.activity_kinds import CPU, GPU, OTHER_LINK, link_of
+from megatron_ext.simulator.activity_kinds import CPU, GPU, link_of
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Copy, Route, RouteKind, kind_of, shard_pieces
 from megatron_ext.workload.step_order import run_in_order, steps_of_ranks
@@ -82,8 +82,8 @@ _Way = tuple[RouteKind, int | str, int, bool]
 class RankPlacement:
     """The placement pass of one pipeline rank."""
 
-    def __init__(self, given: RankUses, times: GroupTimes, timing: Timing, choices: Choices):
-        self.given, self.times, self.timing, self.choices = given, times, timing, choices
+    def __init__(self, given: RankUses, times: GroupTimes, choices: Choices):
+        self.given, self.times, self.choices = given, times, choices
         self.workload, self.blocks, self.pp_rank = given.workload, given.blocks, given.pp_rank
         self.block_uses, self.sizes, self.stays = given.block_uses, given.sizes, given.stays
         self.free = inf if self.workload.streamed_bytes is None else self.workload.streamed_bytes
@@ -234,10 +234,7 @@ class RankPlacement:
         issue, at = (-1, -1) if number < 0 else (self.block_uses[number].step, self.block_uses[number].before)
         self.whole[group] = self.stays.get((group, use), use)
         self.free -= self.sizes[group]
-        (kind, queue, link, _), arrival, delay = self._route(group, issue)
-        if delay:
-            other = OTHER_LINK[link]
-            self.link_free[other] = self.link_free.get(other, 0.0) + delay
+        (kind, queue, link, _), arrival = self._route(group, issue)
         if kind.shard_from_host:
             copied = max(self.now, self.link_free.get(CPU, 0.0)) + self.times.shard_copy(group)
             self.link_free |= {CPU: copied, GPU: arrival}
@@ -251,9 +248,9 @@ class RankPlacement:
         self.arrives[group] = arrival
         self.placed.append(Placed(group, kind.name, issue, self.block_uses[use].step, at, slot, issue))
 
-    def _route(self, group: int, issue: int) -> tuple[_Way, float, float]:
-        """The route on which the group arrives first, counting what the others lose: route, arrival, and
-        by how much the other link's queue is delayed."""
+    def _route(self, group: int, issue: int) -> tuple[_Way, float]:
+        """The route on which the group arrives first, and when. That links disturb each other is left to the
+        simulator."""
         best, least, forced = None, inf, None
         if self.choices.forced:
             forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
@@ -264,7 +261,7 @@ class RankPlacement:
             ways = [(kind, _queue(kind), link_of(kind.name), kind.needs_device_shard and one) for kind in kinds]
             self.possible[group] = ways
         for way in ways:
-            kind, queue, link, waits = way
+            kind, queue, _, waits = way
             if kind.staged and not self._has_slot(group, issue):
                 continue
             begin = self.now
@@ -273,15 +270,12 @@ class RankPlacement:
             begin = max(begin, self.link_free.get(queue, 0.0))
             if waits and self.reduced > begin:
                 begin = self.reduced
-            if kind.shard_from_host:
-                us, delay = self._by_shard(group, kind.name) - begin, 0.0
-            else:
-                us, delay = self._beside(link, self.sizes[group], begin, self.times.unshard(group, kind.name))
-            found = way, begin + us, delay
+            shard = kind.shard_from_host
+            end = self._by_shard(group, kind.name) if shard else begin + self.times.unshard(group, kind.name)
             if kind.name == forced:
-                return found
-            if begin + us + delay < least:
-                best, least = found, begin + us + delay
+                return way, end
+            if end < least:
+                best, least = (way, end), end
         assert best is not None, "every group has a route"
         return best
 
@@ -303,18 +297,6 @@ class RankPlacement:
             ready = self.published[group] = self.publish_free = self.publish_free + self.times.publish(group, copy)
         return ready
 
-    def _beside(self, mine: int, size: int, begin: float, us: float) -> tuple[float, float]:
-        """What a gather over the link ``mine`` takes that would take ``us`` alone, if the other link is still busy when
-        it begins, and what the other loses meanwhile."""
-        other = OTHER_LINK[mine]
-        overlap = self.link_free.get(other, 0.0) - begin
-        if overlap <= 0 or not (self.timing.slowdowns.disturbed[mine] or self.timing.slowdowns.disturbed[other]):
-            return us, 0.0
-        slower = 1.0 + self.timing.slowdowns.excess(mine, size)[other]
-        shared = min(overlap, us * slower)
-        others = self.timing.slowdowns.excess(other, size)[mine]
-        return us + shared * (1.0 - 1.0 / slower), shared * others / (1.0 + others)
-
 
 class GatherPlacer:
     """Places the gathers of these blocks by one choice after another."""
@@ -326,7 +308,7 @@ class GatherPlacer:
     def place(self, choices: Choices) -> Plan:
         """Run the placement pass of all ranks through one iteration."""
         parallel = self.workload.parallel
-        placements = [RankPlacement(given, self.times, self.timing, choices) for given in self.ranks]
+        placements = [RankPlacement(given, self.times, choices) for given in self.ranks]
         for one in placements:
             one.start()
 
