@@ -17,7 +17,7 @@ HUGE = 10**25
     ("name", "value"),
     [
         *((name, HUGE) for name in ("max_bytes", "max_rank_bytes", "hidden_size", "seq_length")),
-        *((name, (512, HUGE)) for name in ("sizes", "also_sizes")),
+        ("also_sizes", (512, HUGE)),
         *((name, HUGE) for name in ("threads", "seconds", "data_parallel_size", "pipeline_model_parallel_size")),
     ],
 )
