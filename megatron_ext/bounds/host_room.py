@@ -15,26 +15,27 @@ from megatron_ext.workload.workload import Workload
 
 
 def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
-    """Host memory of each node that the optimizer takes, with its states in memory or all of them on the drive; 0
-    where it steps on the device."""
-    of_ranks = [0] * workload.parallel.pp
-    for pp_rank in range(workload.parallel.pp if workload.optimizer.on_host else 0):
+    """Host memory of each node that the optimizer takes, with its states in memory, or with those ``on_drive`` without
+    which it takes least; 0 where it steps on the device.
+
+    Slots are as large as the largest parameter on the drive, so that some of the largest may take less in memory.
+    """
+    of_ranks, settings = [0] * workload.parallel.pp, workload.optimizer
+    for pp_rank in range(workload.parallel.pp if settings.on_host else 0):
         groups = groups_of_rank(workload, pp_rank, None, single=False)
-        if on_drive:
-            parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
-            moments = len(workload.optimizer.moment_dtypes)
-            parts = [-(-p.numel // workload.parallel.ranks_of(p.expert)) for p in parameters]
-            largest = max((region_bytes(numel, moments) for numel in parts), default=0)
-            room = 0 if workload.optimizer.delayed else gradient_slot_bytes(largest, moments)
-            of_ranks[pp_rank] = LEAST_SLOTS * (largest + room)
-            groups = [replace(group, states_rest="nvme") for group in groups]
-        of_ranks[pp_rank] += sum(resting_bytes(groups, workload)[1].values())
+        of_ranks[pp_rank] = sum(resting_bytes(groups, workload)[1].values())
+        if not on_drive:
+            continue
+        parameters = [p for chunk in workload.chunks_of_rank(pp_rank) for p in chunk.parameters]
+        parts = [(-(-p.numel // workload.parallel.ranks_of(p.expert)), p.dtype) for p in parameters]
+        moments, groups = len(settings.moment_dtypes), [replace(group, states_rest="nvme") for group in groups]
+        held = sum(resting_bytes(groups, workload)[1].values())
+        for numel, dtype in sorted(parts, reverse=True):  # this one on the drive, and all smaller ones
+            region = region_bytes(numel, moments)
+            room = 0 if settings.delayed else gradient_slot_bytes(region, moments)
+            of_ranks[pp_rank] = min(of_ranks[pp_rank], held + LEAST_SLOTS * (region + room))
+            held += numel * (settings.main_item_bytes(dtype) + settings.state_item_bytes)
     return on_nodes(workload, of_ranks)
-
-
-def least_of_optimizer(workload: Workload) -> list[int]:
-    """Host memory of each node that the optimizer takes at least."""
-    return [*map(min, *(optimizer_on_host(workload, on_drive=on_drive) for on_drive in (False, True)))]
 
 
 def with_host_room(workload: Workload) -> Workload:
@@ -44,7 +45,7 @@ def with_host_room(workload: Workload) -> Workload:
     if limits.host_bytes is None:
         return workload
     check_limits(workload)
-    left = max(limits.host_bytes - max(least_of_optimizer(workload)), 0)
+    left = max(limits.host_bytes - max(optimizer_on_host(workload, on_drive=True)), 0)
     pinned = left if limits.pinned_host_bytes is None else min(left, limits.pinned_host_bytes)
     workload = workload.with_limits(pinned_host_bytes=pinned)
     try:
@@ -64,7 +65,7 @@ def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: 
         return limits.pinned_host_bytes
     owned = ([group for group in groups if group.pp_rank == rank] for rank in range(workload.parallel.pp))
     of_ranks = [sum(host_gradients(own, workload)) + host_add_bytes(own, workload) for own in owned]
-    optimizer = optimizer_on_host(workload, on_drive=False) if states_in_memory else least_of_optimizer(workload)
+    optimizer = optimizer_on_host(workload, on_drive=not states_in_memory)
     held = max(map(sum, zip(on_nodes(workload, of_ranks), optimizer)))
     left = limits.host_bytes - held
     return left if limits.pinned_host_bytes is None else min(left, limits.pinned_host_bytes)

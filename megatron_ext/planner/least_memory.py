@@ -7,6 +7,9 @@ sum over its groups, each of which can be kept in a few ways: its gradients whol
 shard on the device or in host memory. The model has one inequality for every layer of every rank, and one for every
 node. So where it has no solution nothing fits that is cut this way, and the refusal is true.
 
+So far it is proven. What the optimizer takes of host memory besides is a bound, and where host memory is short the
+solver may stop before its answer is proven: then the plan that takes least of it is that of those found.
+
 Most refusals need no solver. The bytes of a moment are a sum over groups, so the sum of what each group needs at least
 is a bound. Mostly it is reached by keeping every group in the way that leaves least on the device between its uses.
 """
@@ -82,15 +85,18 @@ def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
     """The fastest plan of those that hold least, within ``limits.device_bytes`` and the limits of host memory.
 
     Raises:
-        InputError: nothing that is cut this way fits; with what the rank, or the node, then holds at least, and what is
-            missing.
+        InputError: nothing that is cut this way fits, with what the rank then holds at least and what is missing; or
+            no plan was found that a node has room for, with what that which takes least holds there.
     """
     models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
     for model in models:
-        found = model.plan()
-        if found is not None:
+        if (found := model.plan()) is not None:
             return found
     workload = problem.workload
+    if workload.limits.host_bytes is not None and models[-1].least[0] <= (workload.limits.device_bytes or 0):
+        least = models[-1].solved("host", replace(workload.limits, host_bytes=None))
+        if least is not None and keeps_device_bytes(with_states_on_drive(least, workload), workload):
+            return models[-1].finished(least)
     raise _refusal(workload, models, what_helps(workload, relieved="shards" in reliefs))
 
 
@@ -104,13 +110,6 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
     found = [(need, schedule) for need, schedule in (model.least for model in models) if schedule]
     field, within, short_of = "device_bytes", "", "short"
     if found and min(need for need, _ in found) <= limit:
-        free = replace(workload.limits, host_bytes=None, pinned_host_bytes=None)
-        try:
-            for model in models:
-                if schedule := model.solved("host", free):
-                    with_states_on_drive(schedule, workload)
-        except InputError as error:
-            return error
         least = [schedule for model in models if (schedule := model.solved("device", workload.limits))]
         found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in least]
         field = "host_bytes" if workload.limits.pinned_host_bytes is None else "pinned_host_bytes"
@@ -229,7 +228,7 @@ class _Model:
         found = self.solved("time", limits)
         if limits.host_bytes is None and limits.pinned_host_bytes is None:
             found = found or self.least[1]
-        return self._finished(found) if found is not None and keeps_device_bytes(found, self.workload) else None
+        return self.finished(found) if found is not None and self._keeps(found) else None
 
     def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
         """The plan with the least time of links, the least of the rank that holds most on its device (whatever
@@ -342,7 +341,7 @@ class _Model:
         groups = tuple(self.offloader.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
         return validate(rerouted(replace(stream, groups=groups), lambda action: ways[action.group].route))
 
-    def _finished(self, found: Schedule) -> Schedule:
+    def finished(self, found: Schedule) -> Schedule:
         """The fastest of ``found`` and the same with each layer gathered while the one before computes, and with what
         rests in host memory brought by host copies, as far as that keeps the limits."""
         routes: dict[int, Route] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
@@ -357,5 +356,10 @@ class _Model:
             for stream in self.streams
             for way in ways
         ]
-        fits = [one for one in tried if keeps_device_bytes(with_states_on_drive(one, self.workload), self.workload)]
-        return min(fits, key=lambda schedule: judged_us(self.workload, self.timing, schedule))
+        return min(filter(self._keeps, tried), key=lambda schedule: judged_us(self.workload, self.timing, schedule))
+
+    def _keeps(self, found: Schedule) -> bool:
+        try:
+            return keeps_device_bytes(with_states_on_drive(found, self.workload), self.workload)
+        except InputError:
+            return False

@@ -1,5 +1,7 @@
 """Optimizer states on the drive, as few as ``limits.host_bytes`` asks for."""
 
+from itertools import product
+
 from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
@@ -31,7 +33,7 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
             Those whose states rest on the device stay.
 
     Raises:
-        InputError: they do not fit with all of them there, or the optimizer does not step on the host.
+        InputError: they do not fit whichever are there, or the optimizer does not step on the host.
     """
     limit = workload.limits.host_bytes
     if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
@@ -41,8 +43,6 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
         raise short_of_host(schedule, workload, why)
     order = order or sorted(range(len(schedule.groups)), key=lambda index: (-schedule.groups[index].bytes, index))
     order = [index for index in order if schedule.groups[index].states_rest != "device"]
-    if not order:
-        raise short_of_host(schedule, workload)
     fits, least, most = None, 1, len(order)
     while least <= most:  # ends: each turn halves the range
         number = (least + most) // 2
@@ -51,15 +51,23 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
             fits, most = tried, number - 1
         else:
             least = number + 1
-    for slots in (FEW_SLOTS, LEAST_SLOTS):
-        if fits is None or max(host_bytes_of_nodes(fits, workload)) > limit:
-            fits = _moved(schedule, workload, order, most=0, slots=slots)
-    assert fits is not None
-    if (need := max(host_bytes_of_nodes(fits, workload))) > limit:
-        if need > max(host_bytes_of_nodes(schedule, workload)):  # slots of a small model
-            raise short_of_host(schedule, workload)
-        raise short_of_host(fits, workload, " with all optimizer states on the drive")
+    fits = fits or least_in_memory(schedule, workload, order)
+    if max(host_bytes_of_nodes(fits, workload)) > limit:
+        raise short_of_host(fits, workload, " with optimizer states on the drive" if fits.state_slots else "")
     return fits
+
+
+def least_in_memory(schedule: Schedule, workload: Workload, order: list[int]) -> Schedule:
+    """The schedule with the states of such of the groups ``order`` on the drive that the fullest node keeps
+    ``limits.host_bytes``, or else holds least: few slots are as large as the largest parameter there needs."""
+    held, best = lambda one: max(host_bytes_of_nodes(one, workload)), schedule
+    regions = {index: largest_region(schedule.groups[index], workload) for index in order}
+    for slots, most in product((FEW_SLOTS, LEAST_SLOTS), sorted({*regions.values()}, reverse=True)):
+        tried = _moved(schedule, workload, [i for i in order if regions[i] <= most], most=0, slots=slots)
+        best = min(best, tried, key=held)
+        if held(best) <= (workload.limits.host_bytes or 0):
+            break
+    return best
 
 
 def _moved(
@@ -100,8 +108,8 @@ def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> Inpu
         settings.append(f"the optimizer on the device frees {size_text(freed)}")
     settings.append("fewer ranks a node divide the rest")
     return InputError(
-        f"cannot fit: node {node} holds at least {nodes[node]} bytes in host memory ({kinds_text(held)}){why} "
-        f"with groups as they are cut, {nodes[node] - limit} bytes short; {', '.join(settings)}",
+        f"cannot fit by any plan that was found: by the one that takes least, node {node} holds {nodes[node]} bytes in "
+        f"host memory ({kinds_text(held)}){why}, {nodes[node] - limit} bytes short; {', '.join(settings)}",
         field="limits.host_bytes",
         value=limit,
     )

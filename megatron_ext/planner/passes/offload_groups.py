@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_ext.bounds.host_room import least_of_optimizer
+from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
@@ -363,7 +363,7 @@ def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int)
     return peak
 
 
-_least_of_optimizer = lru_cache(maxsize=4)(least_of_optimizer)
+_least_of_optimizer = lru_cache(maxsize=4)(partial(optimizer_on_host, on_drive=True))
 
 
 @lru_cache(maxsize=4)

@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
+from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
@@ -18,7 +19,7 @@ from megatron_ext.schedule.user_defined_schedule import StateSlots
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
-from megatron_ext.workload.workload import Limits
+from megatron_ext.workload.workload import Limits, Parameter
 
 
 def on_host(layers=12, **limits):
@@ -91,14 +92,30 @@ def test_a_drive_that_was_not_measured_is_left_out_and_said():
 
 def test_a_limit_that_cannot_be_kept_says_what_is_short():
     with pytest.raises(
-        InputError,
-        match=r"host_bytes = .* host memory \(.*slots .*states on the drive .*, \d+ bytes short; fewer ranks",
+        InputError, match=r"host_bytes = .* host memory \(.*slots .*states on the drive, \d+ bytes short; fewer ranks"
     ):
         planned(0.05)
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", host_bytes=1000)
     assert host_bytes_of_nodes(plan(work, table(work)), work) == [0]  # without host copies
     with pytest.raises(InputError, match="without --optimizer-cpu-offload"):
         with_states_on_drive(plan(replace(work, limits=Limits()), table(work), policy="all-cpu"), work)
+
+
+def test_the_largest_states_stay_in_memory_where_slots_for_them_take_more():
+    """A vocabulary: its states once take less than slots as large, through which those of the layers would pass."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", hidden=64, layers=12)
+    (chunk,) = work.chunks
+    vocabulary = Parameter(name="embedding", shape=(1 << 16, 64), dtype="float32", bytes=1 << 24, layer=0)
+    chunk = replace(chunk, parameters=(vocabulary, *chunk.parameters))
+    work = replace(work, chunks=(chunk,), optimizer=OptimizerSettings(on_host=True))
+    (in_memory,), (least,) = (optimizer_on_host(work, on_drive=on_drive) for on_drive in (False, True))
+    limit = int(0.95 * in_memory)
+    assert least < limit
+    work = replace(work, limits=Limits(host_bytes=limit))
+    schedule = plan(work, table(work))
+    rests = {name: group.states_rest for group in schedule.groups for name in group.parameters}
+    assert rests["embedding"] is None and "nvme" in rests.values()
+    assert host_bytes_of_nodes(schedule, work)[0] <= limit
 
 
 def test_slots_and_states_belong_together():
@@ -146,7 +163,7 @@ def test_states_on_the_device_do_not_go_to_the_drive():
     numbers = [sum(g.states_rest == "nvme" for g in one.groups) for one in (with_states_on_drive(free, work), placed)]
     assert 0 < numbers[1] < numbers[0]
     hosted = plan(replace(work, limits=Limits()), table(work), policy="all-cpu")
-    with pytest.raises(InputError, match=r"host memory \(host copies \d+\) with .*, \d+ bytes short"):
+    with pytest.raises(InputError, match=r"host memory \(host copies \d+\), \d+ bytes short"):
         with_states_on_drive(on_device(hosted, *range(len(hosted.groups))), replace(work, limits=Limits(host_bytes=1)))
 
 
