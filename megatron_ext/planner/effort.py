@@ -68,6 +68,11 @@ def relieved_share(groups: Sequence[Group]) -> float:
     return relieved / (sum(group.bytes for group in groups) or 1)
 
 
+def marked(us: float, schedule: Schedule) -> float:
+    """The iteration time by which plans are told apart: see :data:`RELIEF_WEIGHT`."""
+    return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
+
+
 def visits_of_gradients(workload: Workload, groups: Sequence[Group]) -> int:
     """Transfers of gradients that come and go: each reduce, and in host memory the copy there and the addition. Where
     memory is short they are most of what is simulated."""

@@ -1,7 +1,8 @@
 """Costs in, schedule out: one function for every policy, and the table of policies."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -10,16 +11,17 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.effort import is_small, is_tiny, judged_us
-from megatron_ext.planner.finish import finished, finished_gathers, rest_states
+from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked
+from megatron_ext.planner.finish import finished, rest_states, those_that_can
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
 from megatron_ext.planner.problem import Problem, problem_of
+from megatron_ext.planner.quick_plan import PLACED, FewRounds, quick_schedules
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import with_host_shards
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.planner.within_memory import gathers_within_memory, plan_within_memory
+from megatron_ext.planner.within_memory import check_limits, gathers_within_memory, plan_within_memory
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
@@ -37,9 +39,10 @@ PROVEN = 1e-4
 
 
 class Found(NamedTuple):
-    """Where groups are cut and kept and gathers placed, and the iteration times of other policies by name."""
+    """Where groups are cut and kept and gathers placed, the fastest first of what is worth finishing, and the iteration
+    times of other policies by name."""
 
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     baselines_us: dict[str, float] = {}
 
 
@@ -74,12 +77,11 @@ def planned(
     problem = problem_of(workload, table, offloads=chosen.offloads, extrapolate=extrapolate)
     problem = problem._replace(compares=compare)
     found = chosen.find(problem, policy)  # the passes cut, offload and place
-    schedule = _within_device_bytes(found.schedule, problem)
-    candidate = Candidate(problem.workload, problem.timing, schedule).decided("cut", _compared(found, chosen.fixes))
-    candidate = chosen.finish(problem, candidate)
-    if chosen.fixes == "nothing" and (problem.compares or not problem.offloads):
-        candidate = _or_gathers(problem, candidate, found.baselines_us)
-    schedule, workload = candidate.schedule, problem.workload
+    workload, given = problem.workload, []
+    for each in found.schedules:
+        given.append(Candidate(workload, problem.timing, each).decided("cut", _compared(each, found, chosen.fixes)))
+    candidate = chosen.finish(problem, those_that_can(given, partial(_within_device_bytes, problem)))
+    schedule = candidate.schedule
     _check_own_work(schedule, workload)
     result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
@@ -91,10 +93,10 @@ def planned(
     return candidate._replace(schedule=schedule, us=result.iteration_time_us)
 
 
-def _compared(found: Found, fixed: str) -> str:
+def _compared(schedule: Schedule, found: Found, fixed: str) -> str:
     """What the groups and gathers of a plan were compared with."""
     times = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in found.baselines_us.items())
-    rule = found.schedule.metadata.options.rule
+    rule = schedule.metadata.options.rule
     said = f"the policy fixes {fixed}"
     said += f", and takes the groups and gathers of {rule}" if rule else ""
     return f"{said}; simulated for comparison (ms): {times}" if times else said
@@ -118,13 +120,13 @@ def _seed(policy: str) -> int:
 
 
 def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
-    """The best of everything that can be planned, by simulation: never worse than a baseline.
+    """The best of everything that can be planned, by simulation: never worse than a baseline, or than a quick plan.
 
     What cannot be simulated (a group larger than any that was measured, host copies that do
     not fit) is no candidate; only if nothing is left does a reason count. Where no schedule is faster than a
     baseline, the plan is the baseline and its options name it, and why the search gave nothing.
     """
-    workload, timing = problem.workload, problem.timing
+    workload, timing, quick = problem.workload, problem.timing, _quick(problem)
     ways: dict[str, Callable[[], Schedule]] = {}
     if not problem.offloads:
         for name, (needs, make) in BASELINES.items():
@@ -133,6 +135,8 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     elif ALL_GATHER in problem.routes and problem.compares:
         ways["gathers-only"] = lambda: _searched(problem, only_gathers=True)
     ways["hybrid"] = lambda: _searched(problem)
+    for name, made in quick.items():
+        ways.setdefault(name, lambda made=made: made)
     found: dict[str, tuple[float, Schedule]] = {}
     reasons: dict[str, InputError] = {}
     for name, make in ways.items():
@@ -142,14 +146,31 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
         except InputError as error:
             reasons[name] = error
     if not found:
-        raise list(reasons.values())[-1 if problem.offloads else 0]
-    best = min(found, key=lambda name: (found[name][0] * (1 + 1e-9 * (name == "hybrid")), name == "hybrid"))
-    schedule = found[best][1]
-    if best != "hybrid":
-        failed = reasons.get("hybrid")
-        options = PlanOptions(rule=best, search_failed=None if failed is None else str(failed))
-        schedule = replace(schedule, metadata=replace(schedule.metadata, options=options))
-    return Found(schedule, {name: us for name, (us, _) in found.items() if name != "hybrid"})
+        raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
+    marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
+    names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))
+    chosen, failed = names[:1], reasons.get("hybrid")
+    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps by them
+        gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
+        chosen += [*gathers[:1], *[name for name in names if name in quick][:PLACED]]
+    schedules = {name: found[name][1] for name in chosen}
+    for name in schedules.keys() & BASELINES.keys():
+        options = PlanOptions(rule=name, search_failed=None if failed is None else str(failed))
+        schedules[name] = replace(schedules[name], metadata=replace(schedules[name].metadata, options=options))
+    return Found(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
+
+
+def _quick(problem: Problem) -> dict[str, Schedule]:
+    """Quick plans by name, where something is decided that the search for gathers does not know."""
+    if not (problem.offloads or problem.workload.optimizer.on_host):
+        return {}
+    found, rounds = {}, FewRounds(problem.workload, every=True)
+    with contextlib.suppress(InputError):  # none fits
+        for name, made in quick_schedules(rounds, [problem.timing]):
+            with contextlib.suppress(InputError):
+                check_limits(made[0], problem.workload) if problem.offloads else validate(made[0])
+                found[name] = made[0]
+    return found
 
 
 def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
@@ -174,28 +195,28 @@ def _exact(problem: Problem, _: str) -> Found:
     """The exact solver's schedule, and the baselines' times."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
-    known, baselines_us = _hybrid(problem)
-    known_us = judged_us(problem.workload, problem.timing, known)
-    return Found(exact_schedule(problem, known, known_us), baselines_us)
+    found = _hybrid(problem)
+    known_us = judged_us(problem.workload, problem.timing, found.schedules[0])
+    return found._replace(schedules=(exact_schedule(problem, found.schedules[0], known_us),))
 
 
 def _gathers_only(problem: Problem, policy: str) -> Found:
     if problem.offloads:
         schedule = _searched(problem, only_gathers=True)
-        return Found(schedule, {policy: judged_us(problem.workload, problem.timing, schedule)})
+        return Found((schedule,), {policy: judged_us(problem.workload, problem.timing, schedule)})
     best = best_of_gathers(problem.workload, problem.timing)
-    return Found(best[1]) if best else _by_rule(problem, policy)
+    return Found((best[1],)) if best else _by_rule(problem, policy)
 
 
 def _random(problem: Problem, policy: str) -> Found:
-    return Found(random_schedule(problem.workload, problem.routes, _seed(policy)))
+    return Found((random_schedule(problem.workload, problem.routes, _seed(policy)),))
 
 
 def _by_rule(problem: Problem, policy: str) -> Found:
     needs, make = BASELINES[policy]
     for route in sorted(needs):
         require(problem.timing, route)
-    return Found(_that_fits(make(problem.workload, problem.timing), policy))
+    return Found((_that_fits(make(problem.workload, problem.timing), policy),))
 
 
 def _that_fits(schedule: Schedule, policy: str) -> Schedule:
@@ -206,8 +227,8 @@ def _that_fits(schedule: Schedule, policy: str) -> Schedule:
         raise InputError(f"does not keep the limits: {error}", field="policy", value=policy) from None
 
 
-def _within_device_bytes(schedule: Schedule, problem: Problem) -> Schedule:
-    """A schedule that was made without offloading, with the shards in host memory that never come from the device; or
+def _within_device_bytes(problem: Problem, given: Candidate) -> Candidate:
+    """A candidate that was made without offloading, with the shards in host memory that never come from the device; or
     stock Megatron's own where at zero stage 1 the padding of the schedule's groups is too much.
 
     Raises:
@@ -215,8 +236,8 @@ def _within_device_bytes(schedule: Schedule, problem: Problem) -> Schedule:
     """
     workload, limit = problem.workload, problem.workload.limits.device_bytes
     if limit is None or problem.offloads:
-        return schedule
-    schedule = with_host_shards(schedule, workload)
+        return given
+    schedule = with_host_shards(given.schedule, workload)
     try:
         check_device_bytes(schedule, workload, limit)
     except InputError as error:
@@ -226,47 +247,28 @@ def _within_device_bytes(schedule: Schedule, problem: Problem) -> Schedule:
         schedule = stock_schedule(workload)
         schedule = replace(schedule, metadata=replace(schedule.metadata, options=options))
         check_device_bytes(schedule, workload, limit)
-    return schedule
+    return given._replace(schedule=schedule)
 
 
-def _finish_by_simulation(problem: Problem, given: Candidate) -> Candidate:
-    """All passes; at zero stage 3, where whole parameters usually take all the room that the limit leaves, also of
-    plans that leave room for optimizer states on the device, in small cases."""
-    best, workload = finished(given), given.workload
-    limits = workload.limits
+def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candidate:
+    """The fastest by all passes; at zero stage 3, where whole parameters usually take all the room that the limit
+    leaves, also of plans that leave room for optimizer states on the device, in small cases."""
+    best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
+    limit = workload.limits.device_bytes or 0
     for size in bytes_to_reserve(best) if is_small(workload) else ():
-        less = workload.with_limits(device_bytes=(limits.device_bytes or 0) - size)
+        less = workload.with_limits(device_bytes=limit - size)
         with contextlib.suppress(InputError):  # so much room cannot be left
             made = plan_within_memory(problem._replace(workload=less), or_least=False)
-            whole = replace(made, limits=replace(made.limits, device_bytes=limits.device_bytes))
-            tried = finished(given._replace(schedule=whole))
+            whole = replace(made, limits=replace(made.limits, device_bytes=limit))
+            tried = finished(given[0]._replace(schedule=whole))
             said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
             best = min(best, tried.decided(rest_states.NAME, said), key=Candidate.simulated_us)
     return best
 
 
-def _or_gathers(problem: Problem, given: Candidate, known_us: dict[str, float]) -> Candidate:
-    """The candidate, or the best plan by all-gathers alone where that is faster once it is finished, too."""
-    workload, timing = problem[:2]
-    if not workload.optimizer.on_host or ALL_GATHER not in problem.routes:
-        return given
-    name, best = "gathers-only", None if problem.offloads else best_of_gathers(workload, timing, known_us)
-    with contextlib.suppress(InputError):  # by these alone nothing keeps the limits
-        if best is None:
-            schedule = finished_gathers(problem)
-        else:
-            name, schedule = best[0], _within_device_bytes(best[1], problem)
-            schedule = finished(Candidate(workload, timing, schedule)).schedule
-        metadata = replace(schedule.metadata, options=PlanOptions(rule=name))
-        other = Candidate(workload, timing, replace(schedule, metadata=metadata))
-        said = "all by all-gathers, faster than any other plan once it is decided where states rest and the host steps"
-        return min(given, other.decided("cut", said), key=Candidate.simulated_us)
-    return given
-
-
-def _finish_alike(problem: Problem, given: Candidate) -> Candidate:
+def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:
     """As ``hybrid`` where the host steps, so that a plan's gain over it is by how parameters come."""
-    return finished(given) if problem.workload.optimizer.on_host else rest_as_must(given)
+    return (finished if problem.workload.optimizer.on_host else rest_as_must)(given[0])
 
 
 class Policy(NamedTuple):
@@ -279,7 +281,7 @@ class Policy(NamedTuple):
 
     fixes: str
     find: Callable[[Problem, str], Found]
-    finish: Callable[[Problem, Candidate], Candidate] = lambda _, given: rest_as_must(given)
+    finish: Callable[[Problem, Sequence[Candidate]], Candidate] = lambda _, given: rest_as_must(given[0])
     offloads: bool = False
 
 

@@ -2,15 +2,18 @@
 
 [Note: Few micro-batches]
 In the steady state of a pipeline every further round of micro-batches takes as long as the one before. So an iteration
-of many is simulated with two and with three rounds, and continued as a straight line.
+of many is simulated with two and with three rounds, and continued as a straight line. It takes as long as its busiest
+link all the same: that may be another one than in few rounds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
@@ -31,11 +34,15 @@ from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
 
 Make = Callable[[Workload, Timing], Schedule]
+Made = tuple[str, tuple[Schedule, ...]]
+"""A plan's name, and a schedule for every part of :class:`FewRounds`."""
 
 RELIEVED = 2
 """Rules by which memory is relieved that are simulated: those whose transfers take least, of each kind of order."""
 ROOM_TRIED = 3
 """Sizes of room for whole parameters, the least ones, that are tried until one works."""
+PLACED = 2
+"""Quick plans, the fastest, for which it is decided where optimizer states rest."""
 LAYERS_AHEAD = 8
 """How far a placement pass prefetches at zero stage 3."""
 
@@ -58,19 +65,19 @@ class Plan(NamedTuple):
 
 
 class FewRounds:
-    """A workload with the fewest micro-batches from which its iteration time follows.
+    """A workload with the fewest micro-batches from which its iteration time follows; or with all, where ``every``.
 
     Attributes:
         parts: (workload, weight); the iteration time is the weighted sum of theirs.
         steps: steps of one simulation, of all parts and pipeline ranks.
     """
 
-    def __init__(self, workload: Workload):
+    def __init__(self, workload: Workload, *, every: bool = False):
         parallel = workload.parallel
         number, group = parallel.num_microbatches, parallel.microbatch_group_size
         few, more = max(2 * group, 2), max(3 * group, 4)
         self.parts = [(workload, 1.0)]
-        if number > more + group and not number % group:
+        if number > more + group and not number % group and not every:
             beyond = (number - few) / (more - few)
             numbers = ((few, 1 - beyond), (more, beyond))
             self.parts = [(workload.with_microbatches(count), weight) for count, weight in numbers]
@@ -82,28 +89,46 @@ class FewRounds:
     def times(self, timings: Sequence[Timing], schedules: Sequence[Schedule]) -> Times:
         """Simulated times of schedules, one a part."""
         results = [run(part, timing, made) for (part, _), timing, made in zip(self.parts, timings, schedules)]
-        weights = [weight for _, weight in self.parts]
-
-        def total(values) -> float:
-            return sum(weight * value for weight, value in zip(weights, values))
-
-        links = {link for result in results for link in result.busy_us}
-        return Times(
-            total(result.iteration_time_us for result in results),
-            {link: total(result.busy_us.get(link, 0.0) for result in results) for link in sorted(links)},
-            total(max(result.exposed_us, default=0.0) for result in results),
-        )
+        total = lambda values: sum((weight * value for (_, weight), value in zip(self.parts, values)), 0.0)
+        links = sorted({link for result in results for link in result.busy_us})
+        busy_us = {link: total(result.busy_us.get(link, 0.0) for result in results) for link in links}
+        us = max(total(result.iteration_time_us for result in results), *busy_us.values())
+        return Times(us, busy_us, total(max(result.exposed_us, default=0.0) for result in results))
 
 
-def quick_plans(rounds: FewRounds, timings: Sequence[Timing]) -> Iterator[Plan]:
-    """Plans by the rules that are best most often, of those that fit; the first by all-gathers alone (zero stages 1 and
-    2: stock Megatron's with ``--overlap-param-gather``)."""
-    for name, make in _rules(rounds.parts[0][0].zero_stage):
-        try:
-            schedules = tuple(make(part, timing) for (part, _), timing in zip(rounds.parts, timings))
-            yield Plan(name, schedules, rounds.times(timings, schedules))
-        except InputError:  # not for these limits, or the table lacks the route
-            continue
+def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) -> list[Plan]:
+    """:data:`PLACED` of those that can be simulated."""
+    found = []
+    for name, schedules in made:
+        with suppress(InputError):  # the table lacks the route, or a size was not measured
+            found.append(Plan(name, schedules, rounds.times(timings, schedules)))
+    return sorted(found, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
+
+
+def quick_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Made]:
+    """By the rules that are best most often, of those that fit; the first by all-gathers alone (zero stages 1 and 2:
+    stock Megatron's with ``--overlap-param-gather``). Where ``limits.device_bytes`` leaves no room for that, and at
+    zero stage 3 in any case, :func:`relieved_schedules` as well.
+
+    Raises:
+        InputError: none fits.
+    """
+    zero_stage, limits = rounds.parts[0][0].zero_stage, rounds.parts[0][0].limits
+    relieved = relieved_schedules(rounds, timings, closely=closely)
+    try:
+        parts = [with_headroom(part) for part, _ in rounds.parts]
+    except InputError:
+        first = None if zero_stage == 1 else next(relieved, None)
+        if first is None:
+            raise
+        yield first
+    else:
+        for name, make in _rules(zero_stage):
+            with suppress(InputError):  # not for these limits, or the table lacks the route
+                yield name, tuple(map(make, parts, timings))
+        if zero_stage < 3 or limits.device_bytes is None:
+            return
+    yield from relieved
 
 
 def _rules(zero_stage: int) -> list[tuple[str, Make]]:
@@ -138,7 +163,7 @@ def _by_layer(
     return assemble(workload, blocks.groups, plan.placed, plan.freed, planner="quick")
 
 
-def relieved_plans(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Plan]:
+def relieved_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Made]:
     """Plans at zero stages 2 and 3 with ``limits.device_bytes`` by layer, with gradients and shards elsewhere as far as
     memory asks for it: by the rules of :mod:`megatron_ext.planner.within_memory` that cost least by link times.
 
@@ -161,11 +186,9 @@ def relieved_plans(rounds: FewRounds, timings: Sequence[Timing], *, closely: boo
                 break
         best = sorted(found.items(), key=lambda item: item[1][:2])[:RELIEVED]
         for (groups, (_, number, rule)), chosen in product(best, sets):
-            try:
-                made = tuple(
-                    _by_layer(with_whole_bytes(p, rule), each, _blocks(p, each, divide)._replace(groups=groups), chosen)
-                    for (p, _), each in zip(rounds.parts, timings)
-                )
-                yield Plan(f"relieved-{number}", made, rounds.times(timings, made))
-            except InputError:
-                continue
+            with suppress(InputError):
+                made = [
+                    _by_layer(with_whole_bytes(p, rule), t, _blocks(p, t, divide)._replace(groups=groups), chosen)
+                    for (p, _), t in zip(rounds.parts, timings)
+                ]
+                yield f"relieved-{number}", tuple(made)

@@ -17,12 +17,11 @@ from megatron_ext.planner.effort import (
     CLOSE_ENOUGH,
     EFFORT,
     LEAST_CANDIDATES,
-    RELIEF_WEIGHT,
     SMALL_STEPS,
     is_tiny,
     judged_us,
+    marked,
     number_of_steps,
-    relieved_share,
     shortened,
     visits_of_gradients,
 )
@@ -195,7 +194,7 @@ class Search:
         self.tried += 1
         visits = visits_of_gradients(self.workload, schedule.groups)
         self.effort -= self.steps + 4 * (sum(map(len, plan.placed)) + visits)
-        mark = us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups))
+        mark = marked(us, schedule)
         if mark < self.best_mark * (1 - 1e-9):
             self.best_mark, self.best_us, self.best = mark, us, schedule
         return us

@@ -12,12 +12,13 @@ from megatron_ext.formats import rank_memory
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.finish import finished, finished_gathers
+from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
 from megatron_ext.planner.last_lines import Run, last_lines
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.planner.what_limits import limit_of, limit_text
+from megatron_ext.planner.within_memory import gathers_within_memory
 from megatron_ext.planner.without_plan import without_plan
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
@@ -133,21 +134,19 @@ def compare_with(
     naive, naive_us = stock[option], by_option_us[option]
     if workload.limits.device_bytes is not None and workload.zero_stage == 3:
         try:
-            schedule = finished_gathers(Problem(with_activations(workload, timing.table), timing, ()))
-            best = "gathers-only", schedule, run(workload, timing, schedule).iteration_time_us
+            schedule = gathers_within_memory(Problem(with_activations(workload, timing.table), timing, ()))
+            best = _stepped_alike("gathers-only", schedule, workload, timing)
         except InputError:  # nothing by all-gathers alone keeps the limits
             return None
-        best = _or_itself(best, planned)
-        return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
-    known_us = planned.predicted.baselines_us if planned.predicted is not None else None
-    best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
-    if workload.optimizer.on_host:
+    else:
+        known_us = planned.predicted.baselines_us if planned.predicted is not None else None
+        best = best_of_gathers(workload, timing, known_us) or ("all-gpu", naive, naive_us)
         with contextlib.suppress(InputError):
             best = _stepped_alike(*best[:2], workload, timing)
-    if workload.zero_stage == 3:
-        best = _or_itself(best, planned)
-        return Comparison(_alone(best), best, naive_us, {})
-    return Comparison((option, naive, naive_us), best, naive_us, by_option_us)
+    best = _or_itself(best, planned)
+    if workload.zero_stage < 3:
+        return Comparison((option, naive, naive_us), best, naive_us, by_option_us)
+    return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
 
 
 def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[str, Schedule, float]:
@@ -164,7 +163,8 @@ def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
     """Name, schedule and iteration time where states rest and the host steps as ``hybrid`` would choose for this
     schedule: what a plan gains over it, it gains by how parameters come. Raises InputError."""
-    schedule = finished(Candidate(with_activations(workload, timing.table), timing, schedule)).schedule
+    if workload.optimizer.on_host:
+        schedule = finished(Candidate(with_activations(workload, timing.table), timing, schedule)).schedule
     return name, schedule, run(workload, timing, schedule).iteration_time_us
 
 

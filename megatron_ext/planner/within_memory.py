@@ -10,7 +10,7 @@ from math import inf
 
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.effort import RELIEF_WEIGHT, SMALL_STEPS, last_found, number_of_steps, relieved_share
+from megatron_ext.planner.effort import SMALL_STEPS, last_found, marked, number_of_steps
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Search, Settings, search
@@ -88,9 +88,13 @@ def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
     workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
     limited = problem._replace(workload=with_whole_bytes(workload, rule))
     schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
-    stepped = validate(with_states_on_drive(schedule, workload))
-    match(stepped, workload)  # limits of device memory, and of host copies next to shards
-    return us * (1 + RELIEF_WEIGHT * relieved_share(schedule.groups)), schedule
+    check_limits(schedule, workload)
+    return marked(us, schedule), schedule
+
+
+def check_limits(schedule: Schedule, workload: Workload) -> None:
+    """Raises InputError where the limits of device memory, or of host copies next to shards, are not kept."""
+    match(validate(with_states_on_drive(schedule, workload)), workload)
 
 
 def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_ext.bounds.least_loads import layer_bytes
 from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.bounds.memory_headroom import groups_of_rank, with_headroom, with_most_headroom
+from megatron_ext.bounds.memory_headroom import groups_of_rank, with_most_headroom
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
@@ -19,7 +19,7 @@ from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve
-from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, quick_plans, relieved_plans
+from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, fastest, quick_schedules, relieved_schedules
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import fullest_steps
@@ -35,9 +35,6 @@ from megatron_ext.workload.workload import EXPERTS, Workload
 
 PROVEN_STEPS = 1024
 """Up to so many steps times layers of a stage the whole lower bound is computed; beyond, that of compute alone."""
-
-PLACED = 2
-"""Quick plans, the fastest, for which it is decided where optimizer states rest."""
 
 
 class Stock(NamedTuple):
@@ -170,40 +167,26 @@ def quick_choice(
     """
     rounds = FewRounds(workload)
     timings = rounds.timings(table)
-    plans, refused = _plans(rounds, timings, closely)
+    refused: InputError | None = None
     found: list[Choice] = []
 
-    def place(plans: Iterable[Plan]) -> None:
+    def place(made: Iterable[tuple[str, tuple[Schedule, ...]]]) -> None:
         nonlocal refused
-        for plan in sorted(plans, key=lambda plan: plan.times.iteration_time_us)[:PLACED]:
+        for plan in fastest(rounds, timings, made):
             try:
                 found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
             except InputError as error:
                 refused = error
 
-    place(plans)
+    place(quick_schedules(rounds, timings, closely=closely))
     if not found:
         raise refused or InputError("no quick plan keeps the limits", field="limits")
     if closely:
         best = min(found, key=lambda choice: choice.us).schedules[-1]
         for size in bytes_to_reserve(Candidate(rounds.parts[-1][0], timings[-1], best)):
             less = workload.with_limits(device_bytes=(workload.limits.device_bytes or 0) - size)
-            place(relieved_plans(FewRounds(less), timings, closely=True))
+            place(relieved_schedules(FewRounds(less), timings, closely=True))
     return min(found, key=lambda choice: choice.us)
-
-
-def _plans(rounds: FewRounds, timings: list[Timing], closely: bool) -> tuple[list[Plan], InputError | None]:
-    """Plans with everything on the device where that fits, and otherwise those that relieve it."""
-    relieved = partial(relieved_plans, rounds, timings, closely=closely)
-    try:
-        parts = [(with_headroom(part), weight) for part, weight in rounds.parts]
-    except InputError as error:
-        if rounds.parts[-1][0].zero_stage == 1:
-            raise
-        return list(relieved()), error
-    roomy = FewRounds(rounds.parts[-1][0])
-    roomy.parts = parts
-    return [*quick_plans(roomy, timings), *(relieved() if parts[-1][0].zero_stage == 3 else ())], None
 
 
 def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | None = None) -> Stock:

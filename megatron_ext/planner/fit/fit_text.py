@@ -193,9 +193,10 @@ def _row(found: Found, choice: Choice) -> str:
     limit = WORDS[limit_of(choice.times.busy_us, choice.us)]
     drive = f", {choice.drive_bytes / GIB:.0f} GiB on the drive" if choice.drive_bytes else ""
     times = f"{interval.low / 1e3:.0f} to {interval.high / 1e3:.0f}"
+    over = f"{choice.us / choice.bound_us - 1:.1%}" if choice.planned else ""  # of others a looser bound is known
     return (
         f"{mark}{choice.device_bytes / GIB:>9.1f} {ms_of(choice):>8} {times:>18} {choice.tokens_per_s:>9,.0f} "
-        f"{choice.host_bytes / GIB:>8.1f} {choice.us / choice.bound_us - 1:>10.1%}  {limit:20} "
+        f"{choice.host_bytes / GIB:>8.1f} {over:>10}  {limit:20} "
         f"{found.text(choice)}{drive}"
     )
 

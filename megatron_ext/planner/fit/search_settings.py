@@ -68,9 +68,6 @@ whatever the effort."""
 FEW_PLANS = 3
 """Otherwise."""
 
-ALIKE = 0.005
-"""A whole plan this near to a quick one is the plan."""
-
 ON_HOST_MEMORY, HALVINGS = 0.3, 4
 """Where no plan has enough host memory: of the effort of quick plans the part on what settings take without that limit,
 and in how many steps the least that one of them takes is sought."""
@@ -323,9 +320,7 @@ class Search:
             if hoped >= best:
                 continue
             effort -= cost
-            made = _whole_plan(one, compare=small or len(candidates) == 1)
-            if made is not None and (choice is None or made.us <= choice.us * (1 + ALIKE)):
-                choice = made
+            choice = _whole_plan(one, compare=small or len(candidates) == 1) or choice
             if choice is not None:
                 found.append(choice)
                 best = min(best, choice.us)
@@ -349,8 +344,7 @@ def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
         schedule = plan(one.workload, one.table, compare=compare)
         predicted = schedule.predicted
         assert predicted is not None
-        rounds = FewRounds(one.workload)
-        rounds.parts = [(one.workload, 1.0)]
+        rounds = FewRounds(one.workload, every=True)
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
         return choice_of(one.setting, rounds, Plan("hybrid", (schedule,), times), bound, planned=True)

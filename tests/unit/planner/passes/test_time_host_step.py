@@ -50,6 +50,7 @@ def test_no_plan_is_slower_than_all_gathers_alone_once_both_are_finished(monkeyp
     table = replace(table, routes=costs.routes, publish=costs.publish)
     whole = all_cpu(work)
     monkeypatch.setattr(policies, "search", lambda _: (whole, judged_us(work, Timing(work, table), whole)))
+    monkeypatch.setattr(policies, "quick_schedules", lambda *_: [])
     schedule = plan(work, table)
     baselines_us = schedule.predicted.baselines_us
     assert min(baselines_us, key=baselines_us.get) == "all-cpu"
