@@ -1,4 +1,7 @@
-"""The options that a patched Megatron gains."""
+"""The options that a patched Megatron gains, and those of the run."""
+
+import sys
+from typing import Any
 
 
 def add_arguments(parser):
@@ -41,3 +44,8 @@ def add_arguments(parser):
         "parameters are then one update old. Changes training. Default: never.",
     )
     return parser
+
+
+def of_run() -> Any:
+    """Megatron's arguments; None before they are parsed, and where no script of Megatron's is run."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

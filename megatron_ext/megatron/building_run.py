@@ -151,6 +151,7 @@ class BuildingRun:
             self._looked_late, pp_rank = True, parallel_state.get_pipeline_model_parallel_rank()
             try:
                 if memory_bill.short_of_whole(self.schedule, pp_rank):
+                    checkpoint_layout.refuse_conversion()
                     self._late = late_model.LateModel(self.schedule, pp_rank)
             except InputError as error:
                 self._error = str(error)

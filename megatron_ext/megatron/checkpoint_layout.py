@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_ext.formats.errors import option_error
+from megatron_ext.megatron import arguments
 from megatron_ext.megatron.checkpoint_states import OTHER_GROUPS
 from megatron_ext.schedule.user_defined_schedule import Group
 
@@ -35,7 +35,7 @@ def refuse_other_experts(group: int) -> None:
     Raises:
         InputError: naming the option and the group; on all ranks that see the checkpoint.
     """
-    args = _own()
+    args = arguments.of_run()
     saved, how = _loaded(args)
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
@@ -55,7 +55,7 @@ def refuse_other_groups(groups: Iterable[Group], in_order: bool) -> None:
     Raises:
         InputError: on all ranks that see the checkpoint.
     """
-    args = _own()
+    args = arguments.of_run()
     if args is None:
         return
     layout = sorted((group.pp_rank, group.model_chunk_id, group.parameters) for group in groups)
@@ -67,9 +67,16 @@ def refuse_other_groups(groups: Iterable[Group], in_order: bool) -> None:
         raise option_error("load", OTHER_GROUPS, args.load)
 
 
-def _own() -> Any:
-    """The arguments of this run; None where no script of Megatron's has parsed any."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+def refuse_conversion() -> None:
+    """Refuse to convert a checkpoint while the model is built late: Megatron writes it before training begins, when one
+    group has bytes, and the file would hold no parameters.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if (form := getattr(arguments.of_run(), "ckpt_convert_format", None)) is not None:
+        why = "writes all parameters, which never fit whole by this schedule; set MEGATRON_EXT_STOCK_GATHER=1"
+        raise option_error("ckpt_convert_format", f"{why} where there is memory to convert", form)
 
 
 def _loaded(args) -> tuple[Any, str]:

@@ -32,6 +32,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP, end_with_parent
 from megatron_ext.megatron import script_arguments
+from megatron_ext.megatron.arguments import of_run
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
 from megatron_ext.megatron.recompute import refuse_together
@@ -253,7 +254,7 @@ def _stop_at_model(chunks: list) -> None:
     def on_meta(build):
         @functools.wraps(build)
         def build_on_meta(*args, **kwargs):
-            refuse_unsupported(_megatron_args())
+            refuse_unsupported(of_run())
             with _on_meta():
                 return build(*args, **kwargs)
 
@@ -273,7 +274,7 @@ def _stop_at_model(chunks: list) -> None:
     def collect(self, config, ddp_config, module, *args, **kwargs):
         torch.nn.Module.__init__(self)
         chunks.append(module)
-        if len(chunks) == (_megatron_args().virtual_pipeline_model_parallel_size or 1):
+        if len(chunks) == (of_run().virtual_pipeline_model_parallel_size or 1):
             raise _Built
 
     MegatronModule.__init__ = begin_without_values
@@ -296,12 +297,6 @@ def _leave_no_trace() -> None:
                 setattr(importlib.import_module(f"megatron.{module}"), name, lambda *_, **__: None)
 
 
-def _megatron_args():
-    from megatron.training import get_args
-
-    return get_args()
-
-
 def _described(chunks: list) -> Described:
     from megatron.core import parallel_state
 
@@ -313,7 +308,7 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 
-    args = _megatron_args()
+    args = of_run()
     for chunk in chunks:
         refuse_model(bare(chunk))
         refuse_frozen(bare(chunk))

@@ -57,8 +57,7 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
 
 def require_end() -> None:
     """Fail a process that ends without an error before its trace, or its equality check, is written."""
-    args = _megatron_args()
-    wanted = [getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
+    wanted = [getattr(arguments.of_run(), f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
     if ended or not any(wanted) or getattr(sys, "last_value", None) is not None:
         return
     if int(os.environ.get("RANK", 0)) == 0:
@@ -68,20 +67,13 @@ def require_end() -> None:
     os._exit(1)
 
 
-def _megatron_args():
-    """Megatron's arguments; None before they are parsed."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-
-
 def active():
     """The active run, or None. A patched pretrain_gpt.py configures it from its options."""
     global _looked
     if not _looked:
-        _looked = True
-        args = _megatron_args()
-        if args is None:
-            _looked = False
-        else:
+        args = arguments.of_run()
+        _looked = args is not None
+        if _looked:
             _configure_from(args)
     return _run
 
@@ -175,7 +167,7 @@ def on_train_setup(args, model, optimizer, config) -> None:
 def on_train_end() -> None:
     """Training is over. Where saving or evaluation may follow, they find whole parameters; bringing all of them takes
     time, and more memory than training."""
-    args = _megatron_args()
+    args = arguments.of_run()
     finish(args is None or any(getattr(args, name, True) for name in ("save", "do_valid", "do_test")))
 
 

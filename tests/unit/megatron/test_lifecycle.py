@@ -161,6 +161,18 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
     assert laid_out == [] and told[0] is None and len(told) == 2
 
 
+def test_a_model_that_never_fits_whole_converts_no_checkpoint(schedule_path, monkeypatch):
+    """Megatron would write it before training begins, from parameters that have no bytes."""
+    module = SimpleNamespace(_GLOBAL_ARGS=SimpleNamespace(ckpt_convert_format="torch"))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(agreement, "gather_objects", lambda value: [value])
+    for name in ("never_whole", "short_of_whole"):
+        monkeypatch.setattr(building_run.memory_bill, name, lambda *given: 1)
+    with pytest.raises(InputError, match=r"^--ckpt-convert-format = 'torch': .* which never fit whole"):
+        assert Run(schedule_path, None).late is None
+
+
 class Left(SimpleNamespace):
     """An executor that notes how it was left."""
 
