@@ -75,8 +75,7 @@ def refuse_conversion() -> None:
         InputError: naming the option.
     """
     if (form := getattr(arguments.of_run(), "ckpt_convert_format", None)) is not None:
-        why = "writes all parameters, which never fit whole by this schedule; set MEGATRON_EXT_STOCK_GATHER=1"
-        raise option_error("ckpt_convert_format", f"{why} where there is memory to convert", form)
+        raise option_error("ckpt_convert_format", "parameters never fit whole; set MEGATRON_EXT_STOCK_GATHER=1", form)
 
 
 def _loaded(args) -> tuple[Any, str]:

@@ -17,6 +17,8 @@ that the host steps. They are right where the states were read in place. Of loca
 what they have read (``--ckpt-fully-parallel-load`` with several instances of the optimizer), they stay those of the
 initial model, and training goes on from these without a word. Here they are copied, as Megatron does it behind its
 other formats: a run by a schedule and its reference are right, and one without a schedule is not.
+It also sets the number of steps that the initial states had, 1, by which torch's AdamW corrects its bias, behind the
+loaded one. That one is still in the parameter groups, and set again here.
 Source: Megatron-LM ``distrib_optimizer.py``, ``_set_main_param_and_optimizer_states``, core_v0.16 to core_v0.19.
 
 [Note: States of padded buckets]
@@ -103,7 +105,12 @@ def _with_empty(load):
                 if isinstance(shards, dict):
                     shards.update({index: () for index in range(len(buckets)) if index not in shards})
         load(optimizer, state)
-        getattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
+        inner = optimizer.optimizer
+        for group in inner.param_groups:
+            for own in (inner.state.get(parameter, {}) for parameter in group["params"]):
+                if "step" in own and "step" in group:
+                    own["step"] = torch.full_like(own["step"], group["step"])
+        getattr(inner, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
 
     return _of_these_groups()(with_empty)
 

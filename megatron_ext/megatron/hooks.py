@@ -112,8 +112,7 @@ def add_arguments(parser):
 
 
 def _late():
-    run = active()
-    return None if run is None else run.late
+    return getattr(active(), "late", None)
 
 
 def set_values(parameter, values) -> None:
@@ -152,23 +151,20 @@ def _start(early: bool) -> None:
 
 def on_ddp_built(ddp) -> None:
     """End of DistributedDataParallel.__init__."""
-    run = active()
-    if run is not None:
+    if (run := active()) is not None:
         run.on_ddp_built(ddp)
 
 
 def on_train_setup(args, model, optimizer, config) -> None:
     """Before the first iteration; everything is built and loaded."""
-    run = active()
-    if run is not None:
+    if (run := active()) is not None:
         run.on_train_setup(args, model, optimizer, config)
 
 
 def on_train_end() -> None:
     """Training is over. Where saving or evaluation may follow, they find whole parameters; bringing all of them takes
     time, and more memory than training."""
-    args = arguments.of_run()
-    finish(args is None or any(getattr(args, name, True) for name in ("save", "do_valid", "do_test")))
+    finish(any(getattr(arguments.of_run(), name, True) for name in ("save", "do_valid", "do_test")))
 
 
 def on_params_updated(optimizer, update_successful: bool) -> None:

@@ -104,10 +104,12 @@ def test_what_was_written_is_loaded(megatron_as_it_is, rank):
     if rank == 0:
         read[0][torch.float32] |= {0: [{"padding": False}], 2: [{"padding": False}]}
     copy = lambda: optimizer.loaded.append("copied")
-    optimizer.optimizer = SimpleNamespace(_sync_hdo_state_to_sub_optimizers=copy)
+    group, states = {"params": ["fused", "torch's"], "step": 7}, {"torch's": {"step": torch.tensor(1.0)}}
+    optimizer.optimizer = SimpleNamespace(_sync_hdo_state_to_sub_optimizers=copy, param_groups=[group], state=states)
     megatrons(2)(optimizer, read)
     names = [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
     assert optimizer.loaded == [*names, "copied"]  # to the parameters that the host steps
+    assert states == {"torch's": {"step": 7}}
 
 
 @pytest.mark.parametrize("what, error", [("p.bucket_idx_0.exp_avg", InputError), ("p.weight", CheckpointException)])
