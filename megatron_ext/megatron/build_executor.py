@@ -113,6 +113,7 @@ class _Builder:
             in_turn=self._in_turn(),
             program_for=self._program,
         )
+        executor.connects = [route.connect for route in self.routes.buffered]
         _say_once(executor.fill_memory(self._rehearse))
         self._close_at_the_end(executor)
         self._guard_chunks(executor)

@@ -135,6 +135,8 @@ class Run(BuildingRun):
         for bucket_group in self.own.bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
+        for connect in self.executor.connects:
+            connect()
         self.watch.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first iteration run like every other.
         # Megatron's host optimizer may hold others, of a checkpoint that it has read so: it computes on these first.

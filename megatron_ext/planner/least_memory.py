@@ -344,7 +344,7 @@ class _Model:
     def finished(self, found: Schedule) -> Schedule:
         """The fastest of ``found`` and the same with each layer gathered while the one before computes, and with what
         rests in host memory brought by host copies, as far as that keeps the limits."""
-        routes: dict[int, Route] = {a.group: a.route for rank in found.ranks for e in rank.steps for a in e.unshard}
+        routes: dict[int, Route] = {action.group: action.route for action in found.unshards}
         ways = [routes]
         if HOST_COPY in self.routes:
             copied = {i: HOST_COPY if kind_of(route).shard_from_host else route for i, route in routes.items()}

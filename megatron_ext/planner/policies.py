@@ -120,7 +120,8 @@ def _seed(policy: str) -> int:
 
 
 def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
-    """The best of everything that can be planned, by simulation: never worse than a baseline, or than a quick plan.
+    """The best of everything that can be planned, by simulation: no baseline or quick plan that relieves as much memory
+    is faster (``RELIEF_WEIGHT``).
 
     What cannot be simulated (a group larger than any that was measured, host copies that do
     not fit) is no candidate; only if nothing is left does a reason count. Where no schedule is faster than a

@@ -75,6 +75,7 @@ class Executor(StepCalls):
         self.busy = False  # between the begin of an iteration and the update of parameters
         self._ended = True  # the last iteration, as far as its steps go
         self.reads: ParamReads | None = None  # watched for from the update of parameters to the begin of an iteration
+        self.connects: list[Callable[[], None]] = []  # collective: once all ranks have what they need
         self._close: list[Callable[[], None]] = []
         if in_turn is not None:
             in_turn.evaluated = lambda: self._watch_reads(True)

@@ -41,6 +41,7 @@ def main() -> None:
     wholes = [torch.zeros(64 * (number + 1) * size, dtype=(FP32, BF16)[number % 2]) for number in range(12)]
     for one in routes:
         one.make_buffers(Group(0, "chunk 0", whole, 0, size) for whole in wholes)
+        one.connect()
     made, cases = [one.buffer_bytes for one in routes], []
     for number in range(12):
         dtype = (FP32, BF16)[number % 2]

@@ -4,9 +4,11 @@ from pathlib import Path
 
 
 def made_checkout(root: Path, megatron_tree: Path, script: str) -> Path:
-    """``root``, filled; ``script`` is its ``pretrain_gpt.py``, which sets ``megatron.training.ARGS``."""
+    """``root``, filled; ``script`` is its ``pretrain_gpt.py``, which sets
+    ``megatron.training.global_vars._GLOBAL_ARGS``."""
     (root / "megatron/training").mkdir(parents=True)
     (root / "megatron/core").symlink_to(megatron_tree / "megatron/core")
-    (root / "megatron/training/__init__.py").write_text("def get_args():\n    return ARGS\n")
+    (root / "megatron/training/__init__.py").touch()
+    (root / "megatron/training/global_vars.py").write_text("_build_tokenizer = None\n")
     (root / "pretrain_gpt.py").write_text(script)
     return root

@@ -44,6 +44,8 @@ class SymmetricStandIn:
         group = self._new_group(*args, **kwargs)
         if pg_options is not None and pg_options.config.cta_policy == 2 and isinstance(group, dist.ProcessGroup):
             self._without_blocks.add(group.group_name)
+        if device_id is not None and isinstance(group, dist.ProcessGroup):  # torch makes its communicator at once
+            self._gather(torch.zeros(group.size()), torch.zeros(1), group=group)
         return group
 
     def _register(self, tensor: torch.Tensor, group: str) -> None:

@@ -52,10 +52,13 @@ class BufferedGather(StreamRoute):
         raise NotImplementedError
 
     def make_buffers(self, groups: Iterable[Group]) -> None:
-        """Take the memory of the buffers of ``groups`` from the device, and connect the ranks; before the first step.
-        Collective."""
+        """Take the memory of the buffers of ``groups`` from the device; before the first step."""
         for group in groups:
             self._buffer(group.whole, group.shard.numel())
+
+    def connect(self) -> None:
+        """Connect the ranks, behind :meth:`make_buffers` and before the first step. Collective: on CUDA a rank waits
+        here for all others, so all must have what they need."""
         self.stream.wait(self.device.compute.record(self.device.event()))  # behind who had their memory before
         for process_group in self._process_groups:
             self.stream.run(partial(self._connect, process_group))

@@ -258,7 +258,7 @@ def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(
     assert done.returncode == 0, done.stderr
     table = cost_table.load(out)
     assert table.routes.cpu.points and table.compute and not table.contention
-    assert "given up in: contention, each link alone" in table.metadata.notes[0]
+    assert any("given up in: contention, each link alone" in note for note in table.metadata.notes)
     assert "layers.py" in done.stderr and "most recent call first" in done.stderr
     assert list(tmp_path.iterdir()) == [out]
 

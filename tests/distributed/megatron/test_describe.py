@@ -104,7 +104,7 @@ def test_values_that_change_nothing_are_accepted(options):
 
 SCRIPT = """
 import argparse, os
-from megatron import training
+from megatron.training import global_vars
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron_ext.megatron import gpt_arguments, gpt_model
@@ -120,7 +120,7 @@ parser.add_argument("--use-megatron-fsdp", action="store_true")
 parser.add_argument("--data-path", nargs="*")
 parser.add_argument("--no-rope-fusion", action="store_true")
 parser.add_argument("--skip-train", action="store_true")
-args = training.ARGS = parser.parse_args()
+args = global_vars._GLOBAL_ARGS = parser.parse_args()
 assert args.no_rope_fusion
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 assert args.lr < 1

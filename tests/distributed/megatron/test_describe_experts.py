@@ -8,7 +8,7 @@ from megatron_ext.workload import workload as workload_file
 
 SCRIPT = """
 import argparse, os
-from megatron import training
+from megatron.training import global_vars
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -19,7 +19,7 @@ parser = argparse.ArgumentParser(allow_abbrev=False)
 gpt_arguments.add_gpt_arguments(parser)
 for name in ("lr", "use-distributed-optimizer", "overlap-param-gather", "no-rope-fusion"):
     parser.add_argument(f"--{name}", action="store_true")
-args = training.ARGS = parser.parse_args()
+args = global_vars._GLOBAL_ARGS = parser.parse_args()
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 args.virtual_pipeline_model_parallel_size = args.microbatch_group_size_per_vp_stage = None
 args.params_dtype = gpt_model.transformer_config(args).params_dtype

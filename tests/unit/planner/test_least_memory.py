@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 from ortools.sat.python import cp_model
-from planning_cases import line, make_table, make_workload
+from planning_cases import WHOLE, line, make_table, make_workload
 from variations import some
 
 from megatron_ext.bounds.host_room import optimizer_on_host
@@ -17,6 +17,7 @@ from megatron_ext.planner.least_memory import least_plan
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.group_facts import steps_on_host_shards
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
@@ -187,3 +188,11 @@ def test_states_stay_in_memory_where_host_copies_are_not_worth_the_drive():
         assert max(host_bytes_of_nodes(planned, work)) <= part * optimizer
         assert {group.states_rest for group in planned.groups} >= states
         assert "nvme" in states or {group.states_rest for group in planned.groups} == states
+
+
+def test_what_is_gathered_before_the_first_step_has_a_route():
+    """So it is at zero stage 2 with several chunks a rank."""
+    work = make_workload(pp=2, vp=2, dp=2, microbatches=4, layers=1, order="interleaved", zero_stage=2)
+    work = replace(work, limits=Limits(device_bytes=stock_bytes(work)[0] * 9 // 10))
+    table = make_table(work, gpu=(10.0, 1e3), **WHOLE, host_add=line(10.0, 1e4))
+    assert all(rank.start.unshard for rank in plan(work, table).ranks)

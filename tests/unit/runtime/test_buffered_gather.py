@@ -20,7 +20,10 @@ def test_every_process_group_gathers_before_the_first_step(monkeypatch):
     legs = NodeGroups("local", "across", [[0, 1], [2, 3]], 0)
     routes = [HierarchicalGather(legs, HostDevice()), ShardGather("own", HostDevice())]
     for route in routes:
+        before = [*gathered]
         route.make_buffers([Group(0, "chunk 0", torch.zeros(64), 0, 4)])
+        assert gathered == before  # one rank may have no memory: then no rank waits for it in a collective
+        route.connect()
         route.close()  # its stream has done what it was given
     # In two legs through a buffer of a whole group and half of it; in one piece without a buffer.
     assert gathered == [("local", 64, 32), ("across", 64, 32), ("own", 2, 1)]
