@@ -12,13 +12,17 @@ Megatron merges lists of tensors and of other objects only where both have equal
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
 
 [Note: States that are not loaded in place]
-Of this format Megatron sets what it has loaded as states of its host optimizer, and copies nothing to the parameters
-that the host steps. They are right where the states were read in place. Of local checkpoints, and where ranks exchange
-what they have read (``--ckpt-fully-parallel-load`` with several instances of the optimizer), they stay those of the
-initial model, and training goes on from these without a word. Here they are copied, as Megatron does it behind its
-other formats: a run by a schedule and its reference are right, and one without a schedule is not.
-It also sets the number of steps that the initial states had, 1, by which torch's AdamW corrects its bias, behind the
-loaded one. That one is still in the parameter groups, and set again here.
+Of this format and of ``--ckpt-format torch`` Megatron sets what it has loaded as states of its host optimizer, and
+copies nothing to the parameters that the host steps. They are right where the states were read in place. Of local
+checkpoints, of format torch, and where ranks exchange what they have read (``--ckpt-fully-parallel-load`` with several
+instances of the optimizer), they stay those of the initial model, and training goes on from these without a word. Here
+they are copied, as Megatron does it behind its other formats: a run by a schedule and its reference are right, and one
+without a schedule is not.
+Of format torch it also makes the states behind the loading of the model, by a step of random gradients from the initial
+model that overwrites the loaded parameters: they are written again here.
+Of ``torch_dist`` it sets the number of steps that the initial states had, 1, by which torch's AdamW corrects its bias,
+behind the loaded one; of format torch, without Transformer Engine or Apex, it gives all parameters one count, which
+each of them advances. The loaded one is still in the parameter groups, and set again here, of each parameter.
 Source: Megatron-LM ``distrib_optimizer.py``, ``_set_main_param_and_optimizer_states``, core_v0.16 to core_v0.19.
 
 [Note: States of padded buckets]
@@ -77,7 +81,7 @@ def install() -> None:
     fully reshardable ones where they are; states of other groups are refused."""
     _replace(RESHARDABLE, _without_padding)
     _replace("load", _of_these_groups(), dist_checkpointing)
-    _replace("load_parameter_state_from_dp_zero", _of_these_groups())
+    _replace("load_parameter_state_from_dp_zero", lambda load: _of_these_groups()(_then(_write_model)(load)))
     if has(DistributedOptimizer, *NAMES):
         for name, ours in zip(NAMES, (_then(fill_empty_shards), _then(number_shards), _with_empty), strict=True):
             _replace(name, ours)
@@ -104,15 +108,26 @@ def _with_empty(load):
                 shards = state.setdefault(number, {}).setdefault(dtype, {})
                 if isinstance(shards, dict):
                     shards.update({index: () for index in range(len(buckets)) if index not in shards})
-        load(optimizer, state)
-        inner = optimizer.optimizer
-        for group in inner.param_groups:
-            for own in (inner.state.get(parameter, {}) for parameter in group["params"]):
-                if "step" in own and "step" in group:
-                    own["step"] = torch.full_like(own["step"], group["step"])
-        getattr(inner, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
+        return load(optimizer, state)
 
-    return _of_these_groups()(with_empty)
+    return _of_these_groups()(_then(_take_over)(with_empty))
+
+
+def _take_over(optimizer, loaded) -> None:
+    """Let the parameters that the host steps have what was loaded as states of the host optimizer."""
+    for group in (inner := optimizer.optimizer).param_groups:
+        for own in (inner.state.get(parameter, {}) for parameter in group["params"]):
+            if "step" in own and "step" in group:
+                own["step"] = torch.full_like(own["step"], group["step"])
+    getattr(inner, "_sync_hdo_state_to_sub_optimizers", lambda: None)()
+
+
+@torch.no_grad()
+def _write_model(optimizer, loaded) -> None:
+    """Let the model have them, too."""
+    _take_over(optimizer, loaded)
+    for parameter, stepped in getattr(optimizer.optimizer, "param_to_inner_param", {}).items():
+        parameter.copy_(stepped)
 
 
 def _without_padding(write):
@@ -160,11 +175,7 @@ def fill_empty_shards(optimizer, state: dict) -> dict:
 def _padding(like: dict, numel: int, between: bool) -> dict:
     """An entry of ``numel`` elements; ``between`` parameters it has tensors as ``like`` has them, which are written."""
     entry = {"gbuf_local_start": 0 if between else numel, "gbuf_local_end": numel, "padding": True}
-    if between:
-        for name, value in like.items():
-            if isinstance(value, torch.Tensor):
-                entry[name] = torch.zeros(numel, dtype=value.dtype, device=value.device)
-    return entry
+    return entry | {name: value.new_zeros(numel) for name, value in like.items() if between and torch.is_tensor(value)}
 
 
 def number_shards(optimizer, state: dict) -> dict:
@@ -186,9 +197,8 @@ def _if_there_is_room(gather):
     def gather_if_there_is_room(optimizer, *args, **kwargs):
         if kwargs.get("return_on_all_ranks") or optimizer.data_parallel_group.rank() == 0:
             need = len(GATHERED) * sum(buffer.numel_unpadded for buffer in optimizer.buffers) * torch.float32.itemsize
-            free_host_memory.require(
-                need, "optimizer states of all data-parallel ranks, gathered for this checkpoint format,"
-            )
+            what = "optimizer states of all data-parallel ranks, gathered for this checkpoint format,"
+            free_host_memory.require(need, what)
         return gather(optimizer, *args, **kwargs)
 
     return gather_if_there_is_room

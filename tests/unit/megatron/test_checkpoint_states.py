@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import CheckpointException
 
@@ -110,6 +111,23 @@ def test_what_was_written_is_loaded(megatron_as_it_is, rank):
     names = [name for maps in optimizer.gbuf_ranges[0][torch.float32] for name in maps["param_map"]]
     assert optimizer.loaded == [*names, "copied"]  # to the parameters that the host steps
     assert states == {"torch's": {"step": 7}}
+
+
+def test_states_of_format_torch_reach_the_parameters_that_the_host_steps_and_the_model(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    classes = dict.fromkeys(("cpu_optimizer_cls", "gpu_optimizer_cls"), torch.optim.AdamW)
+    model = torch.zeros(3).bfloat16()
+    hybrid = HybridDeviceOptimizer(
+        [{"params": [model], "step": 7}], param_update_in_fp32=True, overlap_cpu_optimizer_d2h_h2d=False, **classes
+    )
+    read = {name: torch.rand(3) for name in ("master_param", "exp_avg", "exp_avg_sq", "step")}
+    monkeypatch.setattr(DistributedOptimizer, WHOLE, lambda one, state: one.optimizer.state[model].update(state))
+    checkpoint_states.install()
+    getattr(DistributedOptimizer, WHOLE)(SimpleNamespace(optimizer=hybrid), read)
+    ((stepped, states),) = hybrid.cpu_optimizers[0].state.items()
+    assert states.pop("step").eq(7).all()
+    assert states.items() < read.items() and torch.equal(stepped, read["master_param"])
+    assert torch.equal(model, read["master_param"].bfloat16())
 
 
 @pytest.mark.parametrize("what, error", [("p.bucket_idx_0.exp_avg", InputError), ("p.weight", CheckpointException)])
