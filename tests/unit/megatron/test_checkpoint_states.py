@@ -115,6 +115,7 @@ def test_what_was_written_is_loaded(megatron_as_it_is, rank):
 
 def test_states_of_format_torch_reach_the_parameters_that_the_host_steps_and_the_model(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", MagicMock())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)  # also where another test has put the host in a device's place
     classes = dict.fromkeys(("cpu_optimizer_cls", "gpu_optimizer_cls"), torch.optim.AdamW)
     model = torch.zeros(3).bfloat16()
     hybrid = HybridDeviceOptimizer(
