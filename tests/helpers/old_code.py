@@ -38,7 +38,8 @@ if __name__ == "__main__":
 
     sys.path[2] = str(HELPERS)
     # Its ranks start by themselves: what forks them from a warm process needs the package of today.
-    sys.modules["warm_python"] = SimpleNamespace(WarmPython=started)  # type: ignore[assignment]
+    warm = SimpleNamespace(WarmPython=started, IMPORTED="", finished=None)
+    sys.modules["warm_python"] = warm  # type: ignore[assignment]
 
 from cases import MODELS, STRICT
 from draw_schedule import draw_schedule, prepared, with_gradients
