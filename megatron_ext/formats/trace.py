@@ -2,7 +2,7 @@
 
 The file is Chrome's trace event format, which Perfetto and chrome://tracing open: one
 process a rank, one thread a lane. The simulator and the runtime write the same lanes, so
-that both lie over each other in one picture.
+that one picture can show both.
 Source: "Trace Event Format" of the Chromium project.
 """
 

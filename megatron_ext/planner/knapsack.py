@@ -15,6 +15,7 @@ def best_fill(sizes: tuple[int, ...], capacity: int) -> tuple[int, ...]:
 
 
 def least_cover(sizes: tuple[int, ...], short: int) -> tuple[int, ...]:
-    """Indices of the ``sizes`` without those of which :func:`best_fill` lets ``short`` go, which all together reach."""
+    """Indices of ``sizes`` whose sum is at least ``short`` (in bytes): all but those that :func:`best_fill` can spare.
+    The sum of all must be at least ``short``."""
     kept = best_fill(sizes, sum(sizes) - short)
     return tuple(index for index in range(len(sizes)) if index not in kept)
