@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -79,18 +80,20 @@ class JobProcess:
                     found.append(Member(int(entry.name), int(parent), program.startswith("python")))
         return sorted(found, key=lambda member: (-_depth(member, found), member.pid))
 
-    def stacks(self) -> str:
-        """Stacks of all threads of all Python processes, which do not live on."""
+    def stacks(self, seconds: float) -> str:
+        """Stacks of all threads of all Python processes, which do not live on; native ones as far as ``seconds`` are
+        enough."""
         members, texts = self.members(), []
         parents = {member.parent for member in members}
         for member in members:
             if member.pid in parents:  # it would end its children when it sees that one has ended
                 _signal(member.pid, signal.SIGSTOP)
-        for member in members:
-            if member.is_python:
-                command, native = _command(member.pid), _native_stacks(member.pid)
-                text = _without_noise(native + _abort(member.pid))
-                texts.append(f"process {member.pid}: {command}\n{text[:PROCESS_CHARACTERS]}")
+        pids = [member.pid for member in members if member.is_python]
+        with ThreadPoolExecutor(len(members) or 1) as pool:  # symbols of PyTorch's libraries take their time
+            found = pool.map(partial(_native_stacks, seconds=min(seconds, PY_SPY_SECONDS)), pids)
+        for pid, native in zip(pids, found):
+            command, text = _command(pid), _without_noise(native + _abort(pid))
+            texts.append(f"process {pid}: {command}\n{text[:PROCESS_CHARACTERS]}")
         return "\n".join(texts)
 
     def kill(self) -> None:
@@ -134,15 +137,15 @@ def _command(pid: int) -> str:
         return "ended"
 
 
-def _native_stacks(pid: int) -> str:
-    """By py-spy, with C frames; empty where it is not installed or not allowed."""
+def _native_stacks(pid: int, seconds: float) -> str:
+    """By py-spy, with C frames; empty where it is not installed or not allowed, or there is no time."""
     places = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     program = shutil.which("py-spy", path=os.pathsep.join(places))
-    if program is None:
+    if program is None or seconds <= 0:
         return ""
     command = [program, "dump", "--native", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -16,6 +16,7 @@ from job_process import JobProcess
 from msgspec.structs import replace
 from timed_rows import TIMINGS
 
+from megatron_ext.doctor.node_limits import LEAST_SHARED_BYTES
 from megatron_ext.formats import json_files
 from megatron_ext.launch.launcher import LOOPBACK
 from megatron_ext.measure.options import STEPS
@@ -54,6 +55,7 @@ class Place(NamedTuple):
         processors: of this machine.
         lanes: jobs that may run at once.
         device, device_bytes: name of the device, and its memory; None where there is none.
+        shared_bytes: of /dev/shm; None where there is no device.
         hang: name of a training that hangs on purpose.
     """
 
@@ -67,6 +69,7 @@ class Place(NamedTuple):
     hang: str
     device: str = ""
     device_bytes: int | None = None
+    shared_bytes: int | None = None
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
         """Of the processes of a job with so many ranks. What is timed, ``alone``, need not be the same twice. Threads
@@ -91,6 +94,13 @@ class Place(NamedTuple):
         }
 
 
+def ranks_of(case: Training | Program) -> int:
+    """That a case is run by."""
+    if isinstance(case, Training):
+        return LAYOUTS[case.layout][0]
+    return 2 if case.name == KILL_AND_RESUME or case.name.endswith(TWO_RANKS) else 1
+
+
 def untried(case: Training | Program, place: Place) -> Result | None:
     """The result of a case that cannot be tried here."""
     why = ""
@@ -107,6 +117,9 @@ def untried(case: Training | Program, place: Place) -> Result | None:
     tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
     if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
         why = "what tests need is not installed: WITH_TESTS=1"
+    if ranks_of(case) > 1 and place.shared_bytes is not None and place.shared_bytes < LEAST_SHARED_BYTES:
+        why = f"/dev/shm has {place.shared_bytes >> 20} MiB, of which NCCL takes 33 MB for each rank of each "
+        why += "communicator: docker run --shm-size 16g, or --ipc=host"
     if place.device_bytes is not None and case.device_bytes > place.device_bytes:
         need, there = case.device_bytes / 1e9, place.device_bytes / 1e9
         why = f"{SHORT_OF_DEVICE} {need:.0f} GB of device memory, {place.device} has {there:.0f}"
@@ -116,14 +129,17 @@ def untried(case: Training | Program, place: Place) -> Result | None:
 class JobRun:
     """One job's processes, until all its cases have ended or one brings them down.
 
+    Args:
+        begin_by, end: by the system's clock: after the first no case begins, at the second all time is over.
+
     Attributes:
         left: cases without a result.
         over: no process is left.
         interrupted: a case has brought the processes down; what is left can go on in new ones.
     """
 
-    def __init__(self, job: Job, place: Place, folder: Path, begin_by: float):
-        self.job, self.folder, self.left = job, folder, list(job.cases)
+    def __init__(self, job: Job, place: Place, folder: Path, begin_by: float, end: float):
+        self.job, self.folder, self.left, self._end = job, folder, list(job.cases), end
         self.over = self.interrupted = False
         folder.mkdir()
         self._progress = folder / "progress.jsonl"
@@ -199,7 +215,7 @@ class JobRun:
     def _brought_down(self, status: Status, said: str) -> list[Result]:
         """The case that runs gets no other result; where none does, none that is left can begin."""
         output = self._process.said(OUTPUT_CHARACTERS)
-        stacks = self._process.stacks() if status == "HUNG" else ""
+        stacks = self._process.stacks(self._end - time.time()) if status == "HUNG" else ""
         self._process.kill()
         self.over = True
         if self._current is not None:

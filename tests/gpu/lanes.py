@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from case_table import Job, Program, Training
@@ -49,8 +50,9 @@ class Lanes:
                 self._start_what_may()
                 self._poll()
                 time.sleep(POLL_SECONDS)
-        for running in self._running:
-            self._keep(*running.stop())
+        with ThreadPoolExecutor() as pool:  # page-locked memory takes its time to be given back
+            for results in pool.map(JobRun.stop, self._running):
+                self._keep(*results)
         self._running = []
         self._keep()
         return self.report
@@ -74,7 +76,7 @@ class Lanes:
             if len(self._running) >= most or not has_room(self.place, self._running, cases):
                 return
             self._waiting.popleft()
-            self._running.append(JobRun(with_cases(job, cases), self.place, next(self._folders), deadline))
+            self._running.append(JobRun(with_cases(job, cases), self.place, next(self._folders), deadline, self._end))
             print(f"{time.time() - self._start:6.0f} s  begins: {job.name}", flush=True)
 
     def _poll(self) -> None:

@@ -8,6 +8,7 @@ Ends 0 where every case passed, 1 where one did not or found no time, 2 for bad 
 import argparse
 import os
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -91,9 +92,10 @@ def lanes_of(processors: int, available_bytes: int | None) -> int:
 
 
 def device_of_the_tier() -> dict:
-    """Name and memory of the device that all cases share."""
-    device = torch.cuda.get_device_properties(0)
-    return {"device": device.name, "device_bytes": device.total_memory}
+    """Name and memory of the device that all cases share, and what NCCL's ranks have to meet in."""
+    device, shared = torch.cuda.get_device_properties(0), Path("/dev/shm")
+    shared_bytes = shutil.disk_usage(shared).total if shared.is_dir() else 0
+    return {"device": device.name, "device_bytes": device.total_memory, "shared_bytes": shared_bytes}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ from training import environment as environment_with
 from training import work_left
 
 sys.path.insert(0, str(ROOT / "tests" / "gpu"))
-from case_table import FACTORS, jobs, possible
+from case_table import FACTORS, KILL_AND_RESUME, TWO_RANKS, Training, jobs, possible
 from covering import covering_rows, pairs
 from gpu_report import machine_facts, new_report, table
+from job_process import JobProcess
 from job_runs import Place, untried
 from lanes import has_room
 from run import lanes_of
@@ -61,6 +63,9 @@ def place_with(gigabytes: int) -> Place:
     return Place(**of_machine, lanes=3, hang="", device="a card", device_bytes=gigabytes * 10**9)
 
 
+IN_A_CONTAINER = place_with(150)._replace(shared_bytes=64 << 20)
+
+
 @pytest.mark.parametrize(("gigabytes", "kinds"), [(150, ""), (85, ""), (42, "d"), (25, "d2sg")])
 def test_what_the_device_has_no_memory_for_is_not_tried_and_said(gigabytes, kinds):
     """Of 1B parameters states on the device and two ranks; of 1.6B stock Megatron and a plan within 30 GB."""
@@ -81,6 +86,29 @@ def test_what_the_device_has_no_memory_for_is_not_tried_and_said(gigabytes, kind
             short.append(case.name)
     assert short == [names[kind] for kind in kinds]
     assert (f"({len(short)} for lack of device memory)" in table(report).splitlines()[-1]) == bool(short)
+
+
+def test_ranks_that_nccl_has_no_shared_memory_for_are_not_tried():
+    cases = [case for job in jobs() for case in job.cases]
+    found = {case.name for case in cases if "/dev/shm has 64 MiB" in getattr(untried(case, IN_A_CONTAINER), "said", "")}
+    several = {case.name for case in cases if isinstance(case, Training) and case.layout != "1 rank"}
+    assert found == several | {KILL_AND_RESUME} | {case.name for case in cases if case.name.endswith(TWO_RANKS)}
+    assert len(several) > 20
+
+
+def test_stacks_take_no_longer_than_is_left(tmp_path, monkeypatch):
+    slow = tmp_path / "py-spy"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    ranks = "import os, time; os.fork(); os.fork(); time.sleep(60)"
+    process = JobProcess([sys.executable, "-c", ranks], dict(os.environ), tmp_path, tmp_path / "log")
+    while len(process.members()) < 4:
+        time.sleep(0.05)
+    begun = time.monotonic()
+    stacks = process.stacks(1.0)
+    process.kill()
+    assert time.monotonic() - begun < 10 and stacks.count("most recent call first") == 4, stacks
 
 
 def test_jobs_run_beside_each_other_as_far_as_the_device_has_memory():
