@@ -84,10 +84,11 @@ class _Builder:
 
     def __init__(self, own: OwnRank):
         self.own, self.schedule = own, own.schedule
-        self.shards = hold_shards(own.optimizers, own.buckets, own.links) if self.schedule.zero_stage == 3 else None
         self.routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
         self.copies = Copies(own)
-        for route, groups in self.routes.buffered.items():  # behind all that is collective: one rank may have no memory
+        # Behind all that is collective: one rank may have no memory.
+        self.shards = hold_shards(own.optimizers, own.buckets, own.links) if self.schedule.zero_stage == 3 else None
+        for route, groups in self.routes.buffered.items():
             route.make_buffers(groups)
         self.host_step = self._host_step()
         self.reducer = self._reducer()

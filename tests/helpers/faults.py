@@ -37,6 +37,7 @@ class Faults(NamedTuple):
             are reduced.
         no_rollback: negative control; every step during the backward stands.
         undelayed: negative control; every delayed update is applied at once.
+        connect_early: negative control; a rank connects before it knows that all have their memory.
         lose_update: negative control; the delayed update of this number, from 1, is not made.
         stale_group: this group is published as it was at first, and comes by ``cpu_shard`` from its first shard.
         skip_group: this group is never gathered.
@@ -56,6 +57,7 @@ class Faults(NamedTuple):
     no_wait: int = 0
     no_rollback: int = 0
     undelayed: int = 0
+    connect_early: int = 0
     # Numbers, of groups but for the first: -1 is none.
     lose_update: int = -1
     stale_group: int = -1

@@ -241,6 +241,19 @@ def late_add(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
     yield Reducer, "end", at_the_end
 
 
+def connect_early(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
+    from megatron_ext.runtime.routes.buffered_gather import BufferedGather
+
+    def and_connect(make_buffers):
+        def call(self, groups) -> None:
+            make_buffers(self, groups)
+            self.connect()
+
+        return call
+
+    yield BufferedGather, "make_buffers", and_connect
+
+
 CONTROLS = {
     "no_wait": no_wait,
     "no_rollback": no_rollback,
@@ -252,5 +265,6 @@ CONTROLS = {
     "skip_reduce": skip_reduce,
     "skip_step": skip_step,
     "late_add": late_add,
+    "connect_early": connect_early,
 }
 """By the name of the fault: what is wrapped, by its value."""

@@ -1,11 +1,19 @@
-"""Collectives of the strict stand-in: each communicator is a timeline of its own, on which the ranks meet."""
+"""Collectives of the strict stand-in: each communicator is a timeline of its own, on which the ranks meet.
+
+NCCL makes a communicator at its first collective: ``ncclCommInitRank`` waits for all of its ranks, on the thread that
+issues, and takes memory of the device. So a rank is held there, with the driver's lock. Ranks that make two of them in
+different orders, or one that fails alone before, are said after ``stuck_seconds``, with where the threads are.
+"""
 
 import _thread
+import itertools
+import sys
 import threading
 from functools import partial
 from unittest import mock
 
 import torch.distributed as dist
+from driver_lock import stack_text
 from strict_engine import where
 from strict_memory import tensors_in
 from torch._C._distributed_c10d import ProcessGroup
@@ -21,9 +29,12 @@ NAMES = (
 class Collectives:
     """Patches of process groups; ``strict`` is the stand-in."""
 
+    numbers = itertools.count()
+
     def __init__(self, strict):
         self.engine, self.memory, self.rank = strict.engine, strict.memory, strict.rank
         self._sequence: dict[int, int] = {}
+        self._number = next(self.numbers)  # the same on all ranks: process groups outlive a stand-in
 
     def patches(self):
         for name in filter(partial(hasattr, ProcessGroup), NAMES):  # releases of torch differ
@@ -37,7 +48,25 @@ class Collectives:
         self.memory.check_time(self.memory.in_steps and number == 0, "a communicator, made at its first collective,")
         self._sequence[id(process_group)] = number + 1
         ranks = tuple(dist.get_process_group_ranks(process_group))
+        if number == 0:
+            self._connect(process_group.group_name, ranks)
         return ("collective", (ranks, process_group.group_name, number), self.rank, len(ranks))
+
+    def _connect(self, name: str, ranks: tuple[int, ...]) -> None:
+        """All ranks make the communicator of a process group."""
+        store, engine = dist.distributed_c10d._get_default_store(), self.engine
+        key = f"strict {self._number} {name} {{}}".format
+        here = lambda rank: store.check([key(rank)])
+
+        def missing() -> str:
+            names, frames = {one.ident: one.name for one in threading.enumerate()}, sys._current_frames()
+            stacks = [f"  thread {names.get(one)}:\n{stack_text(frame)}" for one, frame in frames.items()]
+            absent = [rank for rank in ranks if not here(rank)]
+            return "\n".join([f"rank {self.rank} of {ranks} waits for ranks {absent} to connect", *stacks])
+
+        store.set(key(self.rank), "")
+        ends = engine._ends(list(engine.streams))
+        engine.hold("ncclCommInitRank", ends, lambda: all(map(here, ranks)), joins=False, missing=missing)
 
     def _objects(self, original):
         def run(*args, **kwargs):

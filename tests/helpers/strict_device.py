@@ -74,6 +74,7 @@ class StrictDevice:
     Args:
         stream_flags: whether the device has them.
         locks: how many pieces of host memory the driver of the last rank page-locks; None: all.
+        no_room: a file of the package for whose tensors the last rank's device has no memory.
         dear: arguments of :class:`DearCopies`.
         others: of :class:`Engine`.
     """
@@ -85,13 +86,14 @@ class StrictDevice:
         order: str,
         stream_flags: bool = True,
         locks: int | None = None,
+        no_room: str = "",
         stuck_seconds: float = 60,
         dear: dict | None = None,
         **others,
     ):
         self.dear = DearCopies(**dear or {})
         self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds, **others)
-        self.memory = Memory(rank, self.engine.error)
+        self.memory = Memory(rank, self.engine.error, no_room if rank else "")
         self.engine.name_of_flag = self.memory.name_of
         self._kinds: dict = {}
         self._launched: set = set()

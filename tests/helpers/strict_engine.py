@@ -48,6 +48,10 @@ def where() -> str:
     return "?" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
+class Stuck(BaseException):
+    """What holds a thread, in words. A device would hold it for ever, whatever the thread catches."""
+
+
 class Item:
     """A piece of work: ``ready()`` says whether it can begin, ``begin()`` does it or returns a function that says
     whether it has ended; it takes at least ``seconds``. ``accesses``: all that it does, or None where what comes behind
@@ -182,23 +186,26 @@ class Engine:
         if not (self.closed or sys.is_finalizing() or threading.current_thread() is self._thread):
             self.call(f"freeing {what}", waits=not getattr(self.here, "inside", 0))
 
-    def hold(self, what: str, tokens: list, done, keeps_interpreter: bool = False, joins: bool = True) -> None:
-        """A call that holds the driver's lock until ``done()``, what is behind ``tokens``."""
+    def hold(
+        self, what: str, tokens: list, done, keeps_interpreter: bool = False, joins: bool = True, missing=None
+    ) -> None:
+        """A call that holds the driver's lock until ``done()``, what is behind ``tokens``; ``missing``: see
+        :meth:`until`."""
         label = f"{what} at {where()}"
         self.call(what)
         if threading.get_ident() == self.main and self.in_step and joins:
             frame = frame_here()
             if frame is not None and "/megatron_ext/" in frame.f_code.co_filename:
                 self.host_waits.append(label)
-        self._hold(label, done)
+        self._hold(label, done, missing)
         if joins or self.one_issuer:
             self.log(("sync", tokens, label, self._stack(), keeps_interpreter, joins))
 
-    def _hold(self, label: str, done) -> None:
+    def _hold(self, label: str, done, missing=None) -> None:
         with self.lock.held(label) if self.one_issuer else contextlib.nullcontext():
             self._draining += 1
             try:
-                self.until(done)
+                self.until(done, missing)
             finally:
                 self._draining -= 1
 
@@ -235,8 +242,9 @@ class Engine:
         finally:
             self.here.inside -= 1
 
-    def until(self, done) -> None:
-        """Block until ``done()``; meanwhile late work gets on."""
+    def until(self, done, missing=None) -> None:
+        """Block until ``done()``; meanwhile late work gets on. ``missing()`` says what holds this thread:
+        :class:`Stuck`."""
         since = begin = time.monotonic()
         seen = None
         with self.inside():
@@ -251,6 +259,8 @@ class Engine:
                     if now - since > self.circle_seconds:
                         self.lock.report_circle(self._heads())
                     if now - begin > self.stuck_seconds:
+                        if missing is not None:
+                            raise Stuck(missing())
                         raise RuntimeError(f"the device does not get on: {self._heads()}")
             finally:
                 self._waiting -= 1

@@ -38,10 +38,11 @@ class Memory:
 
     Args:
         error: is told what is wrong.
+        no_room: a file of the package, for which the device has no memory; empty: it has for all.
     """
 
-    def __init__(self, rank: int, error):
-        self.rank, self._error = rank, error
+    def __init__(self, rank: int, error, no_room: str = ""):
+        self.rank, self._error, self._no_room = rank, error, no_room
         self._serial = itertools.count()
         self._changing, self._table = threading.RLock(), ([], [])  # begins, regions; replaced as one
         self._blocks: dict[int, tuple] = {}  # block of a storage that comes and goes, by its ``_cdata``
@@ -57,7 +58,9 @@ class Memory:
             self._error(f"{what} within an iteration, at {where()}")
 
     def made(self, base: int, stream: str, operation: str) -> None:
-        """A new storage lies at ``base``."""
+        """A new storage lies at ``base``. Raises torch.cuda.OutOfMemoryError."""
+        if base and self._no_room and where().startswith(f"{self._no_room}:"):
+            raise torch.cuda.OutOfMemoryError(f"CUDA out of memory, at {where()}")
         self.made_on[base] = stream
         self.check_time(self.in_steps, f"device memory of {operation}")
 

@@ -9,6 +9,7 @@ import random
 import re
 import time
 
+import faults
 import orderings
 import pytest
 from cases import MODELS, STRICT
@@ -238,7 +239,7 @@ def test_memory_that_one_rank_cannot_lock_is_one_line_on_all(service, workloads,
     """The driver of the second rank locks so many pieces; no rank is left in a collective."""
     case = strict_case(seed, workloads, tmp_path, 3)
     case["strict"]["locks"] = locks
-    assert_one_line_of_locking(service, case)
+    assert_one_line(service, case)
 
 
 @pytest.mark.parametrize("piece", some(["shard, broadcast", "gradient", "shard"], 1))
@@ -258,19 +259,52 @@ def test_memory_that_one_rank_cannot_lock_while_its_groups_are_made(service, wor
     schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
     options = [*MODELS["bf16-offload"], *([] if piece == "shard" else ["--load", str(tmp_path / "none")])]
     strict = {"seed": 1, "order": "late", "locks": 1}
-    assert_one_line_of_locking(service, dict(options=options, schedule=tmp_path / "schedule.json", strict=strict))
+    assert_one_line(service, dict(options=options, schedule=tmp_path / "schedule.json", strict=strict))
 
 
-def assert_one_line_of_locking(service, case: dict) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_ranks_connect_when_all_have_their_memory(service, workloads, tmp_path, early):
+    """The second rank cannot page-lock the node's host copies. NCCL would hold the first one where it connects."""
+    workload = replace(workloads[STRICT, "bf16-offload"], zero_stage=3, optimizer=OptimizerSettings(on_host=True))
+    schedule = draw_schedule(random.Random(0), workload, ("cpu",))
+    schedule = rerouted(schedule, lambda action: "cpu" if action.group else "cpu_shard")
+    schedule = with_host_shards(schedule, workload)
+    hosted = sum(group.shard_rests == "host" for group in schedule.groups)
+    assert hosted and schedule.publish
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    case = dict(options=MODELS["bf16-offload"], schedule=tmp_path / "schedule.json")
+    case["strict"] = {"seed": 1, "order": "late", "locks": hosted, "stuck_seconds": 4}
+    if not early:
+        return assert_one_line(service, case)
+    with pytest.raises(Died, match=r"rank 0 of \(0, 1\) waits for ranks \[1\] to connect\n"):
+        service.run(**case, reference=False, environment={faults.VARIABLE: "connect_early=1"})
+
+
+def test_a_rank_that_its_device_has_no_memory_for_ends_all_by_one_line(service, workloads, tmp_path):
+    """Of two communicators torch makes one at once, as it makes its process group."""
+    workload = replace(workloads[STRICT, "bf16-tied"], zero_stage=3)
+    schedule = draw_schedule(random.Random(0), workload, ("gpu",), symmetric=True)
+    schedule = rerouted(schedule, lambda action: "gpu" if action.group else "cpu_shard")
+    groups = [
+        replace(group, algorithm=group.algorithm if index else None) for index, group in enumerate(schedule.groups)
+    ]
+    schedule = with_host_shards(replace(schedule, groups=tuple(groups)), workload)
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    strict = {"seed": 1, "order": "late", "no_room": "shards_on_host.py", "stuck_seconds": 4}
+    case = dict(options=MODELS["bf16-tied"], schedule=tmp_path / "schedule.json", strict=strict)
+    assert_one_line(service, case, "rank 1 cannot prepare for .*: CUDA out of memory, at shards_on_host.py")
+
+
+def assert_one_line(
+    service, case: dict, said: str = r"page-locked memory: \d+ bytes of host memory cannot be "
+) -> None:
     """All ranks end soon, and by the same line."""
     begun = time.monotonic()
     with pytest.raises(Died) as died:
         service.run(**case, reference=False)
     assert time.monotonic() - begun < service.case_seconds  # one that is left in a collective is ended then
-    lines = re.findall(
-        r"^.*InputError: page-locked memory: \d+ bytes of host memory cannot be .*$", str(died.value), re.M
-    )
-    assert len(set(lines)) == 1 and len(lines) >= 2, lines
+    lines = re.findall(rf"^.*InputError: {said}.*$", str(died.value), re.M)
+    assert len(set(lines)) == 1 and len(lines) >= 2, (lines, died.value)
 
 
 @pytest.mark.parametrize(
