@@ -262,12 +262,12 @@ class BuildingRun:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
         flushed = _refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any looks for memory
-        self._error = self._error or flushed
-        pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-        chunks = [describe_chunk(ddp, pp_rank, index) for index, ddp in enumerate(self.own.ddps)]
-        everybody, held = zip(*gather_objects((chunks, self._held_on_host())))
-        if self._error is not None:
-            raise InputError(self._error)
+        pp_rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
+        describe = lambda: chunks.extend(describe_chunk(ddp, pp_rank, n) for n, ddp in enumerate(self.own.ddps))
+        self._error = self._error or flushed or _refusal(describe)  # of one rank's layers: the others come to gather
+        errors, everybody, held = zip(*gather_objects((self._error, chunks, self._held_on_host())))
+        if (error := next(filter(None, errors), None)) is not None:
+            raise InputError(error)
         seen = {(chunk.model_chunk_id, chunk.pp_rank): chunk for chunks in everybody for chunk in chunks}
         self.own.workload = workload = msgspec.structs.replace(
             workload_of_run(args), chunks=tuple(seen[key] for key in sorted(seen)), zero_stage=self.schedule.zero_stage

@@ -2,8 +2,8 @@
 
 ``python failing_rank.py RANK FAULT NUMBER [OPTIONS]``. FAULT: one of ``drive_faults.FAULTS``, at the first request from
 the NUMBER-th iteration on; ``saving``: killed in the middle of the NUMBER-th file from the second checkpoint on;
-``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``lock later``: so many from the setup on; ``none``.
-Numbers begin at 0.
+``lock``: the driver page-locks NUMBER of Megatron's own tensors; ``lock later``: so many from the setup on;
+``described``: its layers are none that can be described; ``none``. Numbers begin at 0.
 """
 
 import itertools
@@ -17,7 +17,8 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from parity_worker import pretrain_gpt_hybrid
 from random_rows import Rows
 
-from megatron_ext.megatron import hooks
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron import building_run, hooks
 
 
 def kill_while_saving(number: int) -> None:
@@ -48,6 +49,10 @@ def lock_no_more_than(number: int) -> None:
     torch.Tensor.pin_memory = lock
 
 
+def cannot_be_described(*_):
+    raise InputError("a stage has no output", field="its layers")
+
+
 def at_iteration(number: int, call) -> None:
     run_schedule, numbers = pretrain_gpt_hybrid.run_schedule, itertools.count()
 
@@ -69,6 +74,8 @@ if __name__ == "__main__":
         HybridDeviceOptimizer.pin_cpu_grads = property(lambda _: True, lambda *_: None)  # the CPU bench locks none
         set_up = hooks.on_train_setup
         hooks.on_train_setup = lambda *given: (lock_no_more_than(int(number)), set_up(*given))
+    elif int(os.environ["RANK"]) == int(rank) and fault == "described":
+        building_run.describe_chunk = cannot_be_described
     elif int(os.environ["RANK"]) == int(rank) and fault != "none":
         at_iteration(int(number), lambda: drive_faults.install(fault, 0))
     pretrain_gpt_hybrid.build_datasets = lambda args: (Rows(args), Rows(args))

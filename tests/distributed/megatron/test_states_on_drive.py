@@ -134,6 +134,15 @@ def test_an_optimizer_whose_memory_one_rank_cannot_lock_is_one_line_on_all(workl
     assert "Traceback" not in failed.stderr
 
 
+def test_layers_of_one_rank_that_cannot_be_described_are_one_line_on_all(workloads, tmp_path):
+    on_drive(workloads["two_replicas", MODEL], 3, tmp_path / "s.json", 3, every=1)
+    failed = failing_run(tmp_path, "1", "described", 0, "--train-iters", "1")
+    assert failed.returncode == 2 and "megatron-ext: its layers: a stage has no output\n" in failed.stderr, (
+        failed.stderr
+    )
+    assert "Traceback" not in failed.stderr
+
+
 def test_an_optimizer_on_the_device_is_refused(workloads, services, tmp_path):
     on_drive(workloads["interleaved", MODEL], 1, tmp_path / "s.json", 1, every=3)
     options = [option for option in MODELS[MODEL] if option != "--optimizer-cpu-offload"]
