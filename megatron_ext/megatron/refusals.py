@@ -50,10 +50,15 @@ NEUTRAL = dict.fromkeys(REASONS, False) | {
 }
 """The values at which they do not."""
 
-REASONS |= {
-    "tensor_parallel_num_weight_shards": "shards weights over tensor-parallel ranks, and gathers them itself",
-    "cuda_graph_scope": _GRAPH,
+SHARDED_WEIGHTS = {
+    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
 }
+"""Ranks beside the tensor-parallel ones that share a weight, and the option that they follow from: it counts both."""
+
+REASONS |= {"cuda_graph_scope": _GRAPH} | dict.fromkeys(
+    SHARDED_WEIGHTS.values(), "shards weights over tensor-parallel ranks, and gathers them itself"
+)
 
 OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 """Those that DistributedDataParallel is told, also where no command line says so."""
@@ -233,9 +238,7 @@ def refuse_combinations(args) -> None:
 
     # None, or an empty list, is how Megatron spells "not given".
     found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
-    # The option itself counts the tensor-parallel ranks as well.
-    if getattr(args, "gtp_weight_remat_size", 1) not in (1, None):
-        found.append("tensor_parallel_num_weight_shards")
+    found += [option for name, option in SHARDED_WEIGHTS.items() if getattr(args, name, 1) not in (1, None)]
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
         found.append("cuda_graph_scope")
     if found:

@@ -109,6 +109,14 @@ def test_defaults_of_options_that_are_refused_are_accepted():
     )
 
 
+@pytest.mark.parametrize("of", ["", "expert_"])
+def test_weights_that_other_ranks_share_are_refused(of):
+    shards = {f"{of}tensor_parallel_num_weight_shards": 2}
+    refuse_unsupported(options(**shards, **{f"{of}gtp_weight_remat_size": 1}))
+    with pytest.raises(InputError, match=f"--{of.replace('_', '-')}tensor-parallel-num-weight-shards = 2"):
+        refuse_unsupported(options(**shards, **{f"{of}gtp_weight_remat_size": 2}))
+
+
 def test_an_unpatched_tree_is_refused(tmp_path):
     place = tmp_path / "megatron/core/distributed/distributed_data_parallel.py"
     place.parent.mkdir(parents=True)
