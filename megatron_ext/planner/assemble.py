@@ -1,4 +1,4 @@
-"""Makes a schedule of decisions; used by every planner and baseline."""
+"""Turns decisions into a schedule. Every planner and every baseline uses this module."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from megatron_ext.workload.workload import Workload, fingerprint
 
 
 class Placed(NamedTuple):
-    """One unshard: of ``group`` by ``route``, issued at step index ``issue`` (-1: the start),
-    awaited by step index ``need_by``; of a staged one ``slot`` and ``stage`` (a step index)."""
+    """One unshard of ``group`` by ``route``. It is issued at step index ``issue`` (-1: the start), and step index
+    ``need_by`` waits for it. A staged route also has a ``slot`` and the step index ``stage`` of its stage-in."""
 
     group: int
     route: Route
@@ -37,7 +37,7 @@ class Placed(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """One reshard of ``group`` at step index ``step``, after layer ``at`` (-1: at its end)."""
+    """One reshard of ``group`` at step index ``step``, after layer ``at`` (-1: at the end of the step)."""
 
     group: int
     step: int
@@ -53,10 +53,10 @@ def assemble(
     planner: str,
     options: PlanOptions | None = None,
 ) -> Schedule:
-    """The schedule of these decisions.
+    """Make the schedule of these decisions.
 
     Args:
-        groups: all groups; the id of one is its index.
+        groups: all groups; the id of a group is its index.
         placed: by pipeline rank, unshards in issue order.
         freed: by pipeline rank, reshards.
     """
@@ -84,7 +84,7 @@ def assemble(
 
 
 def published(ranks: Sequence[Rank]) -> tuple[PublishGroup, ...]:
-    """What is published where: groups in the order of their first unshard, to wherever one of them reads from."""
+    """Groups to publish, in the order of their first unshard, each with the copies that its unshards read."""
     to: dict[int, dict[Copy, None]] = {}
     for action in (action for rank in ranks for action in rank.unshards):
         if (copy := kind_of(action.route).copy) is not None:
@@ -95,7 +95,7 @@ def published(ranks: Sequence[Rank]) -> tuple[PublishGroup, ...]:
 def schedule_of(
     workload: Workload, groups: Sequence[Group], ranks: Sequence[Rank], planner: str, options: PlanOptions | None = None
 ) -> Schedule:
-    """The schedule of these steps."""
+    """The schedule with these groups and these steps of each rank."""
     return Schedule(
         schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",

@@ -1,15 +1,15 @@
-"""Rules that people use today, as schedules, for honest comparison by the same engine.
+"""Rules that people use today, written as schedules, so that the same engine simulates them for comparison.
 
 ========================= ==================================================================
-all-gpu                   stock Megatron: one bucket a chunk, its chunk look-ahead (zero stage
-                          3: each layer while the one before it computes, as FSDP does)
+all-gpu                   stock Megatron: one bucket per chunk, its chunk look-ahead (zero stage 3: each
+                          layer is gathered while the previous one computes, as in FSDP)
 all-cpu                   the same, every group from the host copy
 window-1, window-2        all-gather, chunks of the next k steps (torch pipelining's window)
 share-25, -50, -75        a fixed share of every bucket from the host (Twin-Flow, DeepSpeed
                           ``ratio``), timed as stock Megatron
 urgency                   all-gather by layer in the order of first use (TicTac, arXiv 1803.03288)
 pipeswitch                all-gather in groups sized by dynamic programming (PipeSwitch, OSDI 2020)
-hierarchical              as all-gpu, every all-gather between nodes first and inside them after
+hierarchical              as all-gpu, but every all-gather runs between nodes first, then inside them
                           (BlueConnect, MLSys 2019)
 gathers-only              our own search with all-gathers alone
 ========================= ==================================================================
@@ -46,7 +46,7 @@ from megatron_ext.workload.workload import Workload
 
 
 def all_gpu(workload: Workload) -> Schedule:
-    """Stock Megatron: every group by ``gpu``, when stock Megatron would gather it."""
+    """Stock Megatron's rule: every group by ``gpu``, at the step at which stock Megatron gathers it."""
     return _named(stock_schedule(workload), "all-gpu")
 
 
@@ -85,10 +85,10 @@ def fixed_share(workload: Workload, percent: int) -> Schedule:
 
 
 def window(workload: Workload, ahead: int) -> Schedule:
-    """Chunks of the current and the next ``ahead`` steps are whole, by all-gather.
+    """The chunks of the current step and of the next ``ahead`` steps are whole, by all-gather.
 
     Raises:
-        InputError: they do not fit the device.
+        InputError: these chunks do not fit the device.
     """
     groups, of_stage = groups_of(workload)
     pp, limit = workload.parallel.pp, workload.streamed_bytes
@@ -125,7 +125,7 @@ def urgency(workload: Workload, timing: Timing) -> Schedule:
 
 
 def pipeswitch(workload: Workload, timing: Timing) -> Schedule:
-    """As :func:`urgency`, in groups that trade calls against waiting."""
+    """As :func:`urgency`, but in groups of layers whose sizes trade the number of calls against waiting time."""
     limit = workload.streamed_bytes
     cuts = [pipelined_cut(timing, chunk, ALL_GATHER, limit) for chunk in workload.chunks]
     return _placed(workload, timing, cuts, "pipeswitch")
@@ -141,10 +141,10 @@ def _placed(workload: Workload, timing: Timing, cuts, name: str) -> Schedule:
 
 
 def hierarchical(workload: Workload, timing: Timing) -> Schedule:
-    """As :func:`all_gpu`, in two legs where the data-parallel groups have a hierarchy.
+    """As :func:`all_gpu`, but with hierarchical all-gathers in data-parallel groups that have a hierarchy.
 
     Raises:
-        InputError: nowhere, or the table has no curve of it.
+        InputError: no data-parallel group has a hierarchy.
     """
     schedule = stock_schedule(workload)
     has = cache(partial(has_hierarchy, workload.parallel))
@@ -163,10 +163,10 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
 
 
 def gathers_only(workload: Workload, timing: Timing) -> Schedule:
-    """What the search of ``hybrid`` finds with the route ``gpu`` alone.
+    """The schedule that the search of ``hybrid`` finds with the route ``gpu`` alone.
 
     Raises:
-        InputError: it finds nothing that fits.
+        InputError: the search finds nothing that fits.
     """
 
     def find() -> Schedule:
@@ -180,11 +180,11 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
 def best_of_gathers(
     workload: Workload, timing: Timing, known_us: dict[str, float] | None = None
 ) -> tuple[str, Schedule, float] | None:
-    """Name, schedule and iteration time in microseconds of the fastest rule that uses all-gathers alone, of those that
-    fit the limits; None where the table has no route ``gpu`` or nothing fits.
+    """The fastest rule that uses all-gathers alone and fits the limits: its name, its schedule and its iteration time
+    in microseconds. None if the table has no route ``gpu`` or no rule fits.
 
     Args:
-        known_us: iteration times by name on the same costs, where they are known.
+        known_us: iteration times by name on the same costs, if they are known.
     """
     best = None
     names = [name for name, (needs, _) in BASELINES.items() if needs == {ALL_GATHER}]
@@ -195,7 +195,7 @@ def best_of_gathers(
             schedule = BASELINES[name][1](workload, timing)
             validate(schedule)
             us = judged_us(workload, timing, schedule)
-        except InputError:  # not for these nodes, these limits or the sizes that were measured
+        except InputError:  # the rule does not work for these nodes, limits or measured sizes
             continue
         if best is None or us < best[2]:
             best = name, schedule, us
@@ -232,4 +232,4 @@ BASELINES = {
     "hierarchical": ({ALL_GATHER}, hierarchical),
     "gathers-only": ({ALL_GATHER}, gathers_only),
 }
-"""By name: the routes it needs, and the rule (workload, timing) -> schedule."""
+"""By name of the baseline: the routes that it needs, and its rule (workload, timing) -> schedule."""

@@ -12,9 +12,10 @@ from megatron_ext.workload.workload import Chunk, Parameter, Workload, group_byt
 
 
 class Block(NamedTuple):
-    """Layers ``first`` to ``last`` of a chunk and the ``groups`` that they compute with (one a dtype, experts and the
-    shared embedding apart); ``bytes`` of all of them, with padding. A parameter that layers of several blocks use is a
-    group of its own and belongs to all blocks from its first use to its last: within a step it stays."""
+    """Layers ``first`` to ``last`` of a chunk, and the ``groups`` that they compute with: one group per dtype, with
+    separate groups for experts and the shared embedding. ``bytes`` is the sum over these groups, with padding. A
+    parameter that layers of several blocks use is a group of its own. It belongs to all blocks from its first use to
+    its last, because it stays whole within a step."""
 
     pp_rank: int
     model_chunk_id: int
@@ -36,7 +37,7 @@ class Blocks(NamedTuple):
 
 
 def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
-    """First layers of ``parts`` blocks with about equal bytes; fewer where there are fewer layers."""
+    """First layers of ``parts`` blocks with about equal bytes; fewer blocks if there are fewer layers."""
     sizes = layer_bytes(chunk)
     total, seen, starts = sum(sizes), 0, [0]
     for layer, size in enumerate(sizes):
@@ -47,14 +48,15 @@ def cut_evenly(chunk: Chunk, parts: int) -> list[int]:
 
 
 def cut_by_layer(chunk: Chunk) -> list[int]:
-    """Every layer a block of its own."""
+    """First layers of blocks of one layer each."""
     return list(range(chunk.num_layers))
 
 
 def cut_within(workload: Workload, chunk: Chunk, limit: float) -> list[int]:
-    """First layers of the fewest blocks of at most ``limit`` bytes each, with padding; a larger layer is alone.
+    """First layers of the fewest blocks of at most ``limit`` bytes each, with padding. A layer that is larger than the
+    limit is a block of its own.
 
-    Layers are put into a block as long as they fit: in a fixed order that needs the fewest blocks.
+    Layers are added to a block as long as they fit. For a fixed order of layers this gives the fewest blocks.
     """
     starts = [0]
     for layer in range(1, chunk.num_layers):
@@ -64,13 +66,14 @@ def cut_within(workload: Workload, chunk: Chunk, limit: float) -> list[int]:
 
 
 def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> int:
-    """Bytes of one block of these layers, with what they borrow."""
+    """Bytes of one block of these layers, including the parameters that they borrow from other layers."""
     inside = [p for p in chunk.parameters if p.uses[-1] >= first and p.layer <= last]
     return sum(group_bytes(part, workload.parallel) for part in _by_kind(inside, lambda p: bool(p.borrowed_by)))
 
 
 def _by_kind(parameters: Iterable[Parameter], alone: Callable[[Parameter], bool]) -> list[list[Parameter]]:
-    """Parameters that may share a group: by dtype, experts apart, and some alone as the shared embedding is."""
+    """Lists of parameters that may share a group: one list per dtype, with separate lists for experts. The shared
+    embedding and the parameters that ``alone`` selects have a list each."""
     found: dict[tuple, list[Parameter]] = {}
     for p in parameters:
         key = p.expert, p.dtype, p.name if p.shared_embedding or alone(p) else None
@@ -81,10 +84,10 @@ def _by_kind(parameters: Iterable[Parameter], alone: Callable[[Parameter], bool]
 def make_blocks(
     workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None, algorithm=None
 ) -> Blocks:
-    """Blocks whose first layers are ``cuts[stage]``; stages without parameters have none.
+    """Blocks whose first layers are ``cuts[stage]``. Stages without parameters have no blocks.
 
-    ``split`` divides the parameters of one dtype of a block, of experts or others, into groups that can go by
-    different links at once; by default they are one group. ``algorithm``: see :func:`make_group`.
+    ``split`` divides parameters of a block that may share a group into several groups, which can use different links
+    at the same time. By default they are one group. ``algorithm``: see :func:`make_group`.
     """
     groups: list[Group] = []
     blocks: list[Block] = []
@@ -102,7 +105,8 @@ def make_blocks(
 
 
 def blocks_of_groups(workload: Workload, groups: tuple[Group, ...]) -> Blocks:
-    """The finest blocks of given groups: a block begins where no group has parameters both before and behind."""
+    """The smallest blocks for given groups: a block begins at each layer where no group has parameters both before
+    that layer and from it on."""
     blocks: list[Block] = []
     of_stage = []
     for chunk in workload.chunks:
@@ -126,13 +130,13 @@ def _add_blocks(
     """Add the blocks of a chunk that begin at ``starts``, and return their ids.
 
     Args:
-        spans: by group, the first layer of its parameters and the last that uses one.
+        spans: by group, the first layer of its parameters and the last layer that uses one of them.
     """
     ids: list[int] = []
     for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if spans else ():
         own = tuple(index for index, span in spans.items() if span[0] < end and span[1] >= first)
         if own:
-            begin = first if ids else 0  # layers without parameters belong to the block before, or else behind
+            begin = first if ids else 0  # leading layers without parameters belong to the first block
             ids.append(len(blocks))
             size = sum(groups[index].bytes for index in own)
             blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, begin, end - 1, own, size))
@@ -143,7 +147,7 @@ def _add_blocks(
 
 class BlockUse(NamedTuple):
     """One step computes one block, for ``us`` microseconds. ``before`` and ``after`` are the layers (``at``) of actions
-    just before and just after it; -1 at the begin and the end of the step."""
+    just before and just after the block; -1 at the beginning and the end of the step."""
 
     step: int
     block: int
@@ -153,7 +157,7 @@ class BlockUse(NamedTuple):
 
 
 def block_uses_of_rank(workload: Workload, timing: Timing, blocks: Blocks, pp_rank: int) -> list[BlockUse]:
-    """All uses of all blocks on a rank, in the order in which they compute; block -1 where a chunk has no
+    """All uses of all blocks on a rank, in the order in which they compute. The block is -1 if a chunk has no
     parameters."""
     pp = workload.parallel.pp
     patterns: dict[tuple[int, str], list[tuple[int, float, int, int]]] = {}

@@ -12,7 +12,7 @@ from megatron_ext.workload.workload import Workload
 
 
 class Decision(NamedTuple):
-    """What a pass decided, of which groups (by number; None: of all), and the figures that decided."""
+    """What a pass decided, for which groups (by number; None: for all), and the figures that it decided by."""
 
     step: str
     text: str
@@ -20,12 +20,13 @@ class Decision(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A set of choices for one plan, with what was decided and why. A pass never changes one: it makes others.
+    """A set of choices for one plan, with what was decided and why. A pass never changes a candidate: it makes new
+    candidates.
 
     Attributes:
-        workload: with the limits that the plan keeps.
-        schedule: all that is decided so far.
-        us: its simulated iteration time; None where that is not known.
+        workload: the workload, with the limits that the plan keeps.
+        schedule: the schedule, with everything that is decided so far.
+        us: simulated iteration time of the schedule in microseconds; None if it is not known.
         why: the decisions so far, in the order of the passes.
     """
 
@@ -36,13 +37,13 @@ class Candidate(NamedTuple):
     why: tuple[Decision, ...] = ()
 
     def decided(self, step: str, text: str, of: Iterable[int] | None = None, /, **changes) -> "Candidate":
-        """This candidate after a decision of the pass ``step``, which changes these fields of the schedule; ``of``:
-        the groups that it is about."""
+        """A new candidate: this one after a decision of the pass ``step``. ``text`` says what was decided, ``of`` for
+        which groups, and ``changes`` are the fields of the schedule that change."""
         why = (*self.why, Decision(step, text, None if of is None else frozenset(of)))
         if not changes:
             return self._replace(why=why)
         return self._replace(schedule=replace(self.schedule, **changes), us=None, why=why)
 
     def simulated_us(self) -> float:
-        """The iteration time of the schedule as it is."""
+        """The simulated iteration time of the schedule in microseconds. It is simulated if it is not known yet."""
         return run(self.workload, self.timing, self.schedule).iteration_time_us if self.us is None else self.us

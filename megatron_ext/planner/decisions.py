@@ -1,5 +1,5 @@
-"""All decisions about the gathers of a rank, and the schedule that follows from them: which groups stay whole between
-two uses, and the order, the route and the earliest place of every gather.
+"""All decisions about the gathers of a rank, and the schedule that follows from them. Decisions are: which groups stay
+whole between two uses, and the order, the route and the earliest place of every gather.
 
 A gather is issued as early as memory allows, but not before its earliest place and not before the gathers that precede
 it in the order. Groups that stay whole, and groups at their own use, get memory first.
@@ -17,7 +17,7 @@ from megatron_ext.workload.workload import Workload
 
 
 class Gap(NamedTuple):
-    """The time before block use ``use`` of a group, since its use ``after`` (-1: since the start)."""
+    """The time between two uses of a group: from its use ``after`` (-1: from the start) to its block use ``use``."""
 
     rank: int
     group: int
@@ -31,7 +31,7 @@ class Gap(NamedTuple):
 
 
 def _gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
-    """All gaps of a rank in the order of their uses; at zero stage 1 the first of each group alone."""
+    """All gaps of a rank in the order of their uses; at zero stage 1 only the first gap of each group."""
     gaps, last = [], {}
     for number, block_use in enumerate(block_uses):
         for group in blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
@@ -42,13 +42,13 @@ def _gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse]
 
 
 class Decisions(NamedTuple):
-    """Of one rank; gaps are named by their numbers.
+    """The decisions of one rank. Gaps are named by their numbers.
 
     Attributes:
         kept: gaps over which the group stays whole.
-        order: the others, in issue order.
-        routes: of every gap; those of kept gaps say nothing.
-        earliest: by gap, the use before which the gather may be issued first (-1: at the start).
+        order: the other gaps, in the order in which their gathers are issued.
+        routes: route of every gap; the routes of kept gaps have no meaning.
+        earliest: by gap, the earliest use before which the gather may be issued (-1: at the start).
     """
 
     kept: frozenset[int]
@@ -58,11 +58,11 @@ class Decisions(NamedTuple):
 
 
 class RankGaps:
-    """What the decisions of one rank are about.
+    """The gaps that the decisions of one rank are about.
 
     Attributes:
         fixed: gaps within a step, over which a group of several blocks has to stay.
-        first: by gap, the first use before which it may be gathered.
+        first: by gap, the first use before which the group may be gathered.
     """
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, rank: int):
@@ -81,7 +81,7 @@ class RankGaps:
         self.limit = inf if workload.streamed_bytes is None else workload.streamed_bytes
 
     def whole_bytes(self, kept: frozenset[int]) -> list[int]:
-        """Bytes that are whole before each use, and at index 0 at the start, if every gather came at its use."""
+        """Bytes that are whole before each use, if every group is gathered at its use. Index 0 is the start."""
         whole = [0] * (len(self.uses) + 1)
         for number, (gap, size) in enumerate(zip(self.gaps, self.sizes)):
             whole[gap.use + 1] += size
@@ -91,7 +91,8 @@ class RankGaps:
         return whole
 
     def placed(self, decisions: Decisions) -> tuple[list[Placed], list[Freed]] | None:
-        """Unshards in issue order, and reshards; None where they do not fit or one comes behind its use."""
+        """Unshards in issue order, and reshards. None if the groups do not fit, or if a gather would come after its
+        use."""
         whole, limit = self.whole_bytes(decisions.kept), self.limit
         if max(whole) > limit:
             return None
@@ -116,7 +117,7 @@ class RankGaps:
         return placed, freed
 
     def decisions_of(self, schedule: Schedule, rank: int) -> Decisions:
-        """The decisions that give the gathers of ``schedule``, whose groups are those of these gaps."""
+        """The decisions that lead to the gathers of ``schedule``, whose groups must be the groups of these gaps."""
         places = {}
         for number, use in enumerate(self.uses):
             places.setdefault((use.step, use.before), number)
@@ -125,7 +126,7 @@ class RankGaps:
         order: dict[int, Route] = {}
         earliest = list(self.first)
         for step, action in actions:
-            # An action between two blocks of other cuts counts as one of the next use.
+            # An action between two blocks of another cut counts as an action of the next use.
             place = -1 if step < 0 else places.get((step, action.at), places[step, -1])
             need_by = step if action.need_by < 0 else action.need_by
             for number in self.of_group[action.group]:

@@ -1,4 +1,4 @@
-"""How much is simulated, and by which figure plans are judged."""
+"""How many steps are simulated, and the figure by which plans are judged."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,27 +10,28 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
 EFFORT = {1: 400_000, 2: 400_000, 3: 600_000}
-"""By zero stage: steps, block uses, gathers and visits of gradients that one search may place and simulate."""
+"""By zero stage: the number of steps, block uses, gathers and visits of gradients that one search may place and
+simulate."""
 
 CLOSE_ENOUGH = 5e-4
-"""A plan this near to the proven bound, relatively, is not searched further (small cases: proven)."""
+"""A plan that is this close to the proven bound, as a part of it, is not searched further (small cases: proven)."""
 
 LEAST_CANDIDATES = 4
-"""Candidates that are tried at least, however large the workload."""
+"""The least number of candidates that are tried, however large the workload is."""
 
 ESTIMATED_ROUNDS = 2
 """Rounds of ``microbatch_group_size`` micro-batches in an estimate; further rounds repeat the same steps."""
 
 SMALL_STEPS = 2048
-"""Up to so many steps several whole plans can be simulated."""
+"""With at most this many steps, several complete plans can be simulated."""
 
 
 _LAST: dict[str, tuple[tuple, Schedule | InputError]] = {}
 
 
 def last_found(name: str, workload: Workload, timing: Timing, find: Callable[[], Schedule]) -> Schedule:
-    """What ``find`` finds for this workload on these costs. The last of every name is kept: a verdict asks for what the
-    plan has just found, or not. Raises InputError as ``find`` does."""
+    """The schedule that ``find`` finds for this workload on these costs. The last result of every name is kept, because
+    a verdict often asks for the schedule that the planner has just found. Raises InputError as ``find`` does."""
     given = workload, timing.table, timing.extrapolate
     if name not in _LAST or _LAST[name][0] != given:
         try:
@@ -58,12 +59,13 @@ def shortened(workload: Workload) -> Workload:
 
 
 RELIEF_WEIGHT = 0.01
-"""Of two plans within this share, the one that relieves less counts as better: each relieved gradient is allocated,
-cleared and added up once more a visit, which the simulator does not count."""
+"""Of two plans whose times differ by less than this share, the plan that relieves less memory counts as better. Each
+relieved gradient is allocated, cleared and added up once more per visit, and the simulator does not count this."""
 
 
 def relieved_share(groups: Sequence[Group]) -> float:
-    """By bytes, the share of groups whose gradients come and go, and that of shards in host memory; 2 at most."""
+    """The share (by bytes) of groups whose gradients come and go, plus the share of groups with shards in host memory.
+    At most 2."""
     relieved = sum(g.bytes * ((g.gradients is not None) + (g.shard_rests is not None)) for g in groups)
     return relieved / (sum(group.bytes for group in groups) or 1)
 
@@ -74,23 +76,23 @@ def marked(us: float, schedule: Schedule) -> float:
 
 
 def visits_of_gradients(workload: Workload, groups: Sequence[Group]) -> int:
-    """Transfers of gradients that come and go: each reduce, and in host memory the copy there and the addition. Where
-    memory is short they are most of what is simulated."""
+    """The number of transfers of gradients that come and go: each reduce, and for gradients in host memory also the
+    copy to it and the addition. If memory is short, these are most of what is simulated."""
     visits, kinds = workload.parallel.num_microbatches, {None: 0, "sharded": 1, "host": 3}
     return sum(group.reduces(visits) * kinds[group.gradients] for group in groups)
 
 
 def judged_us(workload: Workload, timing: Timing, schedule: Schedule) -> float:
-    """Simulated iteration time of a schedule that says nothing of optimizer states yet, with as few on the drive as
-    must be. Raises InputError where host memory is short."""
+    """Simulated iteration time in microseconds of a schedule that does not place optimizer states yet. As few states as
+    necessary are put on the drive. Raises InputError if host memory is short."""
     return run(workload, timing, with_states_on_drive(schedule, workload), peaks=False).iteration_time_us
 
 
 def is_small(workload: Workload) -> bool:
-    """Whether several whole plans can be simulated."""
+    """Whether the workload is small enough to simulate several complete plans."""
     return number_of_steps(workload) <= SMALL_STEPS
 
 
 def is_tiny(workload: Workload) -> bool:
-    """Few enough steps that a solver may look at all of them."""
+    """Whether there are few enough steps for a solver to look at all of them."""
     return number_of_steps(workload) <= 48

@@ -1,4 +1,4 @@
-"""The iteration time by a schedule, or by stock Megatron's rule, next to the bound that no schedule can beat."""
+"""The iteration time with a schedule or with stock Megatron's rule, next to the bound that no schedule can beat."""
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.bounds.lower_bound import lower_bound
@@ -29,10 +29,11 @@ def evaluate(
         schedule: must be valid (:func:`megatron_ext.schedule.validate.validate`).
         trace: keep every interval in ``Result.events``.
         extrapolate: read curves outside their measured range.
-        bound_us: what was made from the same workload and table before, to save time.
+        bound_us: the lower bound, if it was computed before from the same workload and table; saves time.
 
     Raises:
-        InputError: the schedule is not for this workload, without one no schedule can fit, or the table lacks a figure.
+        InputError: the schedule is not for this workload, no schedule can fit (without ``schedule``), or the table
+            lacks a figure.
     """
     workload = with_activations(workload, table)
     if schedule is None:

@@ -1,15 +1,15 @@
 """The exact policy: small cases solved to proven optimality by CP-SAT.
 
-For each way to cut and divide the blocks that the hybrid policy knows, one model decides
-route, the use at which a gather is issued, order on every link, publishing and what stays whole between uses.
-CP-SAT (Google OR-tools; Perron and Didier) proves the optimum.
+For each way to cut and divide the blocks that the hybrid policy knows, one model decides the route, the use at which a
+gather is issued, the order on every link, publishing, and what stays whole between uses. CP-SAT (Google OR-tools;
+Perron and Didier) proves the optimum.
 
 [Note: What is proven]
-The model leaves out only what makes a schedule slower (and staging slots): links and compute disturbing each
-other, and messages queueing on one edge. So its optimum bounds every schedule with those
-groups from below that issues and frees them where blocks begin and end. The schedule is read off the model, timed by
-the simulator like any other, and compared with that bound: without contention the two agree, and ``options.proven_gap``
-says how far apart they are otherwise.
+The model leaves out staging slots, and effects that only make a schedule slower: links and compute that disturb each
+other, and messages that queue on one edge. So its optimum is a lower bound for every schedule that has these groups and
+issues and frees them where blocks begin and end. The schedule is read from the model, timed by the simulator like any
+other schedule, and compared with that bound. Without contention the two times agree. Otherwise ``options.proven_gap``
+says how far apart they are.
 """
 
 from itertools import product
@@ -36,12 +36,12 @@ from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 UNITS = 2_000_000
-"""Whole units of time in the longest schedule considered."""
+"""Number of whole units of time in the longest schedule that is considered."""
 
 
 class Effort(NamedTuple):
-    """How much to spend: ``choices`` of issue places in one model at most, ``work`` on one model
-    (CP-SAT's own measure: deterministic, unlike seconds), and on all ``models`` at most."""
+    """How much to spend: at most ``choices`` of issue places in one model, ``work`` on one model (CP-SAT's own measure,
+    which is deterministic, unlike seconds), and at most ``models`` in total."""
 
     choices: int
     work: float
@@ -55,11 +55,11 @@ SMALL = Effort(choices=1000, work=0.3, models=5)
 """For the hybrid policy, which also solves small cases exactly."""
 
 BETWEEN = Effort(choices=1000, work=0.1, models=8)
-"""For the hybrid policy where memory is little, between two passes of changing decisions one by one."""
+"""For the hybrid policy if memory is short, between two passes that change decisions one by one."""
 
 
 def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedule:
-    """The best schedule, with ``options.proven_gap``: how far above the proven bound of its groups it is.
+    """The best schedule found. Its ``options.proven_gap`` says how far it is above the proven bound for its groups.
 
     ``known`` is the hybrid policy's schedule, to start from.
 
@@ -80,18 +80,18 @@ def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) ->
     """The best of ``known`` and the optima of all groupings that are small enough.
 
     Returns:
-        The schedule, its simulated iteration time, and the least proven bound of the groupings that
-        were solved; None where none could be solved, see :func:`_why_unsolved`.
+        The schedule, its simulated iteration time, and the lowest proven bound of the groupings that were solved. The
+        bound is None if no grouping could be solved, see :func:`_why_unsolved`.
     """
     workload, timing = problem.workload, problem.timing
     best, best_us, lowest, models = known, known_us, None, 0
-    # The known schedule's own groups first, where the search can begin at it.
+    # The groups of the known schedule come first: there the search can start from that schedule.
     for made in sorted(_groupings(problem), key=lambda made: made.blocks.groups != known.groups):
         if models == effort.models or not _small(workload, timing, made.blocks, effort.choices):
             continue
         try:
             schedule, bound = solve_groups(workload, timing, made, known, known_us, effort.work)
-        except InputError:  # a group of a size that was not measured
+        except InputError:  # the size of a group was not measured
             continue
         models += 1
         lowest = bound if lowest is None else min(lowest, bound)
@@ -123,7 +123,7 @@ def _why_unsolved(problem: Problem, effort: Effort) -> str:
 
 
 def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
-    """Whether a model of these blocks has at most so many choices of issue places."""
+    """Whether a model of these blocks has at most ``choices`` choices of issue places."""
     total, pp = 0, workload.parallel.pp
     for rank in range(pp):
         groups = sum(len(blocks.blocks[block].groups) for ids in blocks.of_stage[rank::pp] for block in ids)
@@ -134,7 +134,7 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
 def solve_groups(
     workload: Workload, timing: Timing, given: Grouping, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
-    """Optimum for these groups: a schedule (None where the known one is no worse) and a lower bound."""
+    """The optimum for these groups: a schedule (None if the known schedule is no worse) and a lower bound."""
     model = _Model(workload, timing, given, known_us)
     if known.groups == given.blocks.groups:
         model.start_from(known)
@@ -143,7 +143,7 @@ def solve_groups(
     solver.parameters.random_seed = 0
     solver.parameters.max_deterministic_time = work
     status = solver.solve(model.model)
-    if status == cp_model.INFEASIBLE:  # nothing below the known time
+    if status == cp_model.INFEASIBLE:  # no schedule is faster than the known one
         return None, known_us
     bound = solver.best_objective_bound * model.unit
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -158,7 +158,7 @@ class _Model:
         self.workload, self.timing, (self.blocks, self.choices) = workload, timing, given
         blocks = self.blocks
         self.unit = known_us / UNITS
-        self.horizon = UNITS + 1000  # no schedule slower than the known one is asked for
+        self.horizon = UNITS + 1000  # slower schedules than the known one are not considered
         self.model = cp_model.CpModel()
         parallel = workload.parallel
         self.steps = steps_of_ranks(parallel)
@@ -181,7 +181,7 @@ class _Model:
         self._gathers()
         self._memory_limit()
         makespan = self._time("makespan")
-        for rank in range(parallel.pp):  # groups are reduced while the last backward goes on: one must come behind it
+        for rank in range(parallel.pp):  # reduces overlap with the last backward, but one reduce must follow it
             after = self._units(least_tail_us(workload, timing, rank))
             self.model.add(makespan >= self.reach[rank][-1] + after)
         optimizer_us = max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(parallel.pp))
@@ -191,11 +191,11 @@ class _Model:
         return self.model.new_int_var(0, self.horizon, name)
 
     def _units(self, us: float) -> int:
-        """Whole units, rounded down so that the optimum stays a bound."""
+        """``us`` in whole units, rounded down so that the optimum stays a lower bound."""
         return int(us / self.unit)
 
     def _pipeline(self) -> None:
-        """Uses in order, inputs before steps."""
+        """Constrain the uses to their order, and inputs to come before the steps that need them."""
         model, parallel = self.model, self.workload.parallel
         ends = {}
         for rank, steps in enumerate(self.steps):
@@ -223,7 +223,7 @@ class _Model:
         published: dict[int, tuple[cp_model.LinearExprT, cp_model.IntVar]] = {}
         for number, gap in [pair for rank in self.ranks for pair in enumerate(rank.gaps)]:
             name = f"{gap.rank}.{gap.group}.{gap.use}"
-            # A group of several blocks stays within a step.
+            # A group of several blocks stays whole within a step.
             places = () if number in self.ranks[gap.rank].fixed else range(gap.first, gap.use + 1)
             issue = {place: model.new_bool_var(f"i{name}.{place}") for place in places}
             kept = model.new_bool_var(f"k{name}") if gap.after >= 0 else None
@@ -253,8 +253,8 @@ class _Model:
         self._host_memory({group: pair[1] for group, pair in published.items()})
 
     def _lead(self, gap: Gap, first: int, last: int) -> int:
-        """Units that the block computes before a layer uses the group, rounded up: the run waits there, not where the
-        block begins."""
+        """Units for which the block computes before one of its layers uses the group, rounded up. A run waits at that
+        layer, not at the beginning of the block."""
         block_use = self.block_uses[gap.rank][gap.use]
         block = self.blocks.blocks[block_use.block]
         times = self.timing.layers[gap.rank][block.model_chunk_id]
@@ -263,7 +263,7 @@ class _Model:
         return self._units(sum(before)) + 1 if before else 0
 
     def _host_memory(self, hosted: dict[int, cp_model.IntVar]) -> None:
-        """Host copies of every node within its pinned memory."""
+        """Constrain the host copies of every node to its pinned memory."""
         limit = self.workload.limits.pinned_host_bytes
         if limit is None:
             return
@@ -273,7 +273,7 @@ class _Model:
             self.model.add(sum(needs[g][node] * there for g, there in hosted.items()) <= limit)
 
     def _published(self, gap: Gap, copy: Copy, published, lanes, chosen):
-        """End of the group's publishing, which takes its time on the publish link if it is needed."""
+        """End of the group's publishing, which occupies the publish link if the group has to be published."""
         if gap.group not in published:
             group = self.blocks.groups[gap.group]
             us = self._units(self.timing.among(group.ranks).publish_us(gap.rank, (copy,), group.bytes))
@@ -309,7 +309,8 @@ class _Model:
                     self.model.add(sum(terms) <= limit)
 
     def start_from(self, known: Schedule) -> None:
-        """Let the search begin at a schedule of the same groups: its routes, issues and what it keeps."""
+        """Let the search start from a schedule of the same groups: its routes, its issue places and the groups that it
+        keeps."""
         for pp_rank, rank in enumerate(self.ranks):
             now = rank.decisions_of(known, pp_rank)
             for number, gap in enumerate(rank.gaps):
@@ -322,7 +323,8 @@ class _Model:
                     self.model.add_hint(chosen, gathered and route == now.routes[number])
 
     def schedule(self, solver) -> Schedule:
-        """The schedule of the solution, every gather issued at the last use reached before it starts."""
+        """The schedule of the solution. Every gather is issued at the last use that is reached before the gather
+        starts."""
         placed: list[list[tuple]] = [[] for _ in self.block_uses]
         freed: list[list[Freed]] = [[] for _ in self.block_uses]
         for gap in self.gaps:
@@ -340,7 +342,7 @@ class _Model:
             if gap.after >= 0:
                 freed[gap.rank].append(Freed(gap.group, uses[gap.after].step, uses[gap.after].after))
         if self.workload.zero_stage == 3:
-            final = {gap.group: gap for gap in self.gaps}  # gaps are in order of use
+            final = {gap.group: gap for gap in self.gaps}  # gaps are in the order of use
             for gap in final.values():
                 block_use = self.block_uses[gap.rank][gap.use]
                 freed[gap.rank].append(Freed(gap.group, block_use.step, block_use.after))

@@ -1,7 +1,7 @@
 """Why a plan treats one group as it does: pass by pass, in sentences, with the figures that decided.
 
-What else was possible is simulated here, one change of this group at a time: a pass compares whole plans and knows no
-figures of a group.
+The alternatives are simulated here, by changing one thing of this group at a time. The passes themselves compare
+complete plans, so they have no figures for a single group.
 """
 
 import contextlib
@@ -28,23 +28,23 @@ from megatron_ext.workload.route import ALL_GATHER, ROUTE_KINDS, SHARD_GATHER, R
 
 CUT, OFFLOAD, PLACE = "cut", "offload", "place"
 Places = dict[str | None, str]
-"""Where something may rest, in words."""
+"""Descriptions of the places where something may rest, by place."""
 
 SHOWN = 3
-"""Gathers of a group that are listed, the first of an iteration."""
+"""How many gathers of a group are listed: the first ones of an iteration."""
 
 _PARENTHESES = re.compile(r" \([^()]*(\([^()]*\)[^()]*)*\)")
 
 
 def explain(given: Candidate, group: str) -> str:
-    """Lines that follow one group of a plan through all passes.
+    """Text that follows one group of a plan through all passes.
 
     Args:
-        given: as :func:`megatron_ext.planner.policies.planned` makes it.
-        group: its number, or the name of one of its parameters.
+        given: a candidate from :func:`megatron_ext.planner.policies.planned`.
+        group: the group's number, or the name of one of its parameters.
 
     Raises:
-        InputError: there is no such group, or several have a parameter of this name.
+        InputError: there is no such group, or several groups have a parameter of this name.
     """
     return "\n".join(_Explained(given, _find(given.schedule, group)).lines())
 
@@ -97,7 +97,7 @@ class _Explained:
         return rerouted(schedule, lambda action: route if action.group == self.index else action.route)
 
     def _tried(self, tried: Schedule) -> str:
-        """What an iteration takes by another schedule, or why that is not possible."""
+        """The iteration time with another schedule, or why that schedule is not possible."""
         try:
             match(validate(tried), self.workload)
             for route in {action.route for action in tried.unshards}:
@@ -113,7 +113,7 @@ class _Explained:
     def _rests(
         self, what: str, kept: dict[str | None, str], now: str | None, others: dict[str | None, Schedule]
     ) -> str:
-        """Where something of the group rests and what an iteration takes, as it is and otherwise."""
+        """Where a part of the group's state rests, and the iteration times with it there and elsewhere."""
         said = [f"{kept[other]}: {self._tried(schedule)}" for other, schedule in others.items() if other != now]
         return "; ".join([f"{what} rests {kept[now]}: {self._us}", *said])
 
@@ -148,7 +148,7 @@ class _Explained:
     def _route(self) -> str:
         counts, alone = Counter(action.route for action in self._actions()), dict[Route, float]()
         for route in self._known():
-            with contextlib.suppress(InputError):  # not measured at this size
+            with contextlib.suppress(InputError):  # the size was not measured
                 alone[route] = self.own.unshard_us(route, self.group.bytes)
         said = [f"{counts[route]} by {route} ({us:.0f} us)" for route, us in alone.items() if counts[route]]
         lines = [f"gathers an iteration: {', '.join(said) or 'none'}: {self._us}"]
@@ -158,7 +158,7 @@ class _Explained:
         return "; ".join([*lines, f"compute waits {self.result.group_exposed_us.get(self.index, 0.0):.0f} us for it"])
 
     def _known(self) -> list[Route]:
-        """Routes that the table knows, and that may bring the group from where its shard rests."""
+        """Routes that the table offers and that can bring the group from the place where its shard rests."""
         on_host = self.group.shard_rests == "host"
         kinds = [kind for kind in ROUTE_KINDS.values() if not kind.gathers or kind.shard_from_host == on_host]
         return [kind.name for kind in kinds if self.own.offers(kind.name)]

@@ -1,4 +1,4 @@
-"""The passes behind the search, which placed gathers: step slots, rest states, host step."""
+"""The passes that follow the search for gathers: step slots, rest states, host step."""
 
 from collections.abc import Callable, Iterable
 
@@ -12,8 +12,9 @@ from megatron_ext.planner.passes.time_host_step import time_host_step
 
 
 def finished(given: Candidate) -> Candidate:
-    """The candidate with states where the plan is simulated to be fastest: on the device where ``limits.device_bytes``
-    leaves room, on the drive as ``limits.host_bytes`` asks for, with ``step_slots`` and steps during the backward.
+    """The candidate with optimizer states placed so that the simulated plan is fastest. States rest on the device if
+    ``limits.device_bytes`` leaves room, and on the drive if ``limits.host_bytes`` asks for it. ``step_slots`` and
+    steps during the backward are chosen as well.
 
     Raises:
         InputError: the limits cannot be kept.
@@ -28,13 +29,14 @@ def finished(given: Candidate) -> Candidate:
 
 
 def fastest_on_drive(given: Candidate) -> Candidate:
-    """Of the choices of states on the drive the fastest. Raises InputError where host memory is short."""
+    """The fastest of the choices of states on the drive. Raises InputError if host memory is short."""
     few = not is_small(given.workload)
     return min(map(time_host_step, rest_on_drive(given, few=few)), key=Candidate.simulated_us)
 
 
 def those_that_can(given: Iterable[Candidate], finish: Callable[[Candidate], Candidate]) -> list[Candidate]:
-    """Each by ``finish``, but for those that it refuses. Raises its first InputError where it refuses all."""
+    """The results of ``finish`` for all candidates that it does not refuse. If it refuses all, raises the first
+    InputError."""
     found: list[Candidate] = []
     reasons: list[InputError] = []
     for one in given:

@@ -2,10 +2,10 @@
 
 [Note: The interval of a gain]
 Both plans are simulated on the same perturbed tables (:mod:`megatron_ext.cost.perturbed_table`), so that errors which
-both share cancel. The plan was chosen because it is fast on the given table, which may partly be chance (winner's
+both plans share cancel. The plan was chosen because it is fast on the given table, which may partly be chance (winner's
 curse). Therefore the expected gain is the median over perturbed tables, on which the plan was not chosen. The gain on
-the given table may lie outside the interval. The ends are the 5th and the 95th percentile, moved outwards by the
-simulator's own error as it was found in measured runs.
+the given table may lie outside the interval. The ends of the interval are the 5th and the 95th percentile, moved
+outwards by the simulator's own error, which was calibrated on measured runs.
 """
 
 from math import hypot
@@ -21,35 +21,35 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
 MODEL_ERROR = 0.02
-"""Standard deviation of measured over predicted ratios of iteration times of two plans, beyond what perturbed costs and
-the measurement's own standard error explain. Calibrated by maximum likelihood on 16 pairs of runs over a slow network
-(a benchmark's result of 2026-11-23, in this repository's history): 1.6 % around a mean of 2.6 %, because stock
-Megatron was slower than predicted. The mean is not corrected."""
+"""Standard deviation of the ratio measured / predicted, for the ratio of two plans' iteration times. It is the part
+that perturbed costs and the measurement's own standard error do not explain. It was calibrated by maximum likelihood on
+16 pairs of runs over a slow network (a benchmark's result of 2026-11-23, in this repository's history): 1.6 % around a
+mean of 2.6 %, because stock Megatron was slower than predicted. The mean is not corrected."""
 
 WIDTH = 1.645
 """Half the width of the 90 % interval, in standard deviations."""
 
 MARGIN = 2.33
-"""The same for the 98 % interval, which must lie above zero for the answer "helps"."""
+"""The same for the 98 % interval, whose lower end must be above zero for the answer "helps"."""
 
 EFFORT = 3_000_000
-"""Steps and gathers that may be simulated, as in the search: nothing looks at a clock, so that the same files give the
-same answer everywhere."""
+"""Steps and gathers that may be simulated. As in the search, the effort is not measured by a clock, so that the same
+files give the same answer everywhere."""
 FEWEST, MOST = 24, 128
-"""Perturbed tables: the larger the workload, the fewer."""
+"""Fewest and most perturbed tables. The larger the workload, the fewer tables are used."""
 
 
 class Gain(NamedTuple):
-    """A gain, 1 - plan / other, of iteration times.
+    """The gain in iteration time of a plan over another one: 1 - plan / other.
 
     Attributes:
-        gain: that is expected, the median over perturbed tables; it lies in the interval.
-        on_table: on the given table, on which the plan was chosen.
+        gain: the expected gain: the median over perturbed tables. It lies in the interval.
+        on_table: the gain on the given table, on which the plan was chosen.
         low, high: the ends of the interval (90 %).
         surely: the lower end of the wider interval (98 %).
-        samples: perturbed tables.
-        missing: what the table lacks and from which range it was drawn.
-        by_model: the simulator's own error leaves more open than the costs do.
+        samples: number of perturbed tables.
+        missing: the figures that the table lacks, and the ranges from which they were drawn.
+        by_model: whether the simulator's own error contributes more to the interval than the costs do.
     """
 
     gain: float
@@ -63,7 +63,7 @@ class Gain(NamedTuple):
 
 
 class GainOnTables(NamedTuple):
-    """The gain of ``plan`` over ``other`` on one table after another."""
+    """Computes the gain of ``plan`` over ``other`` on one cost table after another."""
 
     workload: Workload
     plan: Schedule
@@ -71,7 +71,7 @@ class GainOnTables(NamedTuple):
     extrapolate: bool
 
     def results(self, table: CostTable) -> list[Result]:
-        """The plan's simulated iteration and the other's."""
+        """The simulated iterations of the plan and of the other one."""
         timing = Timing(self.workload, table, extrapolate=self.extrapolate)
         return [run(self.workload, timing, each, peaks=False) for each in (self.plan, self.other)]
 
@@ -122,12 +122,12 @@ def dominant_cost(
 
 
 def _tables(table: CostTable, ours: Result, theirs: Result) -> PerturbedTables:
-    """Tables around ``table`` for what occurs in either plan."""
+    """Perturbed tables around ``table`` for everything that occurs in either plan."""
     return PerturbedTables(table, sorted(set(ours.busy_us) | set(theirs.busy_us)))
 
 
 def _same(plan: Schedule, other: Schedule) -> bool:
-    """Whether both do the same at the same steps; names and metadata do not count."""
+    """Whether both plans do the same at the same steps. Names and metadata do not count."""
     parts = "groups ranks publish state_slots step_slots rollback_bytes".split()
     return all(getattr(plan, part) == getattr(other, part) for part in parts)
 
@@ -140,9 +140,10 @@ def tables_to_draw(workload: Workload, *schedules: Schedule) -> int:
 
 
 def model_error(ours: Result, theirs: Result) -> tuple[float, float]:
-    """Standard deviation of the gain by the model's own error, upwards and downwards.
+    """Standard deviations of the gain due to the simulator's own error, upwards and downwards.
 
-    A plan cannot gain more than the other one waits for groups, nor lose more than its own transfers take.
+    A plan cannot gain more than the time for which the other one waits for groups, nor lose more than its own transfers
+    take.
     """
     waits = max(theirs.exposed_us, default=0.0) / theirs.iteration_time_us
     transfers = (ours.gather_us + ours.busy_us.get("publish", 0.0)) / theirs.iteration_time_us

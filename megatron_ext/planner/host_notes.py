@@ -1,5 +1,5 @@
-"""What a plan does with the host's optimizer, in sentences; and what a delayed update would bring, which is said and
-not chosen: it changes training."""
+"""Sentences about what a plan does with the host's optimizer, and about what a delayed update would bring. A delayed
+update is only mentioned and never chosen, because it changes training."""
 
 from operator import sub
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from megatron_ext.workload.workload import Workload
 
 
 def step_note(schedule: Schedule) -> str | None:
-    """What the host's steps during the backward do, for the reader; None where there are none."""
+    """What the host's steps during the backward do, for the reader; None if there are no such steps."""
     if schedule.rollback_bytes is None or schedule.predicted is None:
         return None
     ms = schedule.predicted.busy_us.get("host_step", 0.0) / 1e3
@@ -28,15 +28,15 @@ def step_note(schedule: Schedule) -> str | None:
 
 
 class Delay(NamedTuple):
-    """An iteration with every update at once and with every update delayed, simulated; and by how much a delay raises
-    what the host holds of a rank, the largest over ranks."""
+    """The simulated iteration times with every update at once and with every update delayed, and the additional host
+    memory that a delay needs, for the rank that needs most."""
 
     at_once_us: float
     delayed_us: float
     host_bytes: int
 
     def text(self) -> str:
-        """One sentence for the reader: whether the delay pays in time. What it costs in loss no simulation says."""
+        """One sentence for the reader: whether the delay saves time. No simulation can say what it costs in loss."""
         gain = 1.0 - self.delayed_us / self.at_once_us
         change = f"{abs(gain):.1%} {'less' if gain > 0 else 'more'}"
         return (
@@ -49,8 +49,8 @@ class Delay(NamedTuple):
 
 
 def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Delay | None:
-    """What delayed updates would bring by the same schedule, with states on the device in host memory instead; None
-    where the table does not know the host's step."""
+    """What delayed updates would bring with the same schedule, if states that rest on the device rested in host memory
+    instead. None if the table has no figures for the host's step."""
     settings = workload.optimizer
     if not settings.on_host:
         return None

@@ -1,4 +1,5 @@
-"""The last lines of every verb that says whether a plan helps: a reader looks at the end first."""
+"""The last lines of every verb that says whether a plan helps. They hold the result, because a reader looks at the end
+first."""
 
 from collections.abc import Sequence
 from shlex import quote
@@ -10,12 +11,12 @@ GIB = 1 << 30
 
 
 class Run(NamedTuple):
-    """What trains, and how long an iteration of it takes.
+    """A training, and the time of one of its iterations.
 
     Attributes:
-        by: a schedule, or what there is without one, in a few words.
-        host_bytes: of the node that holds most; None: nobody counted them.
-        refused: why it cannot train; empty where it can.
+        by: the schedule that it trains by, or what it does without a schedule, in a few words.
+        host_bytes: host memory of the node that holds most; None if it was not counted.
+        refused: why it cannot train; empty if it can.
     """
 
     by: str
@@ -30,13 +31,13 @@ class Run(NamedTuple):
 
 
 def by_time(runs: Sequence[Run]) -> list[Run]:
-    """The fastest first, and behind all others what cannot train."""
+    """``runs`` from the fastest to the slowest, followed by those that cannot train."""
     return sorted(runs, key=lambda run: (bool(run.refused), run.iteration_time_us))
 
 
 def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "") -> list[str]:
-    """The fastest of ``runs`` with the others behind it, the host memory that it takes, what to change of the launch
-    script's options, and the verdict."""
+    """The fastest of ``runs`` followed by the others, the host memory that it takes, the changes to the launch script's
+    options, and the verdict."""
     ordered = by_time(runs)
     return [
         f"fastest: {'; '.join(each.text() for each in ordered)}",
@@ -48,13 +49,14 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
 
 
 def training_by(path: object, schedule: Schedule, drive: object = None) -> str:
-    """Options, for a shell, that train by ``schedule``, which is at ``path``; ``drive``: the directory there."""
+    """Options, for a shell, that train by ``schedule``, which is at ``path``. ``drive`` is the directory on the
+    drive."""
     at = f" --user-defined-schedule-nvme-path {quote(str(drive or 'DIRECTORY'))}" if schedule.uses_drive else ""
     return f"--user-defined-schedule {quote(str(path))}{at}"
 
 
 def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:
-    """That ``held_bytes`` are more than a limit allows; empty where they are not."""
+    """A text that says that ``held_bytes`` exceed a limit; empty if they do not."""
     if limit_bytes is None or held_bytes <= limit_bytes:
         return ""
     return f"does not fit: {held_bytes / GIB:.2f} GiB on {where}, of {limit_bytes / GIB:.2f}"

@@ -1,17 +1,20 @@
-"""The plan that holds least, for where no rule gives one: what every group keeps where, solved by CP-SAT.
+"""The plan that holds the fewest bytes, for the case that no rule gives a plan that fits. CP-SAT decides what every
+group keeps where.
 
 [Note: What is solved]
-Groups are layers, or large parameters of layers and the rest of them. At zero stage 3 they are whole while their layer
-computes, and no longer. Whole gradients that come and go are alone. What a rank holds while a layer computes is then a
-sum over its groups, each of which can be kept in a few ways: its gradients whole, in shards or in host memory, its
-shard on the device or in host memory. The model has one inequality for every layer of every rank, and one for every
-node. So where it has no solution nothing fits that is cut this way, and the refusal is true.
+Groups are layers, or large parameters of layers and the rest of these layers. At zero stage 3 a group is whole only
+while its layer computes. Whole gradients that come and go are allocated one at a time. Therefore what a rank holds
+while a layer computes is a sum over its groups. Each group can be kept in a few ways: its gradients whole, in shards or
+in host memory, and its shard on the device or in host memory. The model has one inequality for every layer of every
+rank, and one for every node. If the model has no solution, nothing that is cut this way fits, and the refusal is true.
 
-So far it is proven. What the optimizer takes of host memory besides is a bound, and where host memory is short the
-solver may stop before its answer is proven: then the plan that takes least of it is that of those found.
+This much is proven. The host memory that the optimizer takes in addition is only a bound. If host memory is short, the
+solver may also stop before its answer is proven. The plan that takes the least host memory is then the best of those
+that were found.
 
-Most refusals need no solver. The bytes of a moment are a sum over groups, so the sum of what each group needs at least
-is a bound. Mostly it is reached by keeping every group in the way that leaves least on the device between its uses.
+Most refusals need no solver. The bytes that a rank holds at one moment are a sum over groups, so the sum of each
+group's minimum is a lower bound. Mostly this bound is reached by keeping every group in the way that leaves the fewest
+bytes on the device between its uses.
 """
 
 from __future__ import annotations
@@ -49,15 +52,23 @@ from megatron_ext.workload.workload import Chunk, Limits, Parameter, Workload
 MOST_BYTES = 1 << 50
 
 WORK = 2.0
-"""On one model, in CP-SAT's own measure, which is deterministic."""
+"""Work on one model, in CP-SAT's own measure, which is deterministic."""
 
 Aim = Literal["time", "device", "host"]
 
 
 class Way(NamedTuple):
-    """One way to keep a group: bytes on the device throughout and around its layers, whole, buffered, of the buffer in
-    which the optimizer there rounds parameters, and of the gradient that it gets there; bytes in host memory, and
-    pinned ones of these, and of the slots there by which its gradient comes; microseconds of links."""
+    """One way to keep a group.
+
+    Attributes:
+        throughout, around: bytes on the device during the whole iteration, and around the group's layers.
+        buffer: bytes of its buffers on the device.
+        rounding: bytes of the buffer in which the optimizer on the device rounds parameters.
+        brought: bytes of the gradient that is brought to the optimizer on the device.
+        host, pinned: bytes in host memory without ``slots``, and how many of these are pinned.
+        slots: bytes of the slots in host memory through which its gradient comes.
+        cost_us: microseconds for which it occupies links.
+    """
 
     kept: Residency
     route: Route
@@ -73,7 +84,7 @@ class Way(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """While a layer computes. ``before``: chunks whose backwards were before, the last first, each once."""
+    """One layer computing. ``before``: chunks whose backwards ran before, the most recent first, each chunk once."""
 
     chunk: int
     backward: bool
@@ -82,11 +93,13 @@ class Moment(NamedTuple):
 
 
 def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
-    """The fastest plan of those that hold least, within ``limits.device_bytes`` and the limits of host memory.
+    """The fastest of the plans that hold the fewest bytes and keep ``limits.device_bytes`` and the limits of host
+    memory.
 
     Raises:
-        InputError: nothing that is cut this way fits, with what the rank then holds at least and what is missing; or
-            no plan was found that a node has room for, with what that which takes least holds there.
+        InputError: nothing that is cut this way fits; the message has the least that the rank then holds and how much
+            is missing. Or no plan was found that fits into a node's host memory; the message has what the plan that
+            takes the least holds there.
     """
     models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
     for model in models:
@@ -129,21 +142,21 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
 
 
 def _fullest(schedule: Schedule, workload: Workload) -> tuple[int, RankMemory]:
-    """The rank that holds most on its device, and what it holds."""
+    """The rank that holds most on its device, and its memory bill."""
     bills = enumerate(bill.memory for bill in memory_bill(schedule, workload))
     return max(bills, key=lambda item: item[1].device_total_bytes)
 
 
 class _Model:
-    """All groups of a workload by one rule, and the ways to keep each.
+    """All groups of a workload, cut by one rule, and the ways to keep each group.
 
     Args:
-        cut: makes the groups of a chunk.
+        cut: the rule that makes the groups of a chunk.
     """
 
     def __init__(self, problem: Problem, reliefs, cut):
         self.workload, self.timing, self.routes, *_ = workload, timing, *_ = problem
-        first = workload.with_limits(whole_parameter_bytes=1)  # whole just before its layer
+        first = workload.with_limits(whole_parameter_bytes=1)  # whole only just before its layer computes
         self.streams = [replace(stock_schedule(work, cut), limits=workload.limits) for work in (workload, first)]
         groups = self.streams[0].groups
         self.offloader = Offloader(workload, Rule(None, tuple(reliefs)), timing)
@@ -175,15 +188,15 @@ class _Model:
 
     @cached_property
     def least(self) -> tuple[float, Schedule | None]:
-        """Bytes that the fullest rank holds on its device at least, whatever the host has room for; and the plan that
-        keeps every group so that it leaves the fewest bytes there between its uses, which mostly holds no more.
-        Infinite and None where a group can be kept in no way.
+        """The least bytes that the fullest rank holds on its device, whatever room the host has; and the plan that
+        keeps every group in the way that leaves the fewest bytes on the device between its uses. Mostly this plan holds
+        no more than the least. Infinite and None if there is a group that can be kept in no way.
 
-        For given buffers, a moment needs at least the sum of what each group needs then.
+        For given buffers, the bytes at one moment are at least the sum of what each group needs at that moment.
         """
         least, chosen = 0.0, dict[int, Way]()
         for rank, indices, _ in self.ranks:
-            past = []  # size and, by group, how many whole gradients there are if it comes and goes
+            past = []  # size, and by group that comes and goes: the number of its whole gradients
             for moment, size in self._moments(rank).items():
                 around = {index: int(moment.backward) for index, _ in self._here(rank, moment)}
                 index, reduced = next(self._events(rank, moment), (0, False))
@@ -197,7 +210,7 @@ class _Model:
         return least, self._schedule(self.streams[1], [chosen[index] for index in range(len(chosen))])
 
     def _least_of_rank(self, rank: int, past, buffer: int, rounding: int) -> tuple[float, dict[int, Way]]:
-        """:attr:`least` of one rank whose buffers have these bytes."""
+        """:attr:`least` for one rank whose buffers have these bytes."""
         caps = lambda way: way.buffer <= buffer and way.rounding <= rounding
         usable = {index: [*filter(caps, self.ways[index])] for index in self.ranks[rank][1]}
         if not all(usable.values()):
@@ -211,17 +224,17 @@ class _Model:
         return self.offloader.fixed[rank] + buffer + rounding + held, found
 
     def _whole(self, rank: int) -> int:
-        """Bytes of parameters that are whole throughout."""
+        """Bytes of parameters that are whole during the whole iteration."""
         return 0 if self.workload.zero_stage == 3 else sum(one.group.bytes for one in self.ranks[rank][2])
 
     def _here(self, rank: int, moment: Moment) -> list[tuple[int, OffloadCosts]]:
-        """The groups that the layer of ``moment`` uses."""
+        """The groups that the layer of ``moment`` uses, with their indices."""
         _, indices, weighed = self.ranks[rank]
         here = ((i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk)
         return [(i, one) for i, one in here if one.span[0] <= moment.layer <= one.span[1]]
 
     def plan(self) -> Schedule | None:
-        """The fastest plan that keeps all limits; None where this model has none."""
+        """The fastest plan that keeps all limits; None if this model has no such plan."""
         limits = self.workload.limits
         if self.least[0] > (limits.device_bytes or 0):
             return None
@@ -231,8 +244,9 @@ class _Model:
         return self.finished(found) if found is not None and self._keeps(found) else None
 
     def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
-        """The plan with the least time of links, the least of the rank that holds most on its device (whatever
-        ``limits.device_bytes``), or the least of the node that holds most; None where none keeps ``limits``."""
+        """The plan that minimises ``aim``: the time of links, the bytes of the rank that holds most on its device
+        (without regard to ``limits.device_bytes``), or the bytes of the node that holds most. None if no plan keeps
+        ``limits``."""
         model = cp_model.CpModel()
         chosen = {index: [model.new_bool_var("") for _ in ways] for index, ways in self.ways.items()}
         for flags in chosen.values():
@@ -267,7 +281,7 @@ class _Model:
         )
 
     def _most(self, model: cp_model.CpModel, chosen, indices: Iterable[int], name: str):
-        """The largest of what groups need one after the other."""
+        """The largest of the bytes that these groups need one after the other."""
         most = model.new_int_var(0, MOST_BYTES, "")
         for index in indices:
             for way, flag in zip(self.ways[index], chosen[index]):
@@ -276,7 +290,7 @@ class _Model:
         return most
 
     def _nodes(self, model: cp_model.CpModel, chosen, name: Literal["host", "pinned"]) -> list:
-        """What the ranks of each node hold in host memory."""
+        """The bytes that the ranks of each node hold in host memory."""
         ranks = range(len(self.ranks))
         counts = [on_nodes(self.workload, [int(rank == other) for other in ranks]) for rank in ranks]
         sums = [self._sum(chosen, indices, name) for _, indices, _ in self.ranks]
@@ -287,7 +301,8 @@ class _Model:
         return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
-        """What a rank holds on its device while each of its layers computes, and while its optimizer steps."""
+        """The bytes that a rank holds on its device while each of its layers computes, and while its optimizer
+        steps."""
         for rank, indices, _ in self.ranks:
             buffers = sum(self._most(model, chosen, indices, name) for name in ("buffer", "rounding"))
             resting = self.offloader.fixed[rank] + self._sum(chosen, indices, "throughout") + buffers
@@ -299,7 +314,8 @@ class _Model:
                 yield resting + size + around + self._on_its_way(model, chosen, rank, moment, known)
 
     def _moments(self, rank: int) -> dict[Moment, int]:
-        """Every layer of every step, alike ones once, and the most bytes of whole parameters and activations there."""
+        """Every layer of every step (equal ones once), and the most bytes of whole parameters and activations at that
+        layer."""
         found: dict[Moment, int] = {}
         before: tuple[int, ...] = ()
         for chunk, backward, saved in activations(self.workload, rank):
@@ -311,8 +327,8 @@ class _Model:
         return {moment: size + used(moment) for moment, size in found.items()}
 
     def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment, known: dict[tuple, tuple]):
-        """The gradient that was reduced last, if no other has been allocated since: they are all alone. ``known``: what
-        moments share, which have most of their past in common."""
+        """The gradient that was reduced last, if no other has been allocated since then: whole gradients are allocated
+        one at a time. ``known`` holds the variables that moments share, because most of their past is the same."""
         latest, most, sizes = 0, 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
         for event in [*self._events(rank, moment)][::-1]:  # the earliest first
             (index, reduced), key = event, (*event, latest if isinstance(latest, int) else latest.index)
@@ -327,7 +343,8 @@ class _Model:
         return latest
 
     def _events(self, rank: int, moment: Moment) -> Iterator[tuple[int, bool]]:
-        """Gradients that come and go, before a moment, the latest first: which, and whether reduced or allocated."""
+        """Events of gradients that come and go, before a moment, the latest first: the group, and whether its gradient
+        was reduced (or else allocated)."""
         _, indices, weighed = self.ranks[rank]
         chunks = [(moment.chunk, moment.layer), *((c, 0) for c in moment.before)] if moment.backward else []
         for number, (chunk, lowest) in enumerate(chunks or [(c, 0) for c in moment.before]):
@@ -342,8 +359,9 @@ class _Model:
         return validate(rerouted(replace(stream, groups=groups), lambda action: ways[action.group].route))
 
     def finished(self, found: Schedule) -> Schedule:
-        """The fastest of ``found`` and the same with each layer gathered while the one before computes, and with what
-        rests in host memory brought by host copies, as far as that keeps the limits."""
+        """The fastest of up to four variants of ``found`` that keep the limits. Each layer is gathered just before it
+        computes or while the previous layer computes. Groups that come by ``cpu_shard`` keep that route, or come by
+        host copies."""
         routes: dict[int, Route] = {action.group: action.route for action in found.unshards}
         ways = [routes]
         if HOST_COPY in self.routes:

@@ -1,8 +1,8 @@
 """Dividing a block between links so that they finish together.
 
-The finish of several links that start together is earliest when all of them finish at the
-same moment (the equal-finish split of divisible loads; FlexLink, arXiv 2510.15882, moves a
-share of a collective to PCIe by the same rule).
+The finish of several links that start together is earliest if all of them finish at the same moment. This is the
+equal-finish split of divisible loads; FlexLink (arXiv 2510.15882) moves a share of a collective to PCIe by the same
+rule.
 """
 
 from functools import lru_cache
@@ -16,7 +16,7 @@ from megatron_ext.workload.workload import Parameter, group_ranks
 
 
 def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
-    """A gather by ``route`` while ``beside`` other links are busy."""
+    """Microseconds of a gather by ``route`` while ``beside`` other links are busy."""
     if size <= 0:
         return 0.0
     us = timing.fastest_us(route, size)
@@ -27,10 +27,10 @@ def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
 
 
 def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[str, int]:
-    """Bytes of ``size`` for each of ``routes`` so that the last one finishes as early as may be.
+    """Bytes of ``size`` for each of ``routes``, so that the last route finishes as early as possible.
 
-    Found by halving the time: a link takes as many bytes as it can bring in that time. A link
-    whose smallest measured gather is slower than that takes none.
+    The time is found by bisection: a link takes as many bytes as it can bring in that time. A link takes no bytes if
+    its smallest measured gather is slower than that.
     """
     if len(routes) == 1:
         return {routes[0]: size}
@@ -67,12 +67,12 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
 def part_of(
     parameters: list[Parameter], target: int, *, at_most: bool = False
 ) -> tuple[list[Parameter], list[Parameter]]:
-    """Parameters in two parts, the first of about ``target`` bytes, or of ``target`` bytes ``at_most``: largest first,
-    whatever still fits; both in execution order."""
+    """Split parameters into two parts, both in execution order. The first part has about ``target`` bytes, or no more
+    than ``target`` bytes if ``at_most``: from the largest on, every parameter that still fits."""
     chosen: set[str] = set()
     left = target
     for parameter in sorted(parameters, key=lambda p: (-p.bytes, p.name)):
-        # Taking it must bring the part nearer to its target than leaving it out.
+        # A parameter is taken if the part is then nearer to its target than without it.
         if parameter.bytes <= (left if at_most else 2 * left):
             chosen.add(parameter.name)
             left -= parameter.bytes
@@ -81,9 +81,9 @@ def part_of(
 
 
 def splitter(timing: Timing, routes: tuple[Route, ...]):
-    """A rule for :func:`megatron_ext.planner.blocks.make_blocks`: one group for each link."""
+    """A rule for :func:`megatron_ext.planner.blocks.make_blocks` that makes one group for each link."""
 
-    # Layers are alike.
+    # Layers are alike, so their shares are computed once.
     shares_of = lru_cache(maxsize=None)(lambda size, ranks: equal_finish(timing.among(ranks), size, routes))
 
     def split(parameters: list[Parameter]) -> list[list[Parameter]]:
@@ -96,14 +96,14 @@ def splitter(timing: Timing, routes: tuple[Route, ...]):
 
         def finish(cut: tuple[list[Parameter], list[Parameter]], route: str) -> float:
             sizes = [sum(p.bytes for p in part) for part in cut]
-            sizes[1] -= sum(shares[other] for other in others[others.index(route) + 1 :])  # goes by these later
+            sizes[1] -= sum(shares[other] for other in others[others.index(route) + 1 :])  # go by later links
             try:
                 return max(finish_us(own, name, size, len(others)) for name, size in zip((route, largest), sizes))
-            except InputError:  # a size that was not measured
+            except InputError:  # the size was not measured
                 return inf
 
         for route in others:
-            # A little too much by a slow link can cost more than it saves.
+            # A few bytes too many on a slow link can cost more than they save.
             cuts = [part_of(rest, shares[route], at_most=at_most) for at_most in (False, True)]
             part, rest = min(cuts, key=lambda cut: finish(cut, route))
             if part and rest:

@@ -1,8 +1,8 @@
-"""Small cases in little memory: decisions changed one by one, by simulated annealing (Kirkpatrick, Gelatt and Vecchi,
-Science 1983), for several ways to make groups.
+"""Small cases with little memory: simulated annealing (Kirkpatrick, Gelatt and Vecchi, Science 1983) changes decisions
+one by one, for several ways to make groups.
 
-A placement pass keeps what is used next (Belady 1966) and prefetches by one horizon. Where layers are unequal and
-memory is tight, the best schedule does neither everywhere.
+A placement pass keeps the groups that are used next (Belady 1966) and prefetches by one horizon. If layers are unequal
+and memory is tight, the best schedule does neither at every place.
 """
 
 import contextlib
@@ -26,30 +26,30 @@ from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 CHANGES = 160
-"""Changes that are simulated for every gap, over all groupings."""
+"""Number of changes that are simulated per gap, over all groupings."""
 
 MOST_CHANGES = 5000
-"""The most changes that are simulated, which takes some seconds."""
+"""The largest number of changes that are simulated. They take some seconds."""
 
 GROUPINGS, FINALISTS = 10, 3
-"""Groupings that share the first half of the changes; the best of them gets the second half."""
+"""Groupings that share the first half of the changes; the best of these, which get the second half."""
 
 EXCHANGES = 0.15
-"""Part of the changes that exchange host copies, where pinned memory is limited."""
+"""Share of the changes that exchange host copies, if pinned memory is limited."""
 
 HOTTEST, COLDEST = 3e-3, 2e-4
 """Temperatures at the beginning and at the end, as parts of the iteration time."""
 
 EXPOSED = 1e-3
-"""Weight of exposed time next to iteration time: it tells schedules of the same length apart."""
+"""Weight of exposed time relative to iteration time. It decides between schedules with the same iteration time."""
 
 
 def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedule, float]:
     """A schedule that is no slower than ``known``, and its simulated iteration time.
 
     Args:
-        known, known_us: a schedule without staging slots and its simulated iteration time; one that reaches the bound
-            is not improved.
+        known, known_us: a schedule without staging slots, and its simulated iteration time. A schedule that reaches the
+            bound is not improved.
     """
     found = [
         Annealing(*problem[:2], made, known if made.blocks.groups == known.groups else None)
@@ -63,13 +63,14 @@ def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedul
                 one.run(int(min(CHANGES * one.number_of_gaps, MOST_CHANGES) * part))
     for one in found:
         if one.best is not None and one.best_us < known_us * (1 - 1e-9):
-            with contextlib.suppress(InputError):  # not valid: changes keep memory and order only
+            with contextlib.suppress(InputError):  # the schedule is not valid: changes keep memory and order only
                 known, known_us = validate(one.best), one.best_us
     return known, known_us
 
 
 def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
-    """The groups of ``known``, and the best others by estimate; one of those that are the same."""
+    """The groups of ``known``, and the best other groupings by estimate. Of groupings with the same groups only one is
+    kept."""
     every = Search(problem)
     every.also_halved()
     best: dict[tuple, tuple[float, Settings]] = {}
@@ -85,7 +86,7 @@ def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
 
 
 class Annealing:
-    """One grouping: its present decisions and the best schedule so far."""
+    """Simulated annealing of one grouping: its present decisions and the best schedule so far."""
 
     def __init__(self, workload: Workload, timing: Timing, given: Grouping, known: Schedule | None = None):
         self.workload, self.timing, (self.blocks, self.choices) = workload, timing, given
@@ -102,11 +103,11 @@ class Annealing:
         self.best: Schedule | None = None
         self.best_us = inf
         self.costs: dict[tuple, float] = {}
-        """By gathers: different decisions often give the same."""
+        """By gathers, because different decisions often lead to the same gathers."""
         self.us, self.now = min(((self.cost(one), one) for one in (as_it_is, early)), key=lambda item: item[0])
 
     def cost(self, decisions: list[Decisions]) -> float:
-        """Simulated iteration time, and a little of what is exposed; infinite where a limit is not kept."""
+        """Simulated iteration time plus a small part of the exposed time; infinite if a limit is exceeded."""
         made = [placed(one) for placed, one in zip(self.placed, decisions)]
         placed, freed = [one[0] for one in made if one], [one[1] for one in made if one]
         if len(placed) < len(made):
@@ -127,7 +128,7 @@ class Annealing:
         return result.iteration_time_us + EXPOSED * sum(result.exposed_us) / len(result.exposed_us)
 
     def run(self, changes: int) -> None:
-        """Simulate so many changes, cooling down; at most ten times as many are tried."""
+        """Simulate ``changes`` changes while the temperature falls. At most ten times as many are tried."""
         done, base = 0, self.best_us
         for _ in range(10 * changes):
             if done == changes:
@@ -152,7 +153,8 @@ class Annealing:
                 self.us, self.now = us, decisions
 
     def _exchanged(self) -> list[Decisions]:
-        """One group gives up its host copy to another, which may be of another rank; all their gathers change route."""
+        """One group gives its host copy up to another group, which may belong to another rank. All gathers of both
+        change their route."""
         decisions = list(self.now)
         hosted, others = [], []
         for number, rank in enumerate(self.ranks):
@@ -168,14 +170,14 @@ class Annealing:
                 decisions[number] = decisions[number]._replace(routes=tuple(routes))
         return decisions
 
-    # Neighbours of decisions, drawn by chance; None where the draw gave none.
+    # Neighbours of decisions, drawn at random; None if the draw gave no neighbour.
 
     def _routes(self, group: int) -> list[Route]:
         choices = self.choices
         return [route for route in choices.routes if not kind_of(route).gathers or choices.may_take(route, group)]
 
     def _some_of_group(self, rank: RankGaps) -> list[int]:
-        """A gap, or some that follow each other of the same group."""
+        """One gap, or several consecutive gaps of the same group."""
         number = self.random.randrange(len(rank.gaps))
         mine = rank.of_group[rank.gaps[number].group]
         first = mine.index(number)
@@ -183,7 +185,7 @@ class Annealing:
         return mine[first : first + count]
 
     def _stay(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
-        """Let a group stay over some gaps, or gather it there; what stays must make room."""
+        """Keep a group whole over some gaps, or gather it there. If it stays whole, other groups make room for it."""
         mine = [n for n in self._some_of_group(rank) if rank.gaps[n].after >= 0 and n not in rank.fixed]
         if not mine:
             return None
@@ -204,7 +206,8 @@ class Annealing:
         return self._gathered(rank, decisions._replace(kept=kept, order=order), given_up)
 
     def _gathered(self, rank: RankGaps, decisions: Decisions, numbers: list[int]) -> Decisions:
-        """With gathers in these gaps, ordered by use, a little earlier by chance."""
+        """The decisions with gathers in these gaps, in the order of their uses, or at random a little earlier in that
+        order."""
         order, routes, earliest = list(decisions.order), list(decisions.routes), list(decisions.earliest)
         for number in numbers:
             before = [n for n, other in enumerate(order) if rank.gaps[other].use < rank.gaps[number].use]
@@ -215,7 +218,7 @@ class Annealing:
         return Decisions(decisions.kept - set(numbers), tuple(order), tuple(routes), tuple(earliest))
 
     def _reroute(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
-        """Send some gathers of a group by another route; where host memory is short another group gives up its copy."""
+        """Send some gathers of a group by another route. If host memory is short, another group gives up its copy."""
         mine = [number for number in self._some_of_group(rank) if number not in decisions.kept]
         if not mine:
             return None
@@ -250,7 +253,7 @@ class Annealing:
         return decisions._replace(order=tuple(order), earliest=tuple(earliest))
 
     def _delay(self, rank: RankGaps, decisions: Decisions) -> Decisions | None:
-        """Issue a gather not before some use, or as early as may be."""
+        """Issue a gather not before some use, or as early as possible."""
         if not decisions.order:
             return None
         number = self.random.choice(decisions.order)

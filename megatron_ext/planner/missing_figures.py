@@ -1,8 +1,8 @@
-"""What a prediction needs and the cost table lacks: refused by name, or taken from a range.
+"""Figures that a prediction needs and the cost table lacks. They are refused by name or taken from a range.
 
 [Note: What is refused and what is not]
-A curve that is missing is refused: nothing says how long its work takes. What else is missing has a range
-(:mod:`megatron_ext.cost.missing_ranges`): a prediction is then an interval, and so is the gain of a plan.
+A missing curve is refused, because nothing says how long that operation takes. Every other missing figure has a range
+(:mod:`megatron_ext.cost.missing_ranges`). A prediction is then an interval, and so is the gain of a plan.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,13 @@ _OPTIONS = {
     "host_step": _ON_HOST,
     "device_step": _ON_HOST,
 }
-"""Of ``measure``, by missing curve; others are links by their names."""
+"""Options of ``measure``, by missing curve. Curves that are not listed are links, and their option has the link's
+name."""
 
 
 class Interval(NamedTuple):
-    """Iteration times with what was not measured at its fastest and at its slowest, and what that is."""
+    """Iteration times if the unmeasured figures are at their fastest and at their slowest, and the names of these
+    figures."""
 
     low_us: float
     high_us: float
@@ -43,7 +45,8 @@ class Interval(NamedTuple):
 
 
 def refuse_missing(names: Sequence[str], *, file=None) -> None:
-    """Raises InputError where a curve that the prediction needs is missing, with the commands that give it."""
+    """Raises InputError if a curve that the prediction needs is missing. The message has the commands that measure
+    it."""
     if names:
         curves = [name.partition(".algorithms")[0] for name in names]
         options = " ".join(dict.fromkeys(_OPTIONS.get(name, f"--links {name}") for name in curves))

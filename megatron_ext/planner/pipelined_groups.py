@@ -1,9 +1,8 @@
-"""Group sizes for gathering a chunk while it computes: few calls, but no long wait for the first.
+"""Group sizes for gathering a chunk while it computes: few calls, but no long wait for the first group.
 
-Source: PipeSwitch (Bai, Zhang, Zhu and Jin, OSDI 2020), which finds the grouping of layers that
-lets transfer and compute overlap best. Here by dynamic programming over prefixes of layers;
-of each prefix the groupings are kept that no other grouping beats in both the end of transfer and the end
-of compute.
+Source: PipeSwitch (Bai, Zhang, Zhu and Jin, OSDI 2020), which finds the grouping of layers that lets transfer and
+compute overlap best. Here a dynamic program runs over prefixes of layers. For each prefix it keeps the groupings that
+no other grouping beats both in the end of transfer and in the end of compute.
 """
 
 from megatron_ext.bounds.least_loads import layer_bytes
@@ -11,14 +10,14 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Chunk
 
 MOST_KEPT = 16
-"""Groupings kept of one prefix: the front is short in practice."""
+"""Most groupings that are kept for one prefix. The front is short in practice."""
 
 
 def pipelined_cut(timing: Timing, chunk: Chunk, route: str, limit: int | None = None) -> list[int]:
-    """First layers of the groups for the earliest end of the chunk's forward, all gathered by ``route``.
+    """First layers of the groups with which the chunk's forward ends earliest, if all are gathered by ``route``.
 
     Args:
-        limit: most bytes of a group of several layers; None is unlimited.
+        limit: most bytes of a group of several layers; None means unlimited.
     """
     sizes, parallel = layer_bytes(chunk), timing.workload.parallel
     kinds = [(timing.among(parallel.ranks_of(expert)), layer_bytes(chunk, expert)) for expert in (False, True)]

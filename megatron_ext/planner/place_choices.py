@@ -14,7 +14,8 @@ from megatron_ext.workload.workload import Workload
 def choices_of(
     workload: Workload, blocks: Blocks, horizon_us: float, routes: tuple[Route, ...], order: int = 0
 ) -> Choices:
-    """Host copies and staging slots for as many groups as may have them, where ``routes`` read them."""
+    """Choices of a placement pass: host copies and staging slots for as many groups as the limits allow, if ``routes``
+    read them."""
     kinds = [kind_of(route) for route in routes]
     copied, slots = any(kind.reads_host_copy for kind in kinds), any(kind.staged for kind in kinds)
     hosted = hosted_groups(workload, blocks, order) if copied else frozenset()
@@ -24,8 +25,8 @@ def choices_of(
 def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:
     """Groups that may have a host copy: all, or as many as fit the pinned memory.
 
-    ``order`` says who comes first: 0 the first groups of every rank, 1 the first ranks, 2 the
-    last ranks, 3 the largest groups; 4 is 0 with all optimizer states in memory.
+    ``order`` says which groups come first: 0 the first groups of every rank, 1 the first ranks, 2 the last ranks, 3 the
+    largest groups. 4 is the same as 0, but with all optimizer states in memory.
     """
     groups, every = blocks.groups, range(len(blocks.groups))
     limit = pinned_limit(workload, groups, states_in_memory=order == 4)
@@ -42,7 +43,7 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
         lambda g: (-groups[g].bytes, groups[g].model_chunk_id, place[g], groups[g].pp_rank, g),
     )
     chosen: set[int] = set()
-    # Staging slots are pinned too: reserve bytes for them where they may be used.
+    # Staging slots are pinned as well: reserve bytes for them if they may be used.
     reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
     for group in sorted(every, key=keys[order % 4]):
         chosen.add(group)
@@ -52,7 +53,7 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
 
 
 def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) -> frozenset[int]:
-    """Groups that may go through staging slots: those without a host copy that fit a slot, if slots fit at all."""
+    """Groups that may go through staging slots: groups without a host copy that fit a slot, if slots fit at all."""
     limits, groups = workload.limits, blocks.groups
     if not limits.nvme_slots:
         return frozenset()
@@ -63,8 +64,8 @@ def staged_groups(workload: Workload, blocks: Blocks, hosted: frozenset[int]) ->
 
 
 def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
-    """Sets of routes worth trying, the richest first. A set without gathers of device shards cannot fall back on them,
-    so it must be host copies alone."""
+    """Sets of routes worth trying, the richest first. A set without gathers of device shards has no all-gather to fall
+    back to, so it must consist of host copies alone."""
     kinds = [kind_of(route) for route in routes]
     gathers, copies = (
         tuple(kind.name for kind in kinds if chosen(kind))
@@ -82,7 +83,8 @@ def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
 
 
 def horizons(workload: Workload, timing: Timing) -> list[float]:
-    """Times to look ahead, by factors of about 1.4 from one layer's compute to everything."""
+    """Times in microseconds to look ahead: 0, then one layer's compute and longer times by factors of about 1.4 up to
+    the whole iteration, then infinity."""
     if workload.zero_stage < 3 and not workload.limits.nvme_slots:
         return [inf]
     layers = [us for row in timing.layers for times in row for us in times.forward]

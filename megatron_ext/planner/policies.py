@@ -1,4 +1,4 @@
-"""Costs in, schedule out: one function for every policy, and the table of policies."""
+"""Costs in, schedule out: one function for all policies, and the table of policies."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -32,22 +32,24 @@ from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE, kind_of
 from megatron_ext.workload.workload import Workload
 
 ROUNDS = 2
-"""Of changing decisions one by one and solving small groupings, in little memory; the second if solving helped."""
+"""How often decisions are changed one by one and small groupings are solved, if memory is short. The second round runs
+only if solving helped."""
 
 PROVEN = 1e-4
-"""Largest gap to a bound that counts as none: CP-SAT's units of time."""
+"""The largest gap to a bound that counts as no gap. It comes from CP-SAT's units of time."""
 
 
 class Found(NamedTuple):
-    """Where groups are cut and kept and gathers placed, the fastest first of what is worth finishing, and the iteration
-    times of other policies by name."""
+    """Schedules in which groups are cut and kept and gathers are placed: those that are worth finishing, the fastest
+    first. ``baselines_us``: iteration times of other policies by name."""
 
     schedules: tuple[Schedule, ...]
     baselines_us: dict[str, float] = {}
 
 
 def plan(workload: Workload, table: CostTable, **how) -> Schedule:
-    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction: see :func:`planned`."""
+    """A valid schedule for ``workload`` on the machines of ``table``, with its prediction. Arguments: see
+    :func:`planned`."""
     return planned(workload, table, **how).schedule
 
 
@@ -66,8 +68,8 @@ def planned(
         policy: one of :data:`POLICIES`.
         cost_table_sha256: stored in the schedule's metadata.
         extrapolate: read cost curves outside their measured range.
-        compare: within ``limits.device_bytes`` at zero stages 2 and 3, plan by all-gathers alone as well, for the
-            prediction's baselines and as the plan where that is faster. It takes as long again.
+        compare: if ``limits.device_bytes`` is set at zero stage 2 or 3, also plan with all-gathers alone. That plan is
+            a baseline of the prediction, and it is chosen if it is faster. This doubles the planning time.
 
     Raises:
         InputError: the workload cannot fit, the limits contradict each other, the policy is
@@ -76,7 +78,7 @@ def planned(
     chosen = check_policy(policy)
     problem = problem_of(workload, table, offloads=chosen.offloads, extrapolate=extrapolate)
     problem = problem._replace(compares=compare)
-    found = chosen.find(problem, policy)  # the passes cut, offload and place
+    found = chosen.find(problem, policy)  # runs the passes cut, offload and place
     workload, given = problem.workload, []
     for each in found.schedules:
         given.append(Candidate(workload, problem.timing, each).decided("cut", _compared(each, found, chosen.fixes)))
@@ -94,7 +96,7 @@ def planned(
 
 
 def _compared(schedule: Schedule, found: Found, fixed: str) -> str:
-    """What the groups and gathers of a plan were compared with."""
+    """A text that names the policies that the groups and gathers of a plan were compared with, and their times."""
     times = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in found.baselines_us.items())
     rule = schedule.metadata.options.rule
     said = f"the policy fixes {fixed}"
@@ -103,7 +105,7 @@ def _compared(schedule: Schedule, found: Found, fixed: str) -> str:
 
 
 def check_policy(policy: str) -> "Policy":
-    """The row of the table. Raises InputError where there is no such policy."""
+    """The row of the table of policies. Raises InputError if there is no such policy."""
     if policy.startswith("random:"):
         _seed(policy)
         return POLICIES["random:SEED"]
@@ -120,12 +122,12 @@ def _seed(policy: str) -> int:
 
 
 def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
-    """The best of everything that can be planned, by simulation: no baseline or quick plan that relieves as much memory
-    is faster (``RELIEF_WEIGHT``).
+    """The plan that is fastest by simulation, of everything that can be planned. No baseline or quick plan that
+    relieves as much memory is faster (``RELIEF_WEIGHT``).
 
-    What cannot be simulated (a group larger than any that was measured, host copies that do
-    not fit) is no candidate; only if nothing is left does a reason count. Where no schedule is faster than a
-    baseline, the plan is the baseline and its options name it, and why the search gave nothing.
+    A plan that cannot be simulated is no candidate, for example if a group is larger than any that was measured, or if
+    host copies do not fit. The reason is only reported if no plan is left. If no schedule is faster than a baseline,
+    the plan is the baseline. Its options name the baseline, and say why the search found nothing.
     """
     workload, timing, quick = problem.workload, problem.timing, _quick(problem)
     ways: dict[str, Callable[[], Schedule]] = {}
@@ -151,7 +153,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
     names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))
     chosen, failed = names[:1], reasons.get("hybrid")
-    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps by them
+    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
         chosen += [*gathers[:1], *[name for name in names if name in quick][:PLACED]]
     schedules = {name: found[name][1] for name in chosen}
@@ -162,11 +164,12 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
 
 
 def _quick(problem: Problem) -> dict[str, Schedule]:
-    """Quick plans by name, where something is decided that the search for gathers does not know."""
+    """Quick plans by name, if something is decided that the search for gathers does not consider: what is offloaded, or
+    the host's step."""
     if not (problem.offloads or problem.workload.optimizer.on_host):
         return {}
     found, rounds = {}, FewRounds(problem.workload, every=True)
-    with contextlib.suppress(InputError):  # none fits
+    with contextlib.suppress(InputError):  # no quick plan fits
         for name, made in quick_schedules(rounds, [problem.timing]):
             with contextlib.suppress(InputError):
                 check_limits(made[0], problem.workload) if problem.offloads else validate(made[0])
@@ -193,7 +196,7 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
 
 
 def _exact(problem: Problem, _: str) -> Found:
-    """The exact solver's schedule, and the baselines' times."""
+    """The schedule of the exact solver, and the iteration times of the baselines."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
     found = _hybrid(problem)
@@ -221,7 +224,7 @@ def _by_rule(problem: Problem, policy: str) -> Found:
 
 
 def _that_fits(schedule: Schedule, policy: str) -> Schedule:
-    """Raise InputError where the schedule of a rule that does not count limits or padding does not fit."""
+    """Return ``schedule``. Raises InputError if it does not fit: some rules do not count limits or padding."""
     try:
         return validate(schedule)
     except InputError as error:
@@ -229,11 +232,12 @@ def _that_fits(schedule: Schedule, policy: str) -> Schedule:
 
 
 def _within_device_bytes(problem: Problem, given: Candidate) -> Candidate:
-    """A candidate that was made without offloading, with the shards in host memory that never come from the device; or
-    stock Megatron's own where at zero stage 1 the padding of the schedule's groups is too much.
+    """A candidate that was made without offloading. Shards whose groups never come from the device are put into host
+    memory. At zero stage 1 the result is stock Megatron's own schedule if the padding of the candidate's groups is too
+    large.
 
     Raises:
-        InputError: neither keeps ``limits.device_bytes``.
+        InputError: neither of them keeps ``limits.device_bytes``.
     """
     workload, limit = problem.workload, problem.workload.limits.device_bytes
     if limit is None or problem.offloads:
@@ -252,13 +256,13 @@ def _within_device_bytes(problem: Problem, given: Candidate) -> Candidate:
 
 
 def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candidate:
-    """The fastest by all passes; at zero stage 3, where whole parameters usually take all the room that the limit
-    leaves, also of plans that leave room for optimizer states on the device, in small cases."""
+    """The fastest candidate after all passes. At zero stage 3 whole parameters usually take all the room that the limit
+    leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases."""
     best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
     limit = workload.limits.device_bytes or 0
     for size in bytes_to_reserve(best) if is_small(workload) else ():
         less = workload.with_limits(device_bytes=limit - size)
-        with contextlib.suppress(InputError):  # so much room cannot be left
+        with contextlib.suppress(InputError):  # no plan leaves this much room
             made = plan_within_memory(problem._replace(workload=less), or_least=False)
             whole = replace(made, limits=replace(made.limits, device_bytes=limit))
             tried = finished(given[0]._replace(schedule=whole))
@@ -268,15 +272,15 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
 
 
 def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:
-    """As ``hybrid`` where the host steps, so that a plan's gain over it is by how parameters come."""
+    """Finish as ``hybrid`` does if the host steps, so that a plan's gain over this one comes from its gathers alone."""
     return (finished if problem.workload.optimizer.on_host else rest_as_must)(given[0])
 
 
 class Policy(NamedTuple):
     """Attributes:
-    fixes: what it does not choose.
-    find: the passes cut, offload and place.
-    finish: the passes step slots, rest states and host step.
+    fixes: what the policy does not choose.
+    find: runs the passes cut, offload and place.
+    finish: runs the passes step slots, rest states and host step.
     offloads: whether gradients and shards may go elsewhere to keep ``limits.device_bytes``.
     """
 
@@ -295,7 +299,7 @@ POLICIES["gathers-only"] = Policy("the route: all-gathers", _gathers_only, _fini
 
 
 def _check_own_work(schedule: Schedule, workload: Workload) -> None:
-    """Check the finished plan as a run would; a failure is a defect of the planner, not of the input."""
+    """Check the finished plan as a run does. A failure is a defect of the planner, not of the input."""
     try:
         match(validate(schedule), workload)
     except InputError as error:
@@ -303,8 +307,8 @@ def _check_own_work(schedule: Schedule, workload: Workload) -> None:
 
 
 def search_note(schedule: Schedule) -> str | None:
-    """A note for the reader where the plan is a baseline, because the search found nothing better, or of policy
-    ``exact`` what is proven; None otherwise."""
+    """A note for the reader if the plan is a baseline because the search found nothing better, or, for policy
+    ``exact``, what is proven. None otherwise."""
     options = schedule.metadata.options
     if options.proven_gap is not None:
         if options.proven_gap <= PROVEN:
@@ -318,8 +322,8 @@ def search_note(schedule: Schedule) -> str | None:
 
 
 def _options_of_run(schedule: Schedule, table: CostTable) -> PlanOptions:
-    """The schedule's options with what a run reads of the table: where it was measured, and how the drive is read
-    best."""
+    """The schedule's options with the figures of the table that a run reads: where the table was measured, and how the
+    drive is read best."""
     options, metadata, nvme = schedule.metadata.options, table.metadata, table.routes.nvme
     if not metadata.synthetic and (metadata.hardware or metadata.software):
         measured_on = MeasuredOn(hardware=metadata.hardware, software=metadata.software)

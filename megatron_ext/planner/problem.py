@@ -1,4 +1,5 @@
-"""What a plan is made for: a workload with the room that its limits leave, its costs, and the routes that are open."""
+"""The input of a planner: a workload with the room that its limits leave, its costs, and the routes that may be
+used."""
 
 from typing import NamedTuple
 
@@ -18,11 +19,11 @@ from megatron_ext.workload.workload import Workload
 
 class Problem(NamedTuple):
     """Attributes:
-    workload: with the bytes of whole parameters and of host copies that its limits leave.
-    routes: that may be used.
+    workload: has the bytes that its limits leave for whole parameters and for host copies.
+    routes: the routes that may be used.
     bound_us: a time that no schedule can beat.
     offloads: whether gradients, and at zero stage 3 shards, may go elsewhere to keep ``limits.device_bytes``.
-    compares: whether, where groups are offloaded, all-gathers alone are planned as well.
+    compares: whether plans with all-gathers alone are made as well, if groups are offloaded.
     """
 
     workload: Workload
@@ -37,7 +38,7 @@ def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapol
     """The problem of planning ``workload`` on the machines of ``table``.
 
     Args:
-        offloads: the policy knows how to plan gradients and shards that go elsewhere.
+        offloads: whether the policy can plan gradients and shards that go elsewhere.
 
     Raises:
         InputError: the workload cannot fit, the limits contradict each other, or nothing can be gathered.
@@ -55,7 +56,7 @@ def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapol
 
 
 def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
-    """Routes that the table offers, the limits allow, and the nodes can serve."""
+    """Routes that the table offers, the limits allow and the nodes can use."""
     limits = workload.limits
     copies = limits.pinned_host_bytes != 0 and _spreads_evenly(workload)
     return tuple(
@@ -64,17 +65,17 @@ def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
         if timing.offers(kind.name)
         and (copies or kind.gathers)
         and (limits.nvme_slots or not kind.staged)
-        and not kind.shard_from_host  # planned in place of all-gathers, where shards rest in host memory
+        and not kind.shard_from_host  # takes the place of all-gathers if shards rest in host memory
     )
 
 
 def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...]]:
-    """The workload with what ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes`` for host
-    copies, and the routes to plan with: those from the host alone where shards on the device leave too little, so that
-    all rest in host memory.
+    """The workload with the bytes that ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes``
+    for host copies, and the routes to plan with. If shards on the device leave too little room, all shards rest in host
+    memory, and only the routes from the host remain.
 
     Raises:
-        InputError: it cannot fit either way.
+        InputError: the workload cannot fit either way.
     """
     workload = with_host_room(workload)
     routes = usable_routes(workload, timing)
@@ -88,7 +89,7 @@ def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[
 
 
 def _spreads_evenly(workload: Workload) -> bool:
-    """Whether every node has as many of a group's replicas as another: host copies need it."""
+    """Whether all nodes have the same number of a group's replicas, which host copies require."""
     try:
         check_spread(workload.parallel)
     except InputError:
@@ -97,7 +98,7 @@ def _spreads_evenly(workload: Workload) -> bool:
 
 
 def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> None:
-    """Raises InputError where something must be gathered and no route is left for it."""
+    """Raises InputError if something must be gathered and no route is left for it."""
     if routes or not any(chunk.parameters for chunk in workload.chunks):
         return
     shut = " or ".join(route for route in ROUTES if timing.offers(route))

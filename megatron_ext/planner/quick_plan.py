@@ -1,9 +1,9 @@
-"""A good plan in a part of a second: rules and a few placement passes in place of a search, on few micro-batches.
+"""A good plan in a fraction of a second: rules and a few placement passes instead of a search, on few micro-batches.
 
 [Note: Few micro-batches]
-In the steady state of a pipeline every further round of micro-batches takes as long as the one before. So an iteration
-of many is simulated with two and with three rounds, and continued as a straight line. It takes as long as its busiest
-link all the same: that may be another one than in few rounds.
+In the steady state of a pipeline every further round of micro-batches takes as long as the one before. Therefore an
+iteration of many rounds is simulated with two and with three rounds and extrapolated linearly. The result is at least
+the time of the iteration's busiest link, which may be another link than in few rounds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,18 +38,18 @@ Made = tuple[str, tuple[Schedule, ...]]
 """A plan's name, and a schedule for every part of :class:`FewRounds`."""
 
 RELIEVED = 2
-"""Rules by which memory is relieved that are simulated: those whose transfers take least, of each kind of order."""
+"""Rules of relieving memory that are simulated: those whose transfers take the least time, of each kind of order."""
 ROOM_TRIED = 3
-"""Sizes of room for whole parameters, the least ones, that are tried until one works."""
+"""Sizes of the room for whole parameters that are tried, the smallest ones, until one works."""
 PLACED = 2
-"""Quick plans, the fastest, for which it is decided where optimizer states rest."""
+"""The number of quick plans, the fastest ones, for which the resting place of optimizer states is decided."""
 LAYERS_AHEAD = 8
-"""How far a placement pass prefetches at zero stage 3."""
+"""How many layers ahead a placement pass prefetches at zero stage 3."""
 
 
 class Times(NamedTuple):
-    """Of one iteration, in microseconds. ``busy_us``: by link, of the busiest rank. ``exposed_us``: compute of the rank
-    that waits longest waits for groups."""
+    """Times of one iteration in microseconds. ``busy_us``: by link, the time of the busiest rank. ``exposed_us``: the
+    time for which compute waits for groups, on the rank that waits longest."""
 
     iteration_time_us: float
     busy_us: dict[str, float]
@@ -57,7 +57,7 @@ class Times(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A plan by its name: a schedule for every part of :class:`FewRounds`, and its times."""
+    """A plan: its name, a schedule for every part of :class:`FewRounds`, and its times."""
 
     name: str
     schedules: tuple[Schedule, ...]
@@ -65,11 +65,11 @@ class Plan(NamedTuple):
 
 
 class FewRounds:
-    """A workload with the fewest micro-batches from which its iteration time follows; or with all, where ``every``.
+    """A workload with the fewest micro-batches from which its iteration time can be computed; with all if ``every``.
 
     Attributes:
-        parts: (workload, weight); the iteration time is the weighted sum of theirs.
-        steps: steps of one simulation, of all parts and pipeline ranks.
+        parts: (workload, weight); the iteration time is the weighted sum of the iteration times of these workloads.
+        steps: steps of one simulation, over all parts and pipeline ranks.
     """
 
     def __init__(self, workload: Workload, *, every: bool = False):
@@ -87,7 +87,7 @@ class FewRounds:
         return [Timing(part, table) for part, _ in self.parts]
 
     def times(self, timings: Sequence[Timing], schedules: Sequence[Schedule]) -> Times:
-        """Simulated times of schedules, one a part."""
+        """Simulated times of a plan, given one schedule for each part."""
         results = [run(part, timing, made) for (part, _), timing, made in zip(self.parts, timings, schedules)]
         total = lambda values: sum((weight * value for (_, weight), value in zip(self.parts, values)), 0.0)
         links = sorted({link for result in results for link in result.busy_us})
@@ -97,7 +97,7 @@ class FewRounds:
 
 
 def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) -> list[Plan]:
-    """:data:`PLACED` of those that can be simulated."""
+    """The :data:`PLACED` fastest plans of those that can be simulated."""
     found = []
     for name, schedules in made:
         with suppress(InputError):  # the table lacks the route, or a size was not measured
@@ -106,12 +106,12 @@ def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) 
 
 
 def quick_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Made]:
-    """By the rules that are best most often, of those that fit; the first by all-gathers alone (zero stages 1 and 2:
-    stock Megatron's with ``--overlap-param-gather``). Where ``limits.device_bytes`` leaves no room for that, and at
-    zero stage 3 in any case, :func:`relieved_schedules` as well.
+    """Schedules by the rules that are most often the best, as far as they fit. The first one uses all-gathers alone (at
+    zero stages 1 and 2: stock Megatron's with ``--overlap-param-gather``). If ``limits.device_bytes`` leaves no room
+    for these, and at zero stage 3 whenever that limit is set, :func:`relieved_schedules` are added.
 
     Raises:
-        InputError: none fits.
+        InputError: no schedule fits.
     """
     zero_stage, limits = rounds.parts[0][0].zero_stage, rounds.parts[0][0].limits
     relieved = relieved_schedules(rounds, timings, closely=closely)
@@ -124,7 +124,7 @@ def quick_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely: bo
         yield first
     else:
         for name, make in _rules(zero_stage):
-            with suppress(InputError):  # not for these limits, or the table lacks the route
+            with suppress(InputError):  # does not fit these limits, or the table lacks the route
                 yield name, tuple(map(make, parts, timings))
         if zero_stage < 3 or limits.device_bytes is None:
             return
@@ -139,7 +139,7 @@ def _rules(zero_stage: int) -> list[tuple[str, Make]]:
 
 
 def _placed(workload: Workload, timing: Timing, layers_ahead: float) -> Schedule:
-    """By layer, over all routes; below zero stage 3 every layer is divided between the links."""
+    """Gathers placed layer by layer, over all routes. Below zero stage 3 every layer is divided between the links."""
     routes = usable_routes(workload, timing)
     if len(routes) < 2:
         raise InputError("has no second route", field="routes")
@@ -164,11 +164,12 @@ def _by_layer(
 
 
 def relieved_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely: bool = False) -> Iterator[Made]:
-    """Plans at zero stages 2 and 3 with ``limits.device_bytes`` by layer, with gradients and shards elsewhere as far as
-    memory asks for it: by the rules of :mod:`megatron_ext.planner.within_memory` that cost least by link times.
+    """Plans by layer that keep ``limits.device_bytes`` at zero stages 2 and 3, with gradients and shards elsewhere as
+    far as memory requires it. They use the rules of :mod:`megatron_ext.planner.within_memory` that occupy links for the
+    shortest time.
 
     Args:
-        closely: large parameters apart from the rest of their layer, too, by several sets of routes.
+        closely: also try large parameters as groups of their own, and several sets of routes.
     """
     work, timing = rounds.parts[-1][0], timings[-1]
     routes, reliefs = reliefs_of(work, timing, usable_routes(work, timing))
@@ -179,7 +180,7 @@ def relieved_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely:
         for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:
             for rule in (rule for rule in tried if (rule.whole_bytes or 0) == size):
                 offloader = Offloader(work, rule, timing)
-                placed = offloader(blocks.groups)  # what is left next to so much room goes to whole parameters, too
+                placed = offloader(blocks.groups)  # the room that is left goes to whole parameters as well
                 if placed is not None and placed not in found:
                     found[placed] = offloader.cost_us(blocks.groups, placed), len(found), offloader.filled(placed)
             if found:

@@ -1,5 +1,5 @@
-"""Schedules for the other numbers of micro-batches that a growing batch reaches: what lies in memory is that of the
-planned schedule, gathers are placed anew."""
+"""Schedules for the other numbers of micro-batches that a growing batch has. They use the memory layout of the planned
+schedule; only gathers are placed again."""
 
 from collections.abc import Iterator
 from math import inf
@@ -28,7 +28,7 @@ from megatron_ext.workload.route import ON_DRIVE, ON_HOST, ROUTES, Route
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 3
-"""Best horizons by estimate that the simulator judges."""
+"""How many of the best horizons by estimate the simulator judges."""
 
 
 def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrapolate: bool = False) -> list[Schedule]:
@@ -46,7 +46,7 @@ def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrap
             try:
                 match(validate(tried), other)
                 us = run(other, timing, tried, bound_us=0.0).iteration_time_us
-            except InputError:  # memory is short this way
+            except InputError:  # this schedule does not fit into memory
                 continue
             if us < best_us:
                 best_us, best = us, tried
@@ -66,19 +66,19 @@ def ramp_us(ramp: list[Schedule]) -> dict[int, float]:
 
 
 def ramp_note(ramp: list[Schedule]) -> str | None:
-    """What was planned besides the plan, for the reader; None where that is nothing."""
+    """What was planned in addition to the plan, for the reader; None if nothing was."""
     times = ", ".join(f"{number}: {us / 1e3:.3f} ms" for number, us in ramp_us(ramp).items())
     return f"Before the batch is full, by number of micro-batches: {times}." if ramp else None
 
 
 def _candidates(planned: Schedule, workload: Workload, timing: Timing) -> Iterator[Schedule]:
-    """The rule that the plan follows, if it follows one, or gathers placed with several horizons."""
+    """The schedule of the rule that the plan follows, or else schedules with gathers placed by several horizons."""
     name = planned.metadata.options.rule or planned.metadata.planner
-    if name in BASELINES and name != "gathers-only":  # which is a search
+    if name in BASELINES and name != "gathers-only":  # gathers-only is a search, not a rule
         try:
             yield _in_memory_of(planned, BASELINES[name][1](workload, timing))
             return
-        except InputError:  # it makes other groups for this number
+        except InputError:  # the rule makes other groups for this number of micro-batches
             pass
     limit = max(device_peaks(planned)) if workload.zero_stage == 3 else workload.limits.whole_parameter_bytes
     limited = workload.with_limits(whole_parameter_bytes=limit)
@@ -93,7 +93,7 @@ def _candidates(planned: Schedule, workload: Workload, timing: Timing) -> Iterat
 
 
 def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timing) -> Iterator[Choices]:
-    """By the plan's routes, its host copies and those on the drive, with every horizon."""
+    """Choices with the plan's routes, its host copies and its copies on the drive, one for every horizon."""
     used = {action.route for action in planned.unshards}
     routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
     hosted, staged = (
@@ -105,10 +105,10 @@ def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timi
 
 
 def _in_memory_of(planned: Schedule, made: Schedule) -> Schedule:
-    """The steps of ``made`` with everything else of ``planned``.
+    """The steps of ``made`` with everything else taken from ``planned``.
 
     Raises:
-        InputError: ``made`` has other groups.
+        InputError: ``made`` has other groups than ``planned``.
     """
     number = made.parallel.num_microbatches
     groups = tuple(clamped(group, number) for group in planned.groups)

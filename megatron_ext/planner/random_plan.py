@@ -1,7 +1,7 @@
-"""Random valid schedules: the test that any schedule that validates trains like stock Megatron.
+"""Random valid schedules, to test that any schedule that validates trains like stock Megatron.
 
-Everything that is free is drawn at random: groups (contiguous or not), routes, issue steps,
-``need_by``, staging slots, and with zero stage 3 what stays whole between steps.
+Everything that is free is drawn at random: groups (contiguous or not), routes, issue steps, ``need_by``, staging slots,
+and at zero stage 3 what stays whole between steps.
 """
 
 import random
@@ -21,7 +21,7 @@ from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 
 def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) -> Schedule:
-    """A valid schedule drawn with ``seed``; ``routes`` are those the cost table offers.
+    """A valid schedule drawn with ``seed``. ``routes`` are the routes that the cost table offers.
 
     Raises:
         InputError: no schedule fits the limits.
@@ -53,22 +53,22 @@ def random_schedule(workload: Workload, routes: tuple[Route, ...], seed: int) ->
 
 
 def _padded(workload: Workload, pp_rank: int) -> list[int]:
-    """Bytes of each chunk of a rank with the worst padding, that of a group a parameter."""
+    """Bytes of each chunk of a rank with the worst padding, which occurs with one group per parameter."""
     chunks = workload.chunks_of_rank(pp_rank)
     return [sum(group_bytes([p], workload.parallel) for p in chunk.parameters) for chunk in chunks]
 
 
 def _parts(chunk: Chunk, by_layer: bool, by_bucket: bool, draw: random.Random) -> list[list]:
-    """Groups of a chunk: by layer where it may not fit whole, by bucket where all are whole and the padding of more may
-    not fit, and otherwise at random."""
+    """Groups of a chunk: by layer if the chunk may not fit whole, by bucket if all chunks are whole and the padding of
+    more groups may not fit, and otherwise at random."""
     if by_layer:
         return layer_buckets(chunk)
     return buckets(chunk) if by_bucket else random_groups(chunk, draw)
 
 
 def random_groups(chunk: Chunk, draw: random.Random) -> list[list]:
-    """Parameters of a chunk cut into groups at random; each group has one dtype, and experts alone or none, in
-    execution order."""
+    """Parameters of a chunk cut into groups at random. Each group has one dtype, has either only experts or none, and
+    is in execution order."""
     parts = []
     by_kind: dict[tuple[bool, str], list] = {}
     for parameter in chunk.parameters:
@@ -128,8 +128,8 @@ def _zero1(workload, pp_rank, own, routed, draw) -> list[Placed]:
 
 
 def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], list[Freed]]:
-    """Step by step: before each fetch what it needs, and some of what the next one does; behind it free some groups,
-    and as many as must go for the next."""
+    """Unshards and reshards step by step. Before each step, it gathers what the step needs and some of what the next
+    step needs. After it, it frees some groups at random, and as many as necessary for the next step."""
     limit = inf if workload.limits.whole_parameter_bytes is None else workload.limits.whole_parameter_bytes
     order = [own[step.stage // workload.parallel.pp] for step in steps_of_ranks(workload.parallel)[pp_rank]]
     size = lambda ids: sum(groups[g].bytes for g in ids)
@@ -157,7 +157,7 @@ def _zero3(workload, pp_rank, own, groups, routed, draw) -> tuple[list[Placed], 
 
 
 def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]]:
-    """Layer by layer inside every step, for ranks where not even one chunk fits whole."""
+    """Unshards and reshards layer by layer inside every step, for ranks on which not even one chunk fits whole."""
     pp = workload.parallel.pp
     unshards, reshards = [], []
     for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
@@ -171,7 +171,8 @@ def _streamed(workload, pp_rank, own, routed) -> tuple[list[Placed], list[Freed]
 
 
 def with_slots(unshards: list[Placed], slots: int, draw: random.Random, routes) -> list[Placed]:
-    """Give unshards through staging slots a slot and a step to be staged in; without a free slot they are gathered.
+    """Give unshards through staging slots a slot and a step at which they are staged in. Without a free slot they use
+    all-gathers.
 
     Raises:
         InputError: no slot is free, and all-gathers are not among ``routes``.

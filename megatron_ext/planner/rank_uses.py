@@ -1,4 +1,4 @@
-"""What all placement passes over the same blocks have in common: the uses of every rank, and the times of transfers."""
+"""Data that all placement passes over the same blocks share: the uses of every rank, and the times of transfers."""
 
 from functools import cache
 
@@ -10,17 +10,17 @@ from megatron_ext.workload.workload import Workload
 
 
 class RankUses:
-    """What the placement passes of one pipeline rank have in common. A use is named by its number among the rank's
-    block uses.
+    """Data that the placement passes of one pipeline rank share. A use is named by its number among the rank's block
+    uses.
 
     Attributes:
-        groups_of: by use, the groups of its block; ``longest``: the same in the order that spreads groups for one use
-            most evenly over the links (Graham 1969).
-        uses: by group, its uses, last first.
-        stays: (group, use) -> last use of that step, of groups of several blocks.
-        ideal: when each use would begin if no gather were waited for.
-        due: by use, the groups whose gradients come and go and are reduced behind it.
-        alone: uses with a gradient that is allocated when the one before is freed.
+        groups_of: by use, the groups of its block. ``longest`` has the same groups in the order that spreads the groups
+            of one use most evenly over the links (Graham 1969).
+        uses: by group, its uses, the last one first.
+        stays: (group, use) -> last use in the same step, for groups of several blocks.
+        ideal: when each use would begin if compute never waited for a gather.
+        due: by use, the groups whose gradients come and go and are reduced after this use.
+        alone: uses at which a gradient is allocated once the previous one is freed.
     """
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, pp_rank: int):
@@ -63,7 +63,7 @@ class RankUses:
 
 
 class GroupTimes:
-    """What the transfers of each group take, looked up once; microseconds."""
+    """Microseconds that the transfers of each group take, looked up once."""
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks):
         own, groups = [timing.among(group.ranks) for group in blocks.groups], blocks.groups

@@ -1,4 +1,4 @@
-"""A schedule with other routes at the same places, and with shards in host memory where that costs no time."""
+"""A schedule with other routes at the same places, and with shards moved to host memory if that costs no time."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,8 @@ from megatron_ext.workload.workload import Workload
 
 
 def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedule:
-    """``schedule`` with every unshard by ``route_of`` it, and groups published where they are then read from."""
+    """``schedule`` with each unshard's route replaced by ``route_of`` it. Groups are published to the copies that are
+    then read."""
 
     def change(entry):
         return replace(entry, unshard=tuple(replace(action, route=route_of(action)) for action in entry.unshard))
@@ -23,16 +24,18 @@ def rerouted(schedule: Schedule, route_of: Callable[[Unshard], Route]) -> Schedu
 
 
 def by_cpu_shard(schedule: Schedule) -> Schedule:
-    """The schedule with every all-gather preceded by a copy of the own shard from host memory."""
+    """The schedule with ``cpu_shard`` instead of every all-gather of device shards: each rank copies its own shard from
+    host memory first."""
     from_device = lambda action: kind_of(action.route).needs_device_shard
     made = rerouted(schedule, lambda action: SHARD_GATHER if from_device(action) else action.route)
     return replace(made, groups=tuple(replace(group, algorithm=None) for group in schedule.groups))
 
 
 def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
-    """The schedule with the shards in host memory whose groups come from there every time: that costs no time.
+    """The schedule with shards moved to host memory if all unshards of their groups read host memory. This costs no
+    time.
 
-    As many as ``limits.pinned_host_bytes`` has room for, in the order of the groups.
+    As many shards as ``limits.pinned_host_bytes`` allows are moved, in the order of the groups.
     """
     if schedule.zero_stage < 3:
         return schedule

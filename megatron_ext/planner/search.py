@@ -1,5 +1,5 @@
-"""The search: ways to cut, keep and place groups are estimated by placement passes, the best are simulated, and
-their gathers sent by other routes one at a time.
+"""The search. Placement passes estimate ways to cut, keep and place groups. The best are simulated, and their gathers
+are sent by other routes one at a time.
 
 The effort is counted in simulated steps and not in seconds, so the same inputs give the same plan on every machine.
 """
@@ -35,22 +35,22 @@ from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 8
-"""Best settings by estimate that the simulator judges."""
+"""How many of the best settings by estimate the simulator judges."""
 
 REROUTED = 4
-"""The best of those; their gathers are then sent by other routes one at a time."""
+"""How many of the best simulated settings are improved by sending gathers by other routes, one at a time."""
 
 PLACERS = 4
-"""Groupings whose placement passes are kept ready."""
+"""Number of groupings whose placement passes are kept for reuse."""
 
 Offload = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
-"""The pass that decides for groups where their shards rest and how their gradients are kept; None where memory is
-short."""
+"""The pass that decides for groups where their shards rest and how their gradients are kept. It returns None if memory
+is short."""
 
 
 class Settings(NamedTuple):
-    """One point of the grid that is searched: indices into the ways to cut, to divide blocks
-    between links, horizons, sets of routes, and orders of giving host copies."""
+    """One point of the grid that is searched: indices into the ways to cut chunks, the ways to divide blocks between
+    links, the horizons, the sets of routes, and the orders of assigning host copies."""
 
     cut: int
     divide: int
@@ -60,18 +60,18 @@ class Settings(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """Groups as they are cut and kept, and what a placement pass may choose."""
+    """Groups as they are cut and kept, and the choices that a placement pass has."""
 
     blocks: Blocks
     choices: Choices
 
 
 class Search:
-    """All settings of a workload, each estimated once; tries some by simulation and keeps the best schedule.
+    """All settings of a workload. Estimates each setting once, simulates some of them, and keeps the best schedule.
 
     Args:
-        offload: of the groups of every candidate; by default everything stays on the device.
-        effort: part of the usual effort.
+        offload: applied to the groups of every candidate; by default everything stays on the device.
+        effort: share of the usual effort.
     """
 
     def __init__(self, problem: Problem, offload: Offload | None = None, effort: float = 1.0):
@@ -102,20 +102,20 @@ class Search:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of settings along the axes."""
+        """The number of settings along each axis."""
         return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
 
     @property
     def middle(self) -> int:
-        """The horizon that looks about eight layers ahead."""
+        """Index of the horizon that looks about eight layers ahead."""
         return min(6, len(self.horizons) - 1)
 
     def also_halved(self) -> None:
-        """Let every division be tried with each of its groups cut in two of about equal bytes, too."""
+        """Also try every division with each of its groups cut into two of about equal bytes."""
         self.divides += [partial(halves, divide) for divide in self.divides]
 
     def made(self, settings: Settings) -> Grouping | None:
-        """Blocks and choices of these settings, by the passes cut and offload; None where they cannot work."""
+        """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
         workload, key, allowed = self.workload, settings[:2], self.sets[settings.routes]
         if key not in self._blocks:
             blocks = cut_groups(workload, self.timing, self.cuts[settings.cut], self.divides[settings.divide])
@@ -128,7 +128,7 @@ class Search:
         return grouping_of(workload, blocks, choices)
 
     def _place(self, given: Grouping, workload: Workload) -> Plan:
-        """The pass place, of the whole workload or of :func:`shortened` one."""
+        """Run the pass place for the complete workload or for the :func:`shortened` one."""
         for blocks, work, placer in self._placers:
             if blocks is given.blocks and work is workload:
                 return placer.place(given.choices)
@@ -137,7 +137,7 @@ class Search:
         return placer.place(given.choices)
 
     def estimate(self, settings: Settings) -> float:
-        """Estimated end of the last step, by a placement pass of the :func:`shortened` workload."""
+        """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload."""
         if settings not in self.estimates:
             given, us, rough = self.made(settings), inf, self.rough
             if given is not None:
@@ -145,14 +145,14 @@ class Search:
                 self.effort -= number_of_steps(rough) + 2 * blocks * rough.parallel.num_microbatches
                 try:
                     us = self._place(given, rough).end_us
-                except InputError as error:  # a group of a size that was not measured
+                except InputError as error:  # the size of a group was not measured
                     self.refused = self.refused or error
             self.estimates[settings] = us
         return self.estimates[settings]
 
     def descend(self) -> None:
-        """From every way to cut with every division, best first: better settings one axis at a
-        time, until nothing changes or the effort is spent."""
+        """Start from every way to cut with every division, the best first. Look for better settings one axis at a time,
+        until nothing changes or the effort is spent."""
         starts = [Settings(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
         for start in starts:
             self.estimate(start)
@@ -169,7 +169,7 @@ class Search:
                             best, changed = other, True
 
     def _values(self, axis: int, settings: Settings) -> Sequence[int]:
-        """What to try along one axis: all, but of the many horizons only nearby ones and the last."""
+        """Indices to try along one axis: all of them, but of the many horizons only nearby ones and the last one."""
         size = self.sizes[axis]
         if axis != 2:
             return range(size)
@@ -181,8 +181,8 @@ class Search:
         return near or (self.effort <= 0 and self.tried >= LEAST_CANDIDATES)
 
     def time_of(self, given: Grouping) -> float:
-        """Simulated iteration time with these choices; the best schedule so far is kept. Infinite where a node's host
-        memory is short."""
+        """Simulated iteration time in microseconds with these choices; infinite if a node's host memory is short. Keeps
+        the best schedule so far."""
         self.effort -= self.steps  # the placement pass
         try:
             plan = self._place(given, self.workload)
@@ -200,7 +200,7 @@ class Search:
         return us
 
     def reroute(self, given: Grouping, us: float) -> None:
-        """Send one gather at a time by another route while the simulated iteration time falls."""
+        """Send one gather at a time by another route, as long as the simulated iteration time falls."""
         improved = True
         while improved and not self.spent():  # ends: each turn lowers us and tries a new plan
             improved, best = False, given
@@ -215,7 +215,7 @@ class Search:
 
 
 def _other_routes(choices: Choices, plan: Plan) -> Iterator[Choices]:
-    """The choices with another route for one of the gathers of ``plan``, which they have placed."""
+    """Choices that send one of the gathers of ``plan`` by another route. ``choices`` are those that led to ``plan``."""
     for pp_rank, mine in enumerate(plan.placed):
         for number, item in enumerate(mine):
             for route in choices.routes:
@@ -224,7 +224,8 @@ def _other_routes(choices: Choices, plan: Plan) -> Iterator[Choices]:
 
 
 def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Grouping | None:
-    """Blocks and choices, where the groups' shards allow them; None where a block or a group has no room or route."""
+    """Blocks and choices, as far as the groups' shards allow them; None if a block or a group has no room or no
+    route."""
     every = range(len(blocks.groups))
     from_host = frozenset(g for g in every if blocks.groups[g].shard_rests == "host")
     choices = choices._replace(from_host=from_host)
@@ -257,14 +258,14 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     for us, _, made in sorted(judged)[: REROUTED if state.steps <= SMALL_STEPS else 0]:
         state.reroute(made, us)
     if state.best is None:
-        assert state.refused is not None  # all that was judged
+        assert state.refused is not None  # everything that was judged was refused
         raise state.refused
     return state.best, state.best_us
 
 
 def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
-    """The best settings by estimate, interleaved by set of routes: an estimate knows less of contention than
-    the simulator. Of settings with the same estimate, cut, division and host copies, one."""
+    """The best settings by estimate, taken in turn from each set of routes, because an estimate models contention less
+    well than the simulator. Of settings with the same estimate, cut, division and host copies only one is kept."""
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
         by_routes.setdefault(settings.routes, {}).setdefault(

@@ -1,4 +1,4 @@
-"""How long a run's host copies take before its first step: their pages are made, and every rank page-locks them."""
+"""How long a run sets up its host copies before the first step: pages are made, and every rank page-locks them."""
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.schedule.memory_bill import copies_of_whole, host_bytes, on_nodes
@@ -9,7 +9,8 @@ GIB = 2**30
 
 
 def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:
-    """One line of it, of the node with the most; None where the schedule has no host copies, or the table no figure."""
+    """One line with the setup time of the node with the most host copies. None if the schedule has no host copies or
+    the table lacks a figure."""
     copies = [kinds.get("host_copies", 0) for kinds in host_bytes(schedule, workload)]
     most = max(on_nodes(workload, copies))
     pages, locking = table.set_up.pages_us_per_gib, table.set_up.pin_us_per_gib
@@ -22,7 +23,7 @@ def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str
 
 
 def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
-    """What it takes that parameters never fit whole onto a device; None where they do."""
+    """What it takes to train parameters that never fit whole onto a device; None if they fit."""
     copies = copies_of_whole(schedule)
     if not any(copies):
         return None

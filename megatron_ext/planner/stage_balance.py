@@ -1,10 +1,10 @@
-"""Layers placed on pipeline stages by their cost, so that the slowest stage is as fast as can be.
+"""Layers placed on pipeline stages by their cost, so that the slowest stage is as fast as possible.
 
 Source: PipeDream (Narayanan et al., SOSP 2019), which cuts a model by dynamic programming over measured layers. Here a
-stage also counts what it gathers, and has to fit the limit of device memory. Among all cuts with the same slowest stage
-the one with the least sum of squared stage costs is taken, and of those the one with longer stages first.
+stage also counts its gathers and has to fit the limit of device memory. Among all cuts with the same slowest stage, the
+one with the least sum of squared stage costs is taken, and among those the one whose earlier stages are longer.
 
-A stage of rank ``r`` and chunk ``c`` is one of ``pp * vp``. The limit of a rank is shared out evenly over its stages.
+Rank ``r`` and chunk ``c`` give one of ``pp * vp`` stages. The limit of a rank is divided equally among its stages.
 """
 
 import re
@@ -31,7 +31,8 @@ Source: Megatron-LM ``megatron/core/transformer/pipeline_parallel_layer_layout.p
 
 
 class ModelLayer(NamedTuple):
-    """One layer of the whole model: microseconds of a forward and a backward of one micro-batch, and its parameters."""
+    """One layer of the whole model: microseconds of a forward plus a backward of one micro-batch, and its
+    parameters."""
 
     kind: str
     us: float
@@ -43,8 +44,8 @@ class ModelLayer(NamedTuple):
 
 
 class Balanced(NamedTuple):
-    """A placement: number of layers of every stage, and the cost of every stage in microseconds a micro-batch, next to
-    those of the workload as it places the layers now."""
+    """A placement: the number of layers of every stage and the cost of every stage in microseconds per micro-batch,
+    next to the costs of the stages as the workload places the layers now."""
 
     counts: tuple[int, ...]
     stage_us: tuple[float, ...]
@@ -54,11 +55,11 @@ class Balanced(NamedTuple):
 
 
 def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Balanced:
-    """The placement of all layers whose slowest stage is fastest.
+    """The placement of all layers with the fastest slowest stage.
 
     Raises:
-        InputError: the workload names no ``layer_kinds``, or has one that Megatron's layout does not know; a layer that
-            is tied to another one of its chunk; no placement fits the limits; or the table lacks a figure.
+        InputError: the workload names no ``layer_kinds``, or has a kind that Megatron's layout does not know; a layer
+            is tied to another layer of its chunk; no placement fits the limits; or the table lacks a figure.
     """
     cost = StageCosts(workload, table, extrapolate=extrapolate)
     counts = place(len(cost.layers), workload.parallel.pp * workload.parallel.vp, cost)
@@ -94,7 +95,7 @@ def _model_layers(workload: Workload, timing: Timing) -> list[ModelLayer]:
 
 
 class StageCosts:
-    """Microseconds a micro-batch of a stage with layers ``first`` to ``end - 1``; infinite where it does not fit.
+    """Microseconds per micro-batch of a stage with layers ``first`` to ``end - 1``; infinite if the stage does not fit.
     Raises as :func:`balance`."""
 
     def __init__(self, workload: Workload, table: CostTable, *, extrapolate: bool = False):
@@ -118,7 +119,7 @@ class StageCosts:
             return compute if size <= self.headroom else inf
         if not size or not self.routes:
             return compute
-        # What fits is gathered once an iteration, the rest for every forward and every backward.
+        # Bytes that fit are gathered once per iteration, the rest for every forward and every backward.
         again = max(size - self.headroom, 0.0)
         us = sum(map(self._gather_us, layers))
         share = again / size
@@ -134,10 +135,11 @@ class StageCosts:
 
 
 def place(num_layers: int, stages: int, cost) -> tuple[int, ...] | None:
-    """Layers of each stage: least slowest stage, then least sum of squares, then longer stages first; None: none fits.
+    """Number of layers of each stage; None if no placement fits. The slowest stage is as fast as possible, then the sum
+        of squares is least, then earlier stages are longer.
 
-    Exact: two dynamic programmes over (stages, layers placed), in ``stages * num_layers ** 2`` operations each. A stage
-    may hold no layer.
+    The result is exact. Two dynamic programs run over (stages, layers placed), with ``stages * num_layers ** 2``
+    operations each. A stage may have no layers.
     """
     slowest = [[inf] * (num_layers + 1) for _ in range(stages + 1)]  # of the last n stages with the layers from i on
     slowest[0][num_layers] = 0.0
@@ -185,7 +187,7 @@ def layout_text(layers: Sequence[ModelLayer], counts: Sequence[int]) -> str:
 
 
 def _with_placement(workload: Workload, layers: Sequence[ModelLayer], counts: Sequence[int]) -> Workload:
-    """The workload with its layers moved; ``decoder.layers.N`` are numbered anew within each chunk."""
+    """The workload with its layers moved. ``decoder.layers.N`` are numbered from 0 within each chunk."""
     pp, chunks, first = workload.parallel.pp, [], 0
     for stage, count in enumerate(counts):
         parameters, transformers = [], 0

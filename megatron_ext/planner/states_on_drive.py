@@ -15,11 +15,11 @@ from megatron_ext.workload.state_layout import region_bytes
 from megatron_ext.workload.workload import Workload
 
 STATE_SLOTS = 8
-"""Slots: one is stepped, the others are read and written at the same time. With 3 larger ones in the same memory a
+"""Number of slots: one is stepped while the others are read and written. With 3 larger slots in the same memory, a
 drive waits for the step between two reads: a third of the rate was measured."""
 
 FEW_SLOTS = 3
-"""Where memory is short: one is read, one stepped and one written at the same time."""
+"""Number of slots if memory is short: one is read, one is stepped and one is written at the same time."""
 
 LARGE_PIECE_BYTES = 16 << 20
 """Bytes of a piece that is read and written at a drive's full rate."""
@@ -29,11 +29,11 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
     """The schedule with as few optimizer states on the drive as ``limits.host_bytes`` allows.
 
     Args:
-        order: groups whose states go there first; by default the largest, so that they are few and their pieces long.
-            Those whose states rest on the device stay.
+        order: groups whose states are moved to the drive first. By default the largest groups, so that few groups are
+            moved and their pieces are long. Groups whose states rest on the device are not moved.
 
     Raises:
-        InputError: they do not fit whichever are there, or the optimizer does not step on the host.
+        InputError: the states fit in no arrangement, or the optimizer does not step on the host.
     """
     limit = workload.limits.host_bytes
     if limit is None or max(host_bytes_of_nodes(schedule, workload)) <= limit:
@@ -58,8 +58,9 @@ def with_states_on_drive(schedule: Schedule, workload: Workload, order: list[int
 
 
 def least_in_memory(schedule: Schedule, workload: Workload, order: list[int]) -> Schedule:
-    """The schedule with the states of such of the groups ``order`` on the drive that the fullest node keeps
-    ``limits.host_bytes``, or else holds least: few slots are as large as the largest parameter there needs."""
+    """The schedule with the states of some groups of ``order`` on the drive, chosen so that the fullest node keeps
+    ``limits.host_bytes``, or else holds as little as possible. It uses few slots of the size that the largest parameter
+    on the drive needs."""
     held, best = lambda one: max(host_bytes_of_nodes(one, workload)), schedule
     regions = {index: largest_region(schedule.groups[index], workload) for index in order}
     for slots, most in product((FEW_SLOTS, LEAST_SLOTS), sorted({*regions.values()}, reverse=True)):
@@ -73,8 +74,9 @@ def least_in_memory(schedule: Schedule, workload: Workload, order: list[int]) ->
 def _moved(
     schedule: Schedule, workload: Workload, chosen: list[int], most: int = LARGE_PIECE_BYTES, slots: int | None = None
 ) -> Schedule:
-    """The schedule with the states of the groups ``chosen`` on the drive; slots of ``most`` bytes where that holds a
-    parameter, by default as many as an eighth of these states has room for, within reason."""
+    """The schedule with the states of the groups ``chosen`` on the drive. Slots have up to ``most`` bytes, but at least
+    room for the largest parameter. By default there are as many slots as fit into an eighth of the bytes of these
+    states, from ``FEW_SLOTS`` to ``STATE_SLOTS``."""
     groups = list(schedule.groups)
     for index in chosen:
         groups[index] = replace(groups[index], states_rest="nvme")
@@ -87,8 +89,8 @@ def _moved(
 
 
 def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> InputError:
-    """The error for a schedule with which a node holds more than ``limits.host_bytes``: what its ranks hold, by kind,
-    and the settings that free some of it. All bytes are those of the node."""
+    """The error for a schedule with which a node holds more than ``limits.host_bytes``. Its message says what the
+    node's ranks hold, by kind, and which settings free some of it. All bytes are sums over the node."""
     limit, of_ranks = workload.limits.host_bytes, host_bytes(schedule, workload)
     assert limit is not None
     nodes = host_bytes_of_nodes(schedule, workload)

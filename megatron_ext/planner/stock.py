@@ -1,6 +1,6 @@
 """Stock Megatron's own rules, written as schedules: its buckets, all by ``gpu``.
 
-:func:`stock_schedule` is the rule of ``--overlap-param-gather``, :func:`synchronous_schedule` the one without it.
+:func:`stock_schedule` is the rule with ``--overlap-param-gather``, :func:`synchronous_schedule` the rule without it.
 
 Sources, in Megatron-LM: ``megatron/core/distributed`` for the buckets (:mod:`megatron_ext.workload.bucket_rules`);
 ``megatron/core/pipeline_parallel/schedules.py`` ``forward_step_helper_preprocess`` for the interleaved order: chunks 0
@@ -24,7 +24,7 @@ OVERLAPPED, SYNCHRONOUS = f"{STOCK} with --overlap-param-gather", f"{STOCK} with
 
 
 def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[list[int]]]:
-    """Groups by the rule ``cut``, and the ids of each stage's groups."""
+    """Groups that the rule ``cut`` makes, and the ids of each stage's groups."""
     groups, of_stage = [], []
     for chunk in workload.chunks:
         ids = []
@@ -36,8 +36,8 @@ def groups_of(workload: Workload, cut=buckets) -> tuple[tuple[Group, ...], list[
 
 
 def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
-    """Index among the rank's forwards at which stock Megatron starts the gather of ``chunk``;
-    -1 is before warm-up."""
+    """Index among the rank's forwards at which stock Megatron starts the gather of ``chunk``; -1 means before
+    warm-up."""
     parallel = workload.parallel
     assert parallel.order == "interleaved", "only the interleaved order looks ahead"
     if chunk < 2:
@@ -48,8 +48,8 @@ def issue_index(workload: Workload, pp_rank: int, chunk: int) -> int:
 
 
 def stock_schedule(workload: Workload, cut=None) -> Schedule:
-    """Stock Megatron's rule for zero stage 1; for zero stage 3 the rule of FSDP: each layer is
-    gathered when the one before it computes and freed after its own compute.
+    """Stock Megatron's rule at zero stages 1 and 2. At zero stage 3 it is the rule of FSDP: each layer is gathered when
+    the previous one computes, and freed after its own compute.
 
     ``cut`` makes the groups of a chunk (default: :func:`stock_buckets`, or :func:`layer_buckets`).
     """
@@ -78,9 +78,9 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
             else:
                 issue, unshards = need_by, []
                 for group in mine:
-                    # Of a layer's buckets the next one is under way while the one before is used: within the layer,
-                    # where a schedule has no place. The layer before is the nearest place that is not slower. Buckets
-                    # of experts follow each other alone: the first of them is gathered when its layer needs it.
+                    # Megatron gathers the next bucket of a layer while the previous one is used, inside the layer. A
+                    # schedule has no place there. The nearest place that is not slower is the layer before. Buckets of
+                    # experts form a sequence of their own: the first of them is gathered when its layer needs it.
                     alike = [other for other in mine if of_experts[other] == of_experts[group]]
                     earlier = [first_layers[other] for other in alike if first_layers[other] < first_layers[group]]
                     first = first_layers[group] if of_experts[group] else 0
@@ -98,8 +98,8 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2): each rank waits for all of its buckets
     before its first step.
 
-    For :func:`megatron_ext.simulator.simulation.run` only: Megatron trains by it without a schedule, and no schedule
-    file may say ``need_by`` -1 at the start.
+    For :func:`megatron_ext.simulator.simulation.run` only. Megatron trains by this rule without a schedule, and a
+    schedule file must not have ``need_by`` -1 at the start.
     """
     assert workload.zero_stage < 3, "stock Megatron has no zero stage 3"
     parallel = workload.parallel
@@ -114,7 +114,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
 
 
 STOCK_RULES = {OVERLAPPED: stock_schedule, SYNCHRONOUS: synchronous_schedule}
-"""By the option that Megatron trains with."""
+"""By the option that Megatron trains with: the function that makes the schedule."""
 
 
 def _stock_zero3(workload: Workload, cut) -> Schedule:
@@ -137,12 +137,13 @@ def _stock_zero3(workload: Workload, cut) -> Schedule:
 def stream(
     spans, sizes, num_layers: int, kind: str, limit: int | None
 ) -> tuple[tuple[Unshard, ...], tuple[Reshard, ...]]:
-    """Unshards and reshards of one step: layer by layer, the next layer's gathered meanwhile if it fits.
+    """Unshards and reshards of one step, layer by layer. The next layer's groups are gathered while a layer computes,
+    if they fit.
 
     Args:
-        spans: by group, first and last layer that uses it; sizes: bytes by group.
-        kind: ``F`` or ``B``: layers run in descending order in a backward.
-        limit: bytes that may be whole at once; None is unlimited.
+        spans: by group, the first and the last layer that uses it. ``sizes``: bytes by group.
+        kind: ``F`` or ``B``. In a backward the layers run in descending order.
+        limit: bytes that may be whole at the same time; None means unlimited.
     """
     position = (lambda layer: num_layers - 1 - layer) if kind == "B" else (lambda layer: layer)
     first_at = {g: min(map(position, span)) for g, span in spans.items()}
@@ -152,7 +153,8 @@ def stream(
         place = first_at[group]
         before = max((first_at[g] for g in spans if first_at[g] < place), default=None)
         if before is not None:
-            # While the layer before computes: what it uses, and everything this layer starts with.
+            # Bytes that are whole while the previous layer computes: the groups that it uses, and all groups that this
+            # layer is the first to use.
             beside = sum(sizes[g] for g in spans if first_at[g] <= before <= last_at[g] or first_at[g] == place)
             place = before if limit is None or beside <= limit else place
         unshards.append((place, Unshard(group, ALL_GATHER, -1, position(place) if place else -1)))

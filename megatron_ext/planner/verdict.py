@@ -30,44 +30,48 @@ from megatron_ext.workload.route import ALL_GATHER
 from megatron_ext.workload.workload import Workload
 
 LEAST_GAIN = 0.01
-"""The smallest gain that is called a help."""
+"""The smallest gain that counts as help."""
 
 HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
-"""The three answers."""
+"""The three answers of a verdict."""
 
 ONLY_A_RUN = "The simulator's own error leaves more open than they do: measure iterations of both"
-"""Where no cost, however well it is measured, is likely to turn ``cannot tell`` into an answer."""
+"""The advice if measuring costs better is unlikely to turn ``cannot tell`` into an answer."""
 
 LAYERS_ANEW = "every layer gathered anew, as FSDP does"
-"""What :func:`megatron_ext.planner.stock.stock_schedule` is at zero stage 3, where stock Megatron has no rule."""
+"""The rule of :func:`megatron_ext.planner.stock.stock_schedule` at zero stage 3, where stock Megatron has no rule."""
 
 
 def rule_of(workload: Workload) -> str:
-    """What is simulated without a schedule."""
+    """Name of the rule that is simulated if there is no schedule."""
     return OVERLAPPED if workload.zero_stage < 3 else f"{LAYERS_ANEW} (stock Megatron has no zero stage 3)"
 
 
 class Verdict(NamedTuple):
-    """``said`` for people, ``figures`` for programs; ``runs``: by the schedule, and without any plan.
+    """A judgement of a schedule. ``said`` is for people, ``figures`` for programs, ``runs`` are the runs with the
+    schedule and without any plan.
 
-    ``figures`` (times in microseconds, gains as parts of the other plan's iteration time, None where there is none):
+    ``figures`` (times in microseconds; gains as parts of the other plan's iteration time; None if there is no figure):
 
-    * ``answer``, one of the three, and ``helps`` (None for ``cannot tell``).
+    * ``answer``, one of the three answers, and ``helps`` (None for ``cannot tell``).
     * ``compared_with``, ``compared_with_us``: the faster of stock Megatron with and without ``--overlap-param-gather``,
       or at zero stage 3 the best plan by all-gathers alone.
-    * ``stock_by_option_us``: iteration times of stock Megatron with and without that option, by name (zero stage 3:
-      none). What one gains over the other is no gain of the plan.
-    * ``gain`` and ``gain_us``, expected: the median over ``samples`` perturbed tables; ``gain_low`` and ``gain_high``
-      (90 %) over the same; ``uncertainty_us``, the distance of the farther end from ``gain_us``; ``gain_on_table``, on
-      the given table, on which the plan was chosen: it may lie outside (:mod:`megatron_ext.planner.gain_interval`).
-    * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``,
+    * ``stock_by_option_us``: iteration times of stock Megatron with and without that option, by name (empty at zero
+    stage
+      3). A gain of one option over the other is not a gain of the plan.
+    * ``gain`` and ``gain_us``: the expected gain, the median over ``samples`` perturbed tables. ``gain_low`` and
+      ``gain_high``: the ends of its 90 % interval over the same tables. ``uncertainty_us``: the distance of the farther
+      end from ``gain_us``. ``gain_on_table``: the gain on the given table, on which the plan was chosen. It may lie
+      outside the interval (:mod:`megatron_ext.planner.gain_interval`).
+    * ``stock_us`` (zero stage 1), ``layers_anew_us`` (zero stage 3), ``gathers_only`` (a name), ``gathers_only_us``.
       ``gain_of_timing``, ``gain_of_routes``: parts of ``gain_on_table``.
-    * ``missing``, what the table lacks; ``measure_better``, what to measure better if the answer is ``cannot tell``
-      and costs leave more open than the simulator's own error.
+    * ``missing``: what the table lacks. ``measure_better``: what to measure better, if the answer is ``cannot tell``
+    and
+      the costs contribute more to the interval than the simulator's own error does.
     * ``iteration_time_us``, ``lower_bound_us``, ``distance_to_bound``, ``limit`` (a name of ``busy_us``), ``left_out``,
       ``memory`` (the memory bill by pipeline rank), ``host_bytes_per_node`` of the node that holds most.
     * ``without_plan``: ``by``, ``iteration_time_us`` and ``host_bytes`` of stock Megatron at zero stage 1, and why it
-      is ``refused`` where it does not fit.
+      is ``refused`` if it does not fit.
     """
 
     said: tuple[str, ...]
@@ -84,12 +88,13 @@ class Verdict(NamedTuple):
         return conclusion_of(self.figures)
 
     def ending(self, add: str) -> list[str]:
-        """The last lines; ``add``: options that train by the schedule, where it is worth that."""
+        """The last lines of output. ``add``: options that train by the schedule; they are shown if the schedule is
+        needed."""
         return last_lines(self.conclusion, self.runs, add=add if self.is_needed else "")
 
     @property
     def is_needed(self) -> bool:
-        """Whether to train by the schedule: it may help, or without it nothing trains as fast."""
+        """Whether to train by the schedule: it may help, or nothing without it trains as fast."""
         ours, *others = self.runs
         as_fast = ours.iteration_time_us * (1 + LEAST_GAIN)
         without = any(not each.refused and each.iteration_time_us <= as_fast for each in others)
@@ -97,12 +102,13 @@ class Verdict(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What a plan is compared with. Plans are given by name, schedule and iteration time.
+    """The plans that a plan is compared with. A plan is given by its name, its schedule and its iteration time.
 
     Attributes:
         other: what a user would run without the plan.
         gathers: the best plan by all-gathers alone.
-        naive_us: iteration time by the rule without any planning; None where it does not keep ``limits.device_bytes``.
+        naive_us: iteration time by the rule without any planning; None if that rule does not keep
+            ``limits.device_bytes``.
         by_option_us: iteration times of stock Megatron by option; empty at zero stage 3.
     """
 
@@ -115,13 +121,13 @@ class Comparison(NamedTuple):
 def compare_with(
     workload: Workload, timing: Timing, planned: Schedule, *, as_trained: bool = False
 ) -> Comparison | None:
-    """The plans to compare ``planned`` with; None where all-gathers were not measured for these sizes, or where by them
-    alone nothing keeps ``limits.device_bytes``.
+    """The plans to compare ``planned`` with. None if all-gathers were not measured for these sizes, or if no plan by
+    all-gathers alone keeps ``limits.device_bytes``.
 
     Args:
-        planned: on the same table. At zero stage 3 it may itself be the best plan by all-gathers alone.
-        as_trained: compare with ``--overlap-param-gather``, by which a measured run of stock Megatron trains, also
-            where Megatron would be faster without it.
+        planned: a plan on the same table. At zero stage 3 it may itself be the best plan by all-gathers alone.
+        as_trained: compare with ``--overlap-param-gather`` even if Megatron would be faster without it, because
+            measured runs of stock Megatron use this option.
     """
     stock = {
         name: rule(workload) for name, rule in STOCK_RULES.items() if workload.zero_stage < 3 or name == OVERLAPPED
@@ -136,7 +142,7 @@ def compare_with(
         try:
             schedule = gathers_within_memory(Problem(with_activations(workload, timing.table), timing, ()))
             best = _stepped_alike("gathers-only", schedule, workload, timing)
-        except InputError:  # nothing by all-gathers alone keeps the limits
+        except InputError:  # no plan by all-gathers alone keeps the limits
             return None
     else:
         known_us = planned.predicted.baselines_us if planned.predicted is not None else None
@@ -150,7 +156,7 @@ def compare_with(
 
 
 def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[str, Schedule, float]:
-    """The best plan by all-gathers alone: ``planned`` where it is by these, and as fast."""
+    """The best plan by all-gathers alone: ``planned`` if it uses all-gathers alone and is as fast as ``best``."""
     us = planned.predicted.iteration_time_us if planned.predicted is not None else inf
     alone = all(action.route == ALL_GATHER for action in planned.unshards)
     return ("this plan", planned, us) if alone and us <= best[2] else best
@@ -161,8 +167,8 @@ def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
 
 
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
-    """Name, schedule and iteration time where states rest and the host steps as ``hybrid`` would choose for this
-    schedule: what a plan gains over it, it gains by how parameters come. Raises InputError."""
+    """Name, schedule and iteration time, with states resting and the host stepping as ``hybrid`` would choose for this
+    schedule. What a plan gains over the result then comes from its gathers alone. Raises InputError."""
     if workload.optimizer.on_host:
         schedule = finished(Candidate(with_activations(workload, timing.table), timing, schedule)).schedule
     return name, schedule, run(workload, timing, schedule).iteration_time_us
@@ -196,7 +202,8 @@ def verdict(
 
 
 def answer_of(low: float, high: float, surely: float | None = None) -> str:
-    """``helps`` if the interval of a gain lies above 1 % and the lower end of a wider one, if given, above 0."""
+    """``helps`` if the interval of a gain lies above 1 % and, if given, the lower end of a wider interval lies above
+    0."""
     if low > LEAST_GAIN and (surely is None or surely > 0):
         return HELPS
     return HELPS_NOT if high < LEAST_GAIN else CANNOT_TELL
@@ -291,7 +298,7 @@ def _gain_lines(figures: dict) -> list[str]:
 
 
 def option_hint(compared_with: str, by_option_us: dict[str, float]) -> list[str]:
-    """What Megatron's own option gains, as a line, where it is 0.1 % or more: no plan may claim it."""
+    """One line with the gain of Megatron's own option, if it is 0.1 % or more: no plan may claim it."""
     best = min(by_option_us, key=lambda name: by_option_us[name])
     best_us, worst_us = by_option_us[best], max(by_option_us.values())
     gain = 1 - best_us / worst_us
@@ -305,7 +312,7 @@ def option_hint(compared_with: str, by_option_us: dict[str, float]) -> list[str]
 
 
 def _on_table(figures: dict) -> str:
-    """The gain on the table itself, and why it is another one than expected where it lies outside the interval."""
+    """The gain on the given table, if it lies outside the interval, and why it differs from the expected gain."""
     text = f"on this table itself: {figures['gain_on_table']:.2%}"
     if figures["gain_low"] <= figures["gain_on_table"] <= figures["gain_high"]:
         return text

@@ -20,7 +20,7 @@ WORDS = {
     HOST_MEMORY: "host memory",
     LAUNCHES: "launches from Python",
 }
-"""By name of ``busy_us``."""
+"""What a name of ``busy_us`` means, in words."""
 
 LIMIT_UNKNOWN = (
     "What a limit on memory that the system keeps (a cgroup) costs is not known: it reclaims memory, and reads find no "
@@ -31,8 +31,8 @@ IN_HOST_MEMORY = ("cpu", "nvme", "publish", "host_step", "host_add")
 
 
 def limit_of(busy_us: Mapping[str, float], iteration_time_us: float) -> str:
-    """The link or the compute that is busy longest; launches where the training thread takes the whole iteration, and
-    host memory where it is full for more than half of the time of a link that uses it."""
+    """The link that is busy longest, or compute. The result is launches if the training thread takes the whole
+    iteration. It is host memory if that is full for more than half of the time of a link that uses it."""
     if busy_us.get(LAUNCHES, 0.0) >= iteration_time_us * (1 - 1e-9):
         return LAUNCHES
     links = {link: us for link, us in busy_us.items() if link not in (LAUNCHES, HOST_MEMORY)}

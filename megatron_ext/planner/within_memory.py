@@ -1,7 +1,8 @@
-"""The fastest plan that keeps ``limits.device_bytes`` at zero stages 2 and 3: gradients, shards and routes together.
+"""The fastest plan that keeps ``limits.device_bytes`` at zero stages 2 and 3. Gradients, shards and routes are decided
+together.
 
-A rule leaves some bytes for whole parameters and gives an order of reliefs (``passes/offload_groups.py``). Every rule
-is estimated by placement passes; the best few are searched.
+A rule reserves some bytes for whole parameters and gives an order of reliefs (``passes/offload_groups.py``). Placement
+passes estimate every rule; the best few rules are searched.
 """
 
 from collections.abc import Iterator
@@ -34,11 +35,12 @@ ORDERS: tuple[tuple[Relief, ...], ...] = (
 )
 
 SEARCHED = 2
-"""Rules that are searched, the best by estimate; more only where none of these gives a schedule."""
+"""Number of rules that are searched, the best by estimate. More rules are searched only if none of these gives a
+schedule."""
 
 FEW_STEPS = 4096
-"""With more steps an estimate takes long, and a search longer: fewer ways to cut are estimated, and a rule that is
-:data:`MUCH_SLOWER` than the best by estimate is not searched."""
+"""With more steps than this, an estimate takes long and a search takes longer. Then fewer ways to cut are estimated,
+and a rule that is :data:`MUCH_SLOWER` than the best by estimate is not searched."""
 
 MUCH_SLOWER = 0.02
 
@@ -47,12 +49,12 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
-        problem: shards are gathered from the host as well where they may rest there.
-        only_gathers: by all-gathers alone, of shards that stay on the device.
-        or_least: where no rule works, one of those that hold least.
+        problem: with routes; shards are gathered from the host as well if they may rest there.
+        only_gathers: use all-gathers alone, with shards that stay on the device.
+        or_least: if no rule works, return one of the plans that hold the fewest bytes.
 
     Raises:
-        InputError: nothing fits, with what is missing and the settings that would help.
+        InputError: nothing fits. The message has what is missing and the settings that would help.
     """
     reliefs = frozenset[Relief](("sharded", "host", "alone"))
     if not only_gathers:
@@ -78,7 +80,7 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
 
 
 def gathers_within_memory(problem: Problem) -> Schedule:
-    """The same by all-gathers alone; the last is kept. Raises InputError where the table has no such route."""
+    """The same by all-gathers alone. The last result is kept. Raises InputError if the table has no all-gathers."""
     workload, timing = problem[:2]
     alone = problem._replace(routes=(ALL_GATHER,) if timing.offers(ALL_GATHER) else ())
     return last_found("gathers_within_memory", workload, timing, partial(plan_within_memory, alone, only_gathers=True))
@@ -93,13 +95,13 @@ def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
 
 
 def check_limits(schedule: Schedule, workload: Workload) -> None:
-    """Raises InputError where the limits of device memory, or of host copies next to shards, are not kept."""
+    """Raises InputError if the schedule exceeds the limits of device memory, or of host copies next to shards."""
     match(validate(with_states_on_drive(schedule, workload)), workload)
 
 
 def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:
-    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups alike, one: that which gives
-    whole parameters all that is left, or where that does not work the rule as it was."""
+    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups in the same way only one is
+    kept: the rule that gives all remaining bytes to whole parameters or, if that does not work, the rule itself."""
     workload, seen, found = problem.workload, {}, []
     layers, _ = groups_of(workload, layer_buckets)
 
@@ -127,7 +129,7 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 
 
 def _estimate(state: Search) -> float:
-    """The best estimate of a few ways to cut; where a simulation is quick, that as simulated."""
+    """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
     settings = [Settings(cut, 0, state.middle, 0) for cut in cuts]
     best = min(settings, key=state.estimate)
@@ -142,7 +144,8 @@ def _estimate(state: Search) -> float:
 def reliefs_of(
     workload: Workload, timing: Timing, routes: tuple[Route, ...]
 ) -> tuple[tuple[Route, ...], frozenset[Relief]]:
-    """The routes with that of shards in host memory where these may rest there, and the reliefs that are possible."""
+    """The routes, with the route for shards in host memory if shards may rest there; and the reliefs that are
+    possible."""
     reliefs: set[Relief] = {"sharded", "host", "alone"}
     hosted = workload.limits.pinned_host_bytes != 0 and can_rest_on_host(workload)
     possible = tuple(sorted({*routes, SHARD_GATHER}, key=ROUTES.index)) if timing.offers(SHARD_GATHER) else routes
@@ -154,7 +157,7 @@ def reliefs_of(
 
 
 def rules(workload: Workload, reliefs: frozenset[Relief]) -> Iterator[Rule]:
-    """Rules worth trying, those that leave most for whole parameters first."""
+    """Rules worth trying, those that leave most bytes for whole parameters first."""
     orders: dict[tuple[Relief, ...], None] = dict.fromkeys(
         tuple(name for name in order if name in reliefs) for order in ORDERS
     )
@@ -181,7 +184,7 @@ def _whole_bytes(workload: Workload) -> list[int | None]:
 
 
 def with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
-    """The workload with what the rule leaves for whole parameters."""
+    """The workload with the bytes that the rule leaves for whole parameters."""
     if rule.whole_bytes is None:
         return workload
     return workload.with_limits(whole_parameter_bytes=rule.whole_bytes)

@@ -1,4 +1,4 @@
-"""What a workload takes without any plan, by stock Megatron."""
+"""The time and memory that a workload takes without any plan, with stock Megatron."""
 
 from msgspec.structs import replace
 
@@ -17,10 +17,10 @@ def without_plan(
     workload: Workload, table: CostTable, *, known_us: dict[str, float] | None = None, extrapolate: bool = False
 ) -> Run | None:
     """Stock Megatron with the same options at zero stage 1, with or without ``--overlap-param-gather``, whichever is
-    faster; and whether the workload's limits let it train. None where the table lacks a figure for it.
+    faster; and whether the workload's limits allow it. None if the table lacks a figure for it.
 
     Args:
-        known_us: iteration times by option, of a workload of zero stage 1.
+        known_us: iteration times by option, if the workload has zero stage 1.
     """
     limits = workload.limits
     whole = replace(with_activations(workload, table), zero_stage=1, limits=Limits())
@@ -37,8 +37,8 @@ def without_plan(
 
 
 def stock_bytes(workload: Workload) -> tuple[int, int]:
-    """What stock Megatron holds by its memory bill, whatever the limits: on the device of the rank that holds most, and
-    in the host memory of the node that does."""
+    """The bytes that stock Megatron holds by its memory bill, without regard to limits: on the device of the rank that
+    holds most, and in the host memory of the node that holds most."""
     schedule = STOCK_RULES[OVERLAPPED](workload)
     bills = memory_bill(schedule, workload)
     return max(bill.memory.device_total_bytes for bill in bills), max(host_bytes_of_nodes(schedule, workload))

@@ -1,4 +1,4 @@
-"""Whether the fastest settings need a plan: against stock Megatron with the fastest settings by which it fits."""
+"""Whether the fastest settings need a plan, compared with stock Megatron at the fastest settings with which it fits."""
 
 from typing import NamedTuple
 
@@ -21,9 +21,10 @@ class Without(NamedTuple):
 class Answer(NamedTuple):
     """Attributes:
     conclusion: the answer and why.
-    runs: by a plan, as given by a plan, and without one.
-    best: what to train: settings, and whether by a schedule.
-    given: what ``plan`` says of the settings as given; None where they were planned by quick rules, or cannot be.
+    runs: the runs with a plan, with a plan of the settings as given, and without a plan.
+    best: what to train: the settings, and whether by a schedule.
+    given: the verdict of ``plan`` on the settings as given; None if quick rules planned them, or if they are not
+        possible.
     """
 
     answer: str
@@ -33,7 +34,7 @@ class Answer(NamedTuple):
     given: Verdict | None
 
     def lines(self, found: Found, schedule: str = "schedule.json") -> list[str]:
-        """The last lines. ``schedule``: its path."""
+        """The last lines of output. ``schedule``: path of the schedule."""
         setting, by_schedule = self.best
         add, take_out = found.launch_of(setting)
         words = [as_words(add), training_by(schedule, found.fit.winner.schedules[-1]) if by_schedule else ""]
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
 
 def fastest_without(found: Found) -> Without | None:
-    """Of stock Megatron's settings the fastest that fits: of those that were searched, and of those that are near to
+    """The fastest setting with which stock Megatron fits, among those that were searched and those that are close to
     the given one, whatever ``--fix`` keeps."""
     problem = found.problem
 
@@ -55,7 +56,7 @@ def fastest_without(found: Found) -> Without | None:
 
 
 def judged(found: Found, choice: Choice | None) -> Verdict | None:
-    """What ``plan`` says of a choice; None where it was planned by quick rules."""
+    """The verdict of ``plan`` on a choice; None if quick rules planned it."""
     if choice is None or not choice.planned:
         return None
     work = choice.rounds.parts[0][0]
@@ -63,12 +64,12 @@ def judged(found: Found, choice: Choice | None) -> Verdict | None:
 
 
 def answer_of(found: Found) -> Answer:
-    """The winner against stock Megatron; where nothing was searched, as ``plan`` answers."""
+    """The winner compared with stock Megatron. If nothing was searched, the answer of ``plan``."""
     winner, without = found.fit.winner, fastest_without(found)
     given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
     of_given = judged(found, given)
     said = None if not own else of_given if winner is given else judged(found, winner)
-    # Where only plans fit there is nothing that a gain would be over.
+    # If only plans fit, there is no other run to gain over.
     needed = without is None and found.fit.settings > 1 and (said is None or said.figures["answer"] != HELPS)
     if said is not None and said.figures["answer"] is not None and not needed:
         answer, conclusion = said.figures["answer"], said.conclusion

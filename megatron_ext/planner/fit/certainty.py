@@ -1,10 +1,10 @@
-"""In which interval times lie, and which settings are equal as far as costs are known.
+"""The intervals in which times lie, and the settings that are equally fast as far as costs are known.
 
 [Note: The interval]
-Choices are simulated on the same drawn machines or tables (:meth:`megatron_ext.planner.fit.costs.Costs.drawn`). A time
-lies between the least and the most of all draws. A ratio of two times does, too, moved outwards by the simulator's own
-error as the verdict of ``plan`` is (:mod:`megatron_ext.planner.gain_interval`). Two choices are equal where the
-interval of their ratio holds 1.
+Choices are simulated on the same drawn machines or tables (:meth:`megatron_ext.planner.fit.costs.Costs.drawn`). The
+interval of a time runs from the least to the most of all draws. So does the interval of a ratio of two times, but it is
+moved outwards by the simulator's own error, as in the verdict of ``plan`` (:mod:`megatron_ext.planner.gain_interval`).
+Two choices are equal if the interval of their ratio contains 1.
 """
 
 from math import hypot
@@ -21,7 +21,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 DRAWS, FEWEST_DRAWS = 12, 4
 EFFORT = 1_500_000
-"""Steps times layers of a stage that may be simulated for all choices together."""
+"""Number of steps times layers of a stage that may be simulated for all choices together."""
 
 
 class Interval(NamedTuple):
@@ -30,10 +30,10 @@ class Interval(NamedTuple):
 
 
 class Certainty:
-    """Times of choices on drawn costs.
+    """Iteration times of choices on drawn costs.
 
     Args:
-        count: choices that will be asked for, which decides how many draws there are.
+        count: number of choices that will be asked for, which determines the number of draws.
     """
 
     def __init__(self, costs: Costs, choices: list[Choice]):
@@ -44,7 +44,7 @@ class Certainty:
         self._us: dict[int, list[float]] = {}
 
     def us(self, choice: Choice) -> list[float]:
-        """Iteration times, one a draw."""
+        """Iteration times in microseconds, one per draw."""
         if id(choice) not in self._us:
             self._us[id(choice)] = self._times(choice.setting, choice.rounds, choice.schedules)
         return self._us[id(choice)]
@@ -54,7 +54,7 @@ class Certainty:
         return Interval(min(us), max(us))
 
     def ratio(self, choice: Choice, other: Choice) -> Interval:
-        """Of the time of ``choice`` to that of ``other``."""
+        """The interval of the time of ``choice`` divided by the time of ``other``."""
         return _ratio(choice.us / other.us, self.us(choice), self.us(other))
 
     def equal(self, choice: Choice, other: Choice) -> bool:
@@ -64,7 +64,8 @@ class Certainty:
     def gain_over(
         self, choice: Choice, setting: Setting, stock: Stock, rounds: FewRounds
     ) -> tuple[float, Interval, str]:
-        """Of a choice over stock Megatron by its own setting: the gain, its interval and the answer of ``plan``."""
+        """The gain of a choice over stock Megatron with its own setting, the gain's interval, and the answer of
+        ``plan``."""
         schedules = tuple(STOCK_RULES[stock.option](part) for part, _ in rounds.parts)
         ratio = _ratio(choice.us / stock.us, self.us(choice), self._times(setting, rounds, schedules))
         gains = Interval(1 - ratio.high, 1 - ratio.low)

@@ -1,10 +1,10 @@
-"""What a setting costs: by a data sheet, by measured tables, or by a sheet that tables correct.
+"""The costs of a setting: from a data sheet, from measured tables, or from a sheet that is corrected by tables.
 
 [Note: Micro-batch sizes]
-What a layer takes for a micro-batch of any size (its weights read, its gradients added up, kernels launched) is in no
-data sheet. Tables measured with several sizes show it: a sheet's times of layers are multiplied by a factor that lies
-between those of the two nearest sizes, linearly in 1 / size, as it does where a layer takes a fixed time and one a
-sample. Beyond the sizes that were measured it is that of the nearest.
+No data sheet has the time that a layer takes for a micro-batch of any size (to read its weights, to add up its
+gradients, to launch kernels). Tables that were measured with several sizes show it. The layer times of a sheet are
+multiplied by a factor. Between the two nearest measured sizes the factor is linear in 1 / size, as it is if a layer
+takes a fixed time plus a time per sample. Beyond the measured sizes it is the factor of the nearest size.
 """
 
 import random
@@ -28,9 +28,9 @@ KINDS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "optimizer", "host
 
 class Costs(NamedTuple):
     """Attributes:
-    sheet: of the machine; None where ``tables`` alone say what everything takes.
+    sheet: data sheet of the machine; None if ``tables`` alone give the costs.
     tables: measured with the setting ``measured``, by micro-batch size.
-    factors: by which the sheet's estimates are multiplied, by micro-batch size.
+    factors: by micro-batch size, the factors that multiply the sheet's estimates.
     """
 
     sheet: HardwareSheet | None = None
@@ -42,8 +42,8 @@ class Costs(NamedTuple):
     def by(
         cls, sheet: HardwareSheet | None, tables: Sequence[CostTable], measured: Setting, workload: Workload
     ) -> "Costs":
-        """The sheet's estimates times what ``tables`` are to them, or the tables alone. A table that does not say its
-        micro-batch size was measured with that of ``measured``.
+        """Make costs from the sheet's estimates corrected by ``tables``, or from the tables alone. If a table does not
+        name its micro-batch size, it was measured with the size of ``measured``.
 
         Raises:
             InputError: two of the tables have the same micro-batch size.
@@ -63,22 +63,22 @@ class Costs(NamedTuple):
 
     @property
     def table(self) -> CostTable | None:
-        """The first."""
+        """The first table; None if there are no tables."""
         return next(iter(self.tables.values()), None)
 
     def of(self, setting: Setting, workload: Workload) -> CostTable:
-        """The cost table of a setting. Raises InputError where the ranks do not fit the machine."""
+        """The cost table of a setting. Raises InputError if the ranks do not fit the machine."""
         if self.sheet is None:
             return self.tables[setting.batch.micro_batch_size]
         estimated = estimate(self.sheet, workload, setting.batch)
         return scaled(estimated, self._factors(setting)) if self.factors else estimated
 
     def _factors(self, setting: Setting) -> Factors:
-        """See [Note: Micro-batch sizes]."""
+        """The factors for a setting, see [Note: Micro-batch sizes]."""
         assert self.measured is not None
         size, curves = setting.batch.micro_batch_size, next(iter(self.factors.values())).curves
         if setting.optimizer.on_host != self.measured.optimizer.on_host:
-            curves = {name: factor for name, factor in curves.items() if name != "optimizer"}  # the other's step
+            curves = {name: factor for name, factor in curves.items() if name != "optimizer"}  # of the other step
         below = max((known for known in self.factors if known <= size), default=min(self.factors))
         above = min((known for known in self.factors if known >= size), default=max(self.factors))
         part = 0.0 if below == above else (1 / below - 1 / size) / (1 / below - 1 / above)
@@ -86,25 +86,27 @@ class Costs(NamedTuple):
         return Factors(curves, *((1 - part) * first + part * last for first, last in ends))
 
     def drawn(self, setting: Setting, workload: Workload, count: int) -> Iterator[CostTable]:
-        """Tables as likely as that one, the same draws for every setting: every figure of the sheet from its range, all
-        at once (Latin hypercube sampling, McKay, Beckman and Conover 1979), half of the draws below its value; or the
-        measured table as far as it may be wrong."""
+        """Tables that are as likely as the table of :meth:`of`, with the same draws for every setting. With a sheet,
+        every figure is drawn from its range, all at once (Latin hypercube sampling, McKay, Beckman and Conover 1979),
+        and half of the draws lie below the figure's value. Without a sheet, the measured table is perturbed as far as
+        it may be wrong."""
         if self.sheet is None:
             return iter(PerturbedTables(self.of(setting, workload), KINDS).draw(count))
         return (self._replace(sheet=machine).of(setting, workload) for machine in _drawn_machines(self.sheet, count))
 
     def allows(self, setting: Setting) -> bool:
-        """Whether the costs of a setting are known: tables alone hold for what they were measured with."""
+        """Whether the costs of a setting are known. Tables alone are only valid for the setting that they were measured
+        with."""
         return self.sheet is not None or self._measured(setting, whole_layout=True)
 
     def with_activations(self, setting: Setting, workload: Workload) -> Workload:
-        """The workload with activations as they were measured, where that was for its batch."""
+        """The workload with measured activations, if they were measured for its batch."""
         known = self._measured(setting)
         return with_activations(workload, self.tables[setting.batch.micro_batch_size]) if known else workload
 
     def _measured(self, setting: Setting, whole_layout: bool = False) -> bool:
-        """Whether a table was measured with the setting's batch, and with its parallel sizes; of these at least the
-        tensor-parallel size."""
+        """Whether a table was measured with the setting's batch and with its tensor-parallel size, or with all of its
+        parallel sizes if ``whole_layout``."""
         own, size = self.measured, setting.batch.micro_batch_size
         if own is None or size not in self.tables or setting.batch != own.batch._replace(micro_batch_size=size):
             return False

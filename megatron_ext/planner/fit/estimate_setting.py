@@ -1,4 +1,4 @@
-"""What a setting takes within given bytes of the device, by quick plans; and what it cannot do without."""
+"""What a setting takes within given device bytes, by quick plans; and the bytes and the time that it takes at least."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -34,11 +34,11 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import EXPERTS, Workload
 
 PROVEN_STEPS = 1024
-"""Up to so many steps times layers of a stage the whole lower bound is computed; beyond, that of compute alone."""
+"""Up to this many steps times layers of a stage, the full lower bound is computed; above, only the bound of compute."""
 
 
 class Stock(NamedTuple):
-    """Stock Megatron: bytes on the device and in a node's host memory, iteration times by its option."""
+    """Stock Megatron: its bytes on the device and in a node's host memory, and its iteration times by option."""
 
     device_bytes: int
     host_bytes: int
@@ -50,7 +50,7 @@ class Stock(NamedTuple):
 
     @property
     def option(self) -> str:
-        """The faster one."""
+        """The option with which it is faster."""
         return min(self.by_option_us, key=self.by_option_us.__getitem__)
 
 
@@ -58,10 +58,10 @@ class Choice(NamedTuple):
     """A setting with a plan.
 
     Attributes:
-        memory: the bill of the rank that holds most on its device.
-        host_bytes, drive_bytes: of one node.
+        memory: the memory bill of the rank that holds most on its device.
+        host_bytes, drive_bytes: bytes of one node.
         bound_us: a time that no plan of the setting can beat.
-        planned: by the whole planner, not by a quick plan.
+        planned: whether the complete planner made the plan, instead of a quick plan.
     """
 
     setting: Setting
@@ -88,8 +88,8 @@ class Choice(NamedTuple):
 
 
 def floor_bytes(setting: Setting) -> int:
-    """Device bytes that no plan goes below, in no time: of the first rank's transformer layers alone, with as many
-    micro-batches in flight as there are pipeline ranks."""
+    """Device bytes that every plan needs at least, computed quickly. It counts only the transformer layers of the first
+    rank, with as many micro-batches in flight as there are pipeline ranks."""
     parallel, optimizer, item = setting.parallel, setting.optimizer, ITEM_BYTES[setting.shape.dtype]
     chunks = setting.shape.stages(parallel)[:: parallel.pp]
     kept = [kept_by_chunk(chunk, setting.shape, setting.batch, parallel) for chunk in chunks]
@@ -109,7 +109,7 @@ def floor_bytes(setting: Setting) -> int:
 
 @cache
 def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
-    """Parameters of a layer on one rank, dense ones and experts."""
+    """Number of parameters of a layer on one rank: dense parameters, and experts' parameters."""
     found = [0, 0]
     for name, size in shape.layer(parallel.tensor_model_parallel_size, kind, parallel.ep, parallel.etp).items():
         found[EXPERTS in name] += prod(size)
@@ -117,10 +117,10 @@ def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
 
 
 def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
-    """Device bytes of the rank that holds most, with everything elsewhere that may be: no plan holds less.
+    """Device bytes of the rank that holds most, with everything elsewhere that may be elsewhere. No plan holds less.
 
-    While a layer computes its parameters are whole, and in its backward its gradient. An optimizer on the device gets
-    all gradients there for its step.
+    While a layer computes, its parameters are whole, and in its backward also its gradient. An optimizer on the device
+    gets all gradients on the device for its step.
     """
     zero_stage, most = workload.zero_stage, 0
     comes_and_goes = zero_stage > 1 and not keeps_gradients
@@ -147,7 +147,7 @@ def bound_us(workload: Workload, timing: Timing) -> float:
         return lower_bound(with_most_headroom(workload), timing)
     parallel, found = workload.parallel, 0.0
     work = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
-    for rank in range(parallel.pp):  # its steps; before them the first forward of the ranks before, behind them theirs
+    for rank in range(parallel.pp):  # its steps, between the first forwards and the last backwards of the ranks before
         around = sum(sum(work[before][0]) + 2 * timing.p2p_us for before in range(rank))
         found = max(found, around + parallel.num_microbatches * sum(map(sum, work[rank])))
     if workload.optimizer.on_host:
@@ -159,11 +159,11 @@ def bound_us(workload: Workload, timing: Timing) -> float:
 def quick_choice(
     setting: Setting, workload: Workload, table: CostTable, bound: float, *, closely: bool = False
 ) -> Choice:
-    """The fastest of a few quick plans that keep the limits; ``closely``: of more, among them plans that leave room
-    for optimizer states and for casting parameters on the device.
+    """The fastest of a few quick plans that keep the limits. With ``closely`` there are more plans, among them plans
+    that leave room for optimizer states and for casting parameters on the device.
 
     Raises:
-        InputError: none does.
+        InputError: no quick plan keeps the limits.
     """
     rounds = FewRounds(workload)
     timings = rounds.timings(table)
@@ -190,15 +190,15 @@ def quick_choice(
 
 
 def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | None = None) -> Stock:
-    """Stock Megatron at zero stage 1, whatever the limits. ``held``: its bytes where they are known."""
+    """Stock Megatron at zero stage 1, without regard to limits. ``held``: its bytes, if they are known."""
     schedules = {name: [rule(part) for part, _ in rounds.parts] for name, rule in STOCK_RULES.items()}
     times = {name: rounds.times(timings, made).iteration_time_us for name, made in schedules.items()}
     return Stock(*(held or stock_bytes(rounds.parts[-1][0])), times)
 
 
 def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
-    """The plan with optimizer states where :func:`finished` puts them for the part with most micro-batches,
-    and there for all parts."""
+    """The plan with optimizer states where :func:`finished` puts them for the part with the most micro-batches. They
+    rest at the same places in all parts."""
     last = finished(Candidate(rounds.parts[-1][0], timings[-1], plan.schedules[-1])).schedule
     same = {name: getattr(last, name) for name in ("groups", "state_slots", "step_slots", "rollback_bytes")}
     limits = rounds.parts[0][0].limits
@@ -211,7 +211,7 @@ def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, 
     """A choice from a plan.
 
     Raises:
-        InputError: the plan does not keep the limits, or the run would refuse it.
+        InputError: the plan does not keep the limits, or a run would refuse it.
     """
     schedule = plan.schedules[-1]
     if setting.keeps_gradients and any(group.gradients for group in schedule.groups):

@@ -1,4 +1,4 @@
-"""What ``fit`` found, on one screen and as one JSON object."""
+"""The result of ``fit``, as text for one screen and as one JSON object."""
 
 import shlex
 
@@ -22,19 +22,19 @@ ALL_ON_HOST = "gradients in host memory, shards in host memory, optimizer on the
 
 
 def equal_to_winner(found: Found) -> list[Choice]:
-    """Choices that are as fast as the winner as far as costs are known, the fastest first."""
+    """Choices that are as fast as the winner, as far as costs are known; the fastest first."""
     fit = found.fit
     others = [one for one in fit.tried if one.setting != fit.winner.setting]
     return [one for one in others[:MOST_EQUAL] if found.certainty.equal(one, fit.winner)]
 
 
 def ms_of(choice: Choice) -> str:
-    """Its iteration time, marked where no whole plan has it."""
+    """The choice's iteration time in milliseconds, marked if it comes from a quick plan."""
     return f"{'' if choice.planned else '~'}{choice.us / 1e3:.0f}"
 
 
 def way_of(choice: Choice) -> str:
-    """What rests where, in words."""
+    """Where a choice keeps its gradients, shards and optimizer states, in words."""
     groups = choice.schedules[-1].groups
     whole = sum(group.bytes for group in groups) or 1
 
@@ -120,8 +120,9 @@ def _given_json(found: Found, said: Answer) -> dict:
 
 
 def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | None:
-    """Of a plan of the settings as given: over what, the gain, the ends of its interval and the answer. As ``plan`` has
-    it; by quick plans on drawn costs where these are all there is, and stock Megatron has such a setting."""
+    """The gain of a plan of the settings as given: over what, the gain, the ends of its interval and the answer. It
+    comes from ``plan``. If there are only quick plans, it comes from these on drawn costs, provided that stock Megatron
+    has this setting."""
     given, planned = found.given[0], said.given and said.given.figures
     if planned is not None and planned["answer"] is not None:
         over = f"{planned['compared_with']} ({planned['compared_with_us'] / 1e3:.0f} ms)"
@@ -134,7 +135,7 @@ def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | 
 
 
 def as_text(found: Found, said: Answer) -> str:
-    """One screen, with the answer at its end."""
+    """Text for one screen, with the answer at its end."""
     words = shlex.join(found.words(*found.ours()))
     commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
     said_by = (f"    {command}" for command in commands)
@@ -142,8 +143,8 @@ def as_text(found: Found, said: Answer) -> str:
 
 
 def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
-    """What ``prepare`` says once it has measured and planned the winner: this, and the last lines. ``by``: options that
-    train by the schedule."""
+    """The text that ``prepare`` prints after it has measured and planned the winner, and its last lines. ``by``:
+    options that train by the schedule."""
     after = "after the run ask whether other settings are faster by what it measured:"
     add, take_out = found.launch_of(found.fit.winner.setting)
     trace, directory = (shlex.quote(f"{directory}{name}") for name in ("/scheduled.trace.json", ""))
@@ -153,7 +154,7 @@ def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: st
 
 
 def lines(found: Found, said: Answer) -> list[str]:
-    """All but the answer."""
+    """All lines except the answer."""
     fit, problem = found.fit, found.problem
     winner, given = fit.winner, problem.space.given
     by = "ESTIMATED from a data sheet, not measured" if problem.costs.table is None else "By a measured cost table"
@@ -182,7 +183,7 @@ def lines(found: Found, said: Answer) -> list[str]:
 
 
 def parameters_text(setting: Setting) -> str:
-    """How many there are: "1.62B parameters"."""
+    """The number of parameters in words: "1.62B parameters"."""
     numel = setting.shape.numel
     return f"{numel / 1e9:.3g}B parameters" if numel >= 1e9 else f"{numel / 1e6:.3g}M parameters"
 
@@ -193,7 +194,7 @@ def _row(found: Found, choice: Choice) -> str:
     limit = WORDS[limit_of(choice.times.busy_us, choice.us)]
     drive = f", {choice.drive_bytes / GIB:.0f} GiB on the drive" if choice.drive_bytes else ""
     times = f"{interval.low / 1e3:.0f} to {interval.high / 1e3:.0f}"
-    over = f"{choice.us / choice.bound_us - 1:.1%}" if choice.planned else ""  # of others a looser bound is known
+    over = f"{choice.us / choice.bound_us - 1:.1%}" if choice.planned else ""  # quick plans have a looser bound
     return (
         f"{mark}{choice.device_bytes / GIB:>9.1f} {ms_of(choice):>8} {times:>18} {choice.tokens_per_s:>9,.0f} "
         f"{choice.host_bytes / GIB:>8.1f} {over:>10}  {limit:20} "

@@ -1,4 +1,4 @@
-"""An answer of ``fit`` with what was asked: settings, options that bring them about, commands that plan them."""
+"""An answer of ``fit`` together with the request: settings, the options that set them, commands that plan them."""
 
 import shlex
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from megatron_ext.workload.workload import Limits
 
 MOST_EQUAL = 4
 OURS = ("--zero-stage", "--data-parallel-size")
-"""Of a setting's options, those that a launch script does not have."""
+"""Options of a setting that a launch script does not have."""
 NEEDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 
 
 class Found(NamedTuple):
-    """An answer with what was asked and how certain it is.
+    """An answer with the request and the certainty of the answer.
 
     Attributes:
-        stock: stock Megatron, whether it fits or not.
-        given_stock: with the settings as given; None where they do not fit, or it has none such.
+        stock: stock Megatron with the given layout and batch, whether it fits or not.
+        given_stock: stock Megatron with the settings as given; None if they do not fit or if it does not have them.
     """
 
     request: Request
@@ -40,19 +40,19 @@ class Found(NamedTuple):
 
     @property
     def limits(self) -> Limits:
-        """Of a plan of the winner."""
+        """The limits of a plan of the winner."""
         winner = self.fit.winner
         room = self.problem.room(winner.setting, winner.rounds.parts[0][0])
         return msgspec.structs.replace(self.problem.limits, device_bytes=room)
 
     @property
     def given(self) -> tuple[Choice | None, str]:
-        """The settings as given, or None and why they cannot be."""
+        """The settings as given; or None, and why they are not possible."""
         refused = self.problem.refused
         return (None, refused) if refused else (self.fit.given, self.fit.refused)
 
     def launch_of(self, setting: Setting) -> tuple[dict[str, str], list[str]]:
-        """Options to add to the launch script for a setting, and those to take out."""
+        """Options to add to the launch script for a setting, and options to take out of it."""
         given, chosen = self.problem.space.given.options(), setting.options()
         for name in (*OURS, *self.problem.changed):
             given.pop(name, None)
@@ -66,16 +66,16 @@ class Found(NamedTuple):
         return add, [name for name in take_out if name in there]
 
     def words(self, *without: str) -> tuple[str, ...]:
-        """The script's arguments with the winner's options, and without ours."""
+        """The script's arguments with the winner's options and without the options ``without``."""
         add, take_out = self.launch_of(self.fit.winner.setting)
         return with_changes(self.request.words, add, [*take_out, *without])
 
     def text(self, choice) -> str:
-        """The setting of a choice or of stock Megatron, with parallel sizes where these are searched."""
+        """A text for the setting of a choice or of stock Megatron. Parallel sizes are included if they are searched."""
         return choice.setting.text(self.request.search_layout)
 
     def ours(self) -> dict[str, str]:
-        """Options of ``describe`` and ``prepare`` for the winner."""
+        """Options of ``describe`` and ``prepare`` for the winner that a launch script does not have."""
         setting, limits = self.fit.winner.setting, self.limits
         known = {"--limit-device-bytes": limits.device_bytes, "--limit-host-bytes": limits.host_bytes}
         known["--gpus-per-node"] = setting.parallel.gpus_per_node
@@ -100,7 +100,7 @@ class Found(NamedTuple):
 
 
 def judge(request: Request, problem: Problem, fit: Fit) -> Found:
-    """Draw costs for everything that is shown."""
+    """Draw costs for all choices that are shown, and collect the answer."""
     shown = [*fit.frontier, *fit.tried[:MOST_EQUAL], *([fit.given] if fit.given is not None else [])]
     given, stock = fit.given, None
     if given is not None and given.setting.zero_stage == 1:
@@ -110,7 +110,8 @@ def judge(request: Request, problem: Problem, fit: Fit) -> Found:
 
 
 def _stock(problem: Problem) -> Iterator[tuple[Setting, Stock]]:
-    """Of the given layout and batch at zero stage 1: with and without recompute, the optimizer here and there."""
+    """Stock Megatron for the given layout and batch at zero stage 1: with and without recompute, and with the optimizer
+    on the host and on the device."""
     given, batch = problem.space.given, problem.space.given.batch
     places = [False, True] if given.shape.dtype != "float32" else [False]
     for recompute, on_host in product((None, "full"), places):

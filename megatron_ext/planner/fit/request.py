@@ -1,4 +1,4 @@
-"""What a user asks of ``fit``: a machine, limits, what stays, and the arguments of a training script."""
+"""A user's request to ``fit``: a machine, limits, settings that are fixed, and the arguments of a training script."""
 
 from itertools import product
 from typing import NamedTuple
@@ -20,23 +20,23 @@ from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.workload.workload import Limits, Workload
 
 HOST_PART = 0.8
-"""Of the host's memory that a run may fill; the rest is for the system, the data loader and Python."""
+"""Part of the host's memory that a run may fill. The rest is for the system, the data loader and Python."""
 
 
 NEEDED = ("--num-layers", "--global-batch-size")
-"""Options without which there is no model, or it is not known what an iteration trains."""
+"""Options that are required: without them there is no model, or the size of an iteration is not known."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was asked; a run directory keeps it as fit.json.
+    """A request. A run directory keeps it as fit.json.
 
     Attributes:
-        hardware: a machine's name or a sheet's path; None where ``cost_tables`` alone say what everything takes.
+        hardware: a machine's name or a sheet's path; None if ``cost_tables`` alone give the costs.
         cost_tables: paths of tables that were measured with the given settings, and with other micro-batch sizes.
-        world_size: GPUs in all, where they are fewer than whole nodes have.
-        words: the script's arguments, and limits among them.
-        fixed: of :data:`megatron_ext.planner.fit.space.NAMES`.
-        chosen: options of the winner, and ``predicted_us``, its iteration time; once it is known.
+        world_size: total number of GPUs, if some nodes are not full.
+        words: the script's arguments, including limits.
+        fixed: names from :data:`megatron_ext.planner.fit.space.NAMES`.
+        chosen: the options of the winner. ``predicted_us`` is its iteration time. Both are empty until they are known.
     """
 
     hardware: str | None
@@ -52,12 +52,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Problem(NamedTuple):
-    """A request made ready: what is searched, by which costs, within which limits.
+    """A request that was read and checked: what is searched, by which costs, within which limits.
 
     Attributes:
         passed_over: options that no list names.
-        changed, refused: where the sizes given divide neither batch nor layers, the options that stand in the space's
-            given setting in their place, and what is wrong with them.
+        changed, refused: if the given sizes do not divide the batch or the layers: options that replace them in the
+            space's given setting, and what is wrong with the given sizes.
     """
 
     space: Space
@@ -69,7 +69,8 @@ class Problem(NamedTuple):
     refused: str = ""
 
     def room(self, setting: Setting, workload: Workload) -> int:
-        """Device bytes that a plan may hold by its bill: the limit, or what the device has besides the reserve."""
+        """Device bytes that a plan may hold by its bill: the limit, or what the device has in addition to the
+        reserve."""
         if self.limits.device_bytes is not None or self.sheet is None:
             return self.most_bytes
         parallel = setting.parallel
@@ -81,14 +82,14 @@ class Problem(NamedTuple):
 
     @property
     def most_bytes(self) -> int:
-        """Of a device: the limit, or its memory."""
+        """Bytes of a device: the limit, or its memory."""
         if self.limits.device_bytes is not None:
             return self.limits.device_bytes
         assert self.sheet is not None
         return int(self.sheet.device.memory_bytes.value)
 
     def search(self) -> Fit:
-        """Raises InputError where nothing fits."""
+        """Search the space. Raises InputError if nothing fits."""
         return Search(self.space, self.costs, self.limits, self.room, self.most_bytes).run()
 
 
@@ -96,10 +97,10 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     """Read the sheet, the table and the script's arguments.
 
     Args:
-        corrected_by: a table measured with the winner of the request, by which the sheet is corrected.
+        corrected_by: a table measured with the winner of the request. It corrects the sheet.
 
     Raises:
-        InputError: naming the option, the file or the field.
+        InputError: the message names the option, the file or the field.
     """
     if request.hardware is None and not request.cost_tables:
         raise InputError("or --cost-table is needed", field="--hardware")
@@ -139,9 +140,9 @@ def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: 
 
 
 def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):
-    """The script's options; where their sizes divide neither batch nor layers and are searched, with others. The names
-    of those follow, and the refusal of what is given."""
-    for name in NEEDED[: 1 if "all" in request.fixed else 2]:  # where all is fixed, nothing could change the batch
+    """The script's options. If their sizes do not divide the batch or the layers but are searched, other sizes replace
+    them. The names of the replaced options follow, and the error for the given sizes."""
+    for name in NEEDED[: 1 if "all" in request.fixed else 2]:  # if everything is fixed, the batch cannot change
         if not any(word.partition("=")[0] == name for word in request.words):
             raise InputError("is needed, behind --: fit keeps the model and the global batch", field=name)
     others = {"micro-batch-size": ["1"]}
@@ -181,7 +182,7 @@ def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None
     except InputError as error:
         if error.field != "WORLD_SIZE":
             raise
-        # There are no processes: the user gives nodes.
+        # `fit` starts no processes: here the numbers are GPUs that the user gave.
         reason = error.message.replace("processes", "GPUs").replace("is no multiple", "need a multiple")
         raise InputError(
             f"gives {world} GPUs; the parallel sizes {reason}", field="--nodes", value=request.nodes
@@ -189,7 +190,7 @@ def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None
 
 
 def with_changes(words: tuple[str, ...], add: dict[str, str], take_out: list[str]) -> tuple[str, ...]:
-    """A command line with options replaced."""
+    """A command line with the options ``add`` replaced or added, and ``take_out`` removed."""
     kept, dropping = [], False
     for word in words:
         if word.startswith("--"):

@@ -1,16 +1,18 @@
-"""The search: every setting of a space, pruned by its memory bill and its lower bound, estimated, the best planned.
+"""The search. Every setting of a space is pruned by its memory bill and its lower bound, or estimated. The best are
+planned.
 
 [Note: The search]
-1. Settings whose least bytes exceed the device are out. Of the others the lower bound of their iteration time is known.
-2. From all of the device downwards by :data:`PARTS`, at each part settings are estimated by quick plans within so many
-   bytes, in the order of what is known of each: its bound, or what it took with more bytes. What cannot be faster than
-   the best is left out.
-3. The fastest of the whole device are estimated by more of such plans, because a quick plan leaves out decisions of a
-   whole one. Then the fastest are planned in full, the next as long as its estimate, or in small cases its bound, is
-   below the best plan.
-4. The frontier are the choices that nothing with as few bytes is faster than.
-5. A plan has to be faster than stock Megatron: by the settings that it has, in the order of their bounds, until none
-   can be faster.
+1. Settings whose least bytes exceed the device are dropped. For all others the lower bound of their iteration time is
+   computed.
+2. For each part of the device in :data:`PARTS`, from the whole device downwards, quick plans estimate the settings
+   within this many bytes. The order is the best known figure of each setting: its bound, or its time with more bytes.
+   Settings that cannot be faster than the best are skipped.
+3. The fastest settings on the whole device are estimated by more quick plans, because a quick plan leaves out some
+   decisions of a complete plan. Then the fastest are planned completely, one after another, as long as the estimate of
+   the next setting (in small cases its bound) is below the best plan.
+4. The frontier consists of the choices that no choice with as few bytes beats in time.
+5. A plan has to be faster than stock Megatron. Stock Megatron is simulated with the settings that it has, in the order
+   of their bounds, until no further setting can be faster.
 Effort is counted and no clock is read, so that the same input gives the same answer everywhere.
 """
 
@@ -44,43 +46,45 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Limits, Workload
 
 PARTS = (1.0, 0.8, 0.64, 0.5, 0.4, 0.32, 0.25, 0.2, 0.16)
-"""Of the device, for which settings are estimated."""
+"""Parts of the device's bytes for which settings are estimated."""
 
 NEAR = 0.04
-"""On the whole device, settings whose bound is this near to the best are estimated too: they may be equal. And those
-whose quick plan is this near are planned, which makes them faster."""
+"""On the whole device, settings whose bound is this close to the best are estimated as well, because they may be equal.
+Settings whose quick plan is this close are planned, which makes them faster."""
 
 EFFORT, ON_WHOLE, OF_STEP, OF_PAIR = 30.0, 0.6, 3e-5, 3e-4
-"""Of quick plans, about the seconds that they take; which part of it on the whole device; of a step times its layers,
-and above zero stage 1 of a pair of groups, between which is weighed which to relieve."""
+"""The effort for quick plans, which is about the seconds that they take; the share of it for the whole device; the
+effort for one step times its layers; and above zero stage 1 the effort for one pair of groups, because the choice of
+groups to relieve compares pairs."""
 
 ON_CLOSER, CLOSER, MUCH = 0.5, 10, 0.2
-"""On the whole device: of that effort the part on better estimates; how many times as long as a quick plan one takes;
-settings whose quick plan is this near to the best are estimated so. Whole plans were up to 0.2 faster."""
+"""For the whole device: the share of that effort for better estimates; how many times as long as a quick plan such an
+estimate takes; and how close to the best a quick plan must be to get one. Complete plans were up to 0.2 faster than
+quick ones."""
 
 PLAN_EFFORT, PLAN_OF_LAYER = 45.0, {1: 0.1, 2: 0.2, 3: 1.3}
-"""Of whole plans, and of one layer in a plan by zero stage: about the seconds that it takes."""
+"""The effort for complete plans, and for one layer in such a plan by zero stage: about the seconds that it takes."""
 
 SMALL_LAYERS, SMALL_STEPS, SMALL_PLANS = 8, 64, 16
-"""Up to so many layers and steps of all ranks, as many settings are planned while their bound is below the best plan,
-whatever the effort."""
+"""Up to this many layers and steps of all ranks, up to this many settings are planned while their bound is below the
+best plan, whatever the effort."""
 
 FEW_PLANS = 3
-"""Otherwise."""
+"""The number of complete plans in all other cases."""
 
 ON_HOST_MEMORY, HALVINGS = 0.3, 4
-"""Where no plan has enough host memory: of the effort of quick plans the part on what settings take without that limit,
-and in how many steps the least that one of them takes is sought."""
+"""If no plan has enough host memory: the share of the effort for quick plans that is spent on plans without that limit,
+and the number of bisections that search for the least host memory of the best of these settings."""
 
 LEAST_STEP = 0.05
-"""Of its bytes, that a choice of the frontier must hold less than the one before."""
+"""The share of its bytes by which a choice of the frontier must be smaller than the choice before."""
 
 Room = Callable[[Setting, Workload], int]
 """Device bytes that a plan of a setting may hold by its bill."""
 
 
 class Candidate(NamedTuple):
-    """A setting that fits. ``room_bytes``: that its plans may hold."""
+    """A setting that fits. ``room_bytes``: device bytes that its plans may hold."""
 
     setting: Setting
     workload: Workload
@@ -90,7 +94,7 @@ class Candidate(NamedTuple):
     bound_us: float
 
     def choice(self, *, closely: bool = False, **limits: int | None) -> Choice | InputError:
-        """Its quick plan within ``limits``, or why there is none."""
+        """The quick plan of this setting within ``limits``, or the error that says why there is none."""
         work = replace(self.workload, limits=replace(self.workload.limits, **limits))
         try:
             return quick_choice(self.setting, work, self.table, self.bound_us, closely=closely)
@@ -99,17 +103,17 @@ class Candidate(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """What was found.
+    """The result of a search.
 
     Attributes:
-        frontier: the fastest first, each with fewer bytes than the one before; the first is the winner.
-        tried: all choices of the whole device by their time, the planned ones as planned.
-        given: the user's own setting; None where it does not fit, and ``refused`` says why.
-        settings, pruned, left_out: how many there are, do not fit, and were not estimated for lack of effort although
-            by their bound they might be faster.
-        bound_us: no setting that fits can be faster.
-        stock: settings by which stock Megatron fits; its fastest is among them unless ``stock_left_out``, for lack of
-            effort.
+        frontier: the fastest choice first, each choice with fewer bytes than the one before. The first is the winner.
+        tried: all choices on the whole device by their time. Planned choices have the time of their plan.
+        given: the user's own setting; None if it does not fit, and ``refused`` says why.
+        settings, pruned, left_out: the number of settings, of settings that do not fit, and of settings that were not
+            estimated for lack of effort although they might be faster by their bound.
+        bound_us: no setting that fits can be faster than this.
+        stock: settings with which stock Megatron fits. The fastest of them is included, except if ``stock_left_out``:
+            then the effort did not suffice.
     """
 
     frontier: list[Choice]
@@ -129,8 +133,8 @@ class Fit(NamedTuple):
 
 
 class NothingFits(InputError):
-    """``least``: the setting that needs least beyond its room; the bytes of a device that it needs, and that are
-    missing."""
+    """No setting fits. ``least``: the setting that exceeds its room by the fewest bytes. The error also has the device
+    bytes that this setting needs, and how many are missing."""
 
     def __init__(self, least: Setting, need_bytes: int, short_bytes: int):
         self.least, self.need_bytes, self.short_bytes = least, need_bytes, short_bytes
@@ -142,10 +146,10 @@ class NothingFits(InputError):
 
 
 class Search:
-    """The fastest settings of ``space`` for every amount of device bytes.
+    """Finds the fastest settings of ``space`` for every amount of device bytes.
 
     Args:
-        most_bytes: no setting has more room.
+        most_bytes: device bytes that no setting's room exceeds.
     """
 
     def __init__(self, space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int):
@@ -156,8 +160,8 @@ class Search:
         self.left_out: set[Setting] = set()
 
     def run(self) -> Fit:
-        """Raises NothingFits where none fits the device, and InputError where the space is empty or none keeps the
-        other limits."""
+        """Run the search. Raises NothingFits if no setting fits the device, and InputError if the space is empty or no
+        setting keeps the other limits."""
         settings = [one for one in self.space.settings() if self.costs.allows(one)]
         candidates = self._that_fit(settings)
         own = next((one for one in candidates if one.setting == self.space.given), None)
@@ -198,7 +202,7 @@ class Search:
             if key not in bases:  # settings of one layout and batch follow each other
                 bases = {key: self.costs.with_activations(setting, setting.workload(self.limits))}
             work = replace(bases[key], zero_stage=setting.zero_stage, optimizer=setting.optimizer)
-            few = FewRounds(work).parts[-1][0]  # holds as much: what is in flight repeats with every round
+            few = FewRounds(work).parts[-1][0]  # holds the same bytes: what is in flight repeats with every round
             room_bytes = self.room(setting, few)
             need = least_bytes(few, setting.keeps_gradients)
             if need > room_bytes:
@@ -217,7 +221,8 @@ class Search:
         return found
 
     def _short_of_host(self, candidates: list[Candidate]) -> InputError:
-        """Why none of ``candidates`` is planned, which fit the device: how much host memory one of them takes."""
+        """Why none of ``candidates`` is planned although they fit the device: the host memory that one of them
+        takes."""
         limit, effort = self.limits.host_bytes, EFFORT * ON_HOST_MEMORY
         tried = [one for one in candidates if one.setting in self.refused]
         least: tuple[int, Candidate] | None = None
@@ -240,7 +245,7 @@ class Search:
         return InputError(why, field="--limit-host-bytes", value=limit)
 
     def _known(self, one: Candidate, part: float) -> Choice | None:
-        """The fastest known choice of a setting within a part of the device."""
+        """The fastest known choice of a setting within this part of the device."""
         fits = [each for each in self.choices.get(one.setting, ()) if each.device_bytes <= part * one.room_bytes]
         return min(fits, key=lambda each: each.us, default=None)
 
@@ -273,7 +278,7 @@ class Search:
         return choice
 
     def _look_closer(self, candidates: list[Candidate]) -> None:
-        """Better estimates, on the whole device, of settings that may be the fastest."""
+        """Make better estimates, on the whole device, for settings that may be the fastest."""
         effort, best = EFFORT * ON_CLOSER, inf
         for choice, one in self._by_quick_plan(candidates):
             if choice is None or choice.us > best * (1 + MUCH):
@@ -303,7 +308,7 @@ class Search:
         return found, self.effort <= 0
 
     def _by_quick_plan(self, candidates: list[Candidate]) -> list[tuple[Choice | None, Candidate]]:
-        """The fastest quick plan first; those without one by their bound."""
+        """The fastest quick plan first. Settings without a quick plan are ordered by their bound."""
         known = ((self._known(one, 1.0), one) for one in candidates)
         return sorted(known, key=lambda it: (it[0].us, it[0].device_bytes) if it[0] else (inf, it[1].bound_us))
 
@@ -339,7 +344,7 @@ def _is_small(one: Candidate) -> bool:
 
 
 def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
-    """The setting by the whole planner; None where it finds nothing."""
+    """The setting planned by the complete planner; None if it finds nothing."""
     try:
         schedule = plan(one.workload, one.table, compare=compare)
         predicted = schedule.predicted

@@ -11,13 +11,13 @@ OFFLOAD = ("--optimizer-cpu-offload", "--optimizer-offload-fraction", "--use-pre
 RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers")
 COUNT_ENDS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 OTHER_NAMES = {"--recompute-granularity": "--recompute-activations"}
-"""Options of Megatron that say in a word what another one says."""
+"""Options of Megatron that are a short form of another option."""
 DELAY_AFTER = "100"
-"""Iterations before updates are delayed (docs/planning.md)."""
+"""Number of iterations before updates are delayed (docs/planning.md)."""
 
 
 class Setting(NamedTuple):
-    """What is trained, and how."""
+    """The model and how it is trained."""
 
     shape: GptShape
     parallel: Parallel
@@ -26,39 +26,40 @@ class Setting(NamedTuple):
     optimizer: OptimizerSettings = OptimizerSettings()
 
     def workload(self, limits: Limits) -> Workload:
-        """Raises InputError where the layers do not divide into stages."""
+        """The workload of this setting. Raises InputError if the layers cannot be divided into stages."""
         return gpt_workload(
             self.shape, self.parallel, self.batch, zero_stage=self.zero_stage, limits=limits, optimizer=self.optimizer
         )
 
     @property
     def samples(self) -> int:
-        """The global batch."""
+        """The global batch size in samples."""
         return self.parallel.num_microbatches * self.batch.micro_batch_size * self.replicas
 
     @property
     def replicas(self) -> int:
-        """Megatron's data-parallel size, without the ranks that share a sequence."""
+        """Megatron's data-parallel size, which does not count ranks that share a sequence."""
         return self.parallel.data_parallel_size // self.batch.context_parallel
 
     @property
     def tokens(self) -> int:
-        """Of one iteration."""
+        """Tokens of one iteration."""
         return self.samples * self.batch.seq_length
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients have to stay (megatron/refusals.py, ``refuse_with_gradients``)."""
+        """Whether whole gradients must stay on the device (megatron/refusals.py, ``refuse_with_gradients``)."""
         return self.batch.sequence_parallel and self.parallel.tensor_model_parallel_size > 1
 
     @property
     def counts_ends(self) -> bool:
-        """Whether the first and the last stage have a layer less than all others."""
+        """Whether the first and the last stage each have one layer less than all other stages."""
         layers = self.shape.stage_layers
         return layers[:1] == layers[-1:] and {*layers[1:-1]} == {each + 1 for each in layers[:1]}
 
     def options(self) -> dict[str, str]:
-        """By option of Megatron or of ``describe`` its value, "" where it has none; what is not there is not given."""
+        """Values by option of Megatron or of ``describe``. The value is "" for an option that takes none. Options that
+        are not listed are not given."""
         parallel, batch = self.parallel, self.batch
         found = {"--zero-stage": str(self.zero_stage), "--micro-batch-size": str(batch.micro_batch_size)}
         found["--tensor-model-parallel-size"] = str(parallel.tensor_model_parallel_size)
@@ -75,7 +76,7 @@ class Setting(NamedTuple):
         return found | ({"--delayed-parameter-update": DELAY_AFTER} if self.optimizer.delayed else {})
 
     def text(self, layout_too: bool = True) -> str:
-        """A few words."""
+        """The setting in a few words."""
         parallel, batch = self.parallel, self.batch
         recompute = batch.recompute or "no recompute"
         if batch.recompute == "full":
@@ -95,12 +96,12 @@ class Setting(NamedTuple):
 
 
 def changes(given: dict[str, str], chosen: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """What to add to a launch script that gives the options ``given``, and which to take out of it, so that it trains
-    with ``chosen``."""
+    """Options to add to a launch script that gives the options ``given``, and options to take out of it, so that it
+    trains with ``chosen``."""
     add = {name: value for name, value in chosen.items() if given.get(name) != value}
     return add, [name for name in given if name not in chosen]
 
 
 def as_words(options: dict[str, str]) -> str:
-    """Options as they stand in a command."""
+    """Options as one writes them in a command."""
     return " ".join(f"{name} {value}".strip() for name, value in options.items())

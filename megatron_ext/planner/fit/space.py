@@ -1,4 +1,5 @@
-"""Which settings are tried: all combinations that Megatron takes, with the same model, global batch and precision."""
+"""The settings that are tried: all combinations that Megatron accepts, with the same model, global batch and
+precision."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -20,26 +21,26 @@ LAYOUT = (
 OTHERS = ("zero-stage", "optimizer-cpu-offload", "recompute", "micro-batch-size", "sequence-parallel")
 EXPERTS = "expert-model-parallel-size"
 NAMES = (*OTHERS, *LAYOUT, EXPERTS, "delayed-parameter-update")
-"""What can be fixed, by the option that says it."""
+"""Settings that can be fixed, each by the option that sets it."""
 
 MOST_MICRO_BATCH = 32
-"""Samples. Kernels are full long before."""
+"""The largest micro-batch size, in samples. Kernels use the device fully long before."""
 
 MOST_CHUNKS = 8
-"""Model chunks of one pipeline rank."""
+"""The most model chunks of one pipeline rank."""
 
 
 class Space(NamedTuple):
-    """What may be changed of a setting.
+    """The changes that a search may make to a setting.
 
     Attributes:
-        given: the user's own.
-        fixed: of :data:`NAMES`, what stays.
+        given: the user's own setting.
+        fixed: names of :data:`NAMES` that do not change.
         layout: whether parallel sizes may change.
         delayed: whether updates may be delayed, which changes training.
-        vocab: the padded vocabulary by tensor-parallel size.
-        sequence_parallel: always where there are several tensor-parallel ranks; without it both ways are tried there
-            when parallel sizes may change.
+        vocab: the padded vocabulary size by tensor-parallel size.
+        sequence_parallel: whether sequence parallelism is always used with several tensor-parallel ranks. If not, both
+            ways are tried there if parallel sizes may change.
     """
 
     given: Setting
@@ -50,10 +51,10 @@ class Space(NamedTuple):
     sequence_parallel: bool = False
 
     def settings(self) -> list[Setting]:
-        """All, the given one first.
+        """All settings, the given one first.
 
         Raises:
-            InputError: nothing may be changed that was asked for, or no layout divides the global batch.
+            InputError: the options forbid every change that was asked for, or no layout divides the global batch.
         """
         if self.layout and self.fixed.issuperset((*LAYOUT, *[EXPERTS] * (self.given.shape.experts is not None))):
             raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
@@ -71,7 +72,7 @@ class Space(NamedTuple):
         return [own] if name in self.fixed else [own, *(value for value in all_of_them if value != own)]
 
     def _layouts(self) -> Iterator[tuple[Parallel, int]]:
-        """Parallel sizes with micro-batch sizes that divide the batch."""
+        """Parallel sizes, with micro-batch sizes that divide the batch."""
         own, cp = self.given.parallel, self.given.batch.context_parallel
         for parallel in self._sizes() if self.layout else [own]:
             sizes = (1 << power for power in range(MOST_MICRO_BATCH.bit_length()))
@@ -87,8 +88,8 @@ class Space(NamedTuple):
                 yield changed, size
 
     def _sizes(self) -> Iterator[Parallel]:
-        """Parallel sizes of as many GPUs that divide the model; tensor-parallel ranks within a node, and, but for the
-        given number, expert-parallel ones."""
+        """Parallel sizes that use all GPUs and divide the model. Tensor-parallel ranks stay within a node. So do
+        expert-parallel ranks, except for the given number of them."""
         own, shape = self.given.parallel, self.given.shape
         experts = shape.experts or ExpertShape(1, 1, 0, ())
         powers = [1 << power for power in range(own.world_size.bit_length())]
@@ -112,8 +113,8 @@ class Space(NamedTuple):
                         yield replace(sizes, **{name: getattr(own, name) for name in kept})
 
     def _layers_of_stages(self, pp: int, vp: int) -> tuple[int, ...]:
-        """Of every stage, equally many; or with the embedding and the loss counted as a layer each, where that divides
-        and the layers alone do not. Empty where neither does."""
+        """The number of layers of every stage. All stages have equally many, or the embedding and the loss count as one
+        layer each, if only this way divides. Empty if neither way divides."""
         given, stages = self.given, pp * vp
         if (pp, vp) == (given.parallel.pp, given.parallel.vp):
             return given.shape.stage_layers
@@ -165,7 +166,7 @@ class Space(NamedTuple):
         if own.score_heads:
             yield plain._replace(recompute="selective")
         yield plain._replace(recompute="full")
-        if parallel.pp > 1 and layers % 2 == 0:  # many micro-batches in flight: what a block makes anew weighs less
+        if parallel.pp > 1 and layers % 2 == 0:  # with many micro-batches in flight, recomputed bytes weigh less
             yield plain._replace(recompute="full", recompute_num_layers=2)
         for count in sorted({layers // 8, layers // 4, layers // 2, layers * 3 // 4} - {0}):
             yield plain._replace(recompute="full", recompute_method="block", recompute_num_layers=count)

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: bytes, another GPU, more nodes."""
+"""What would fit if nothing fits: bytes, another GPU, or more nodes."""
 
 from msgspec.structs import replace
 
@@ -11,11 +11,11 @@ from megatron_ext.planner.fit.search_settings import NothingFits
 from megatron_ext.planner.fit.setting import Setting
 
 MORE_NODES = (2, 4, 8)
-"""Times as many that are tried."""
+"""Multiples of the number of nodes that are tried."""
 
 
 def explained(problem: Problem, error: NothingFits) -> InputError:
-    """The refusal with what would fit."""
+    """The error ``error`` with a message that names what would fit."""
     limited = problem.limits.device_bytes is not None
     more = f"--limit-device-bytes {error.need_bytes}" if limited else f"{error.short_bytes} bytes more on each device"
     words = [more]
@@ -28,7 +28,7 @@ def explained(problem: Problem, error: NothingFits) -> InputError:
 
 
 def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
-    """Sheets whose device has room for ``need`` bytes, the smallest devices first."""
+    """Names of sheets whose device has room for ``need`` bytes, the smallest devices first."""
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
     found, layer = [], temporary_bytes(setting.workload(problem.limits))
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
@@ -40,7 +40,8 @@ def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
 
 
 def _nodes(problem: Problem, setting: Setting) -> int | None:
-    """By how many times as many data-parallel ranks it fits, of those that divide the batch."""
+    """The factor by which the number of nodes has to grow so that the setting fits, with data-parallel ranks that
+    divide the batch; None if no factor works."""
     for times in MORE_NODES:
         parallel, batch = setting.parallel, setting.batch
         dp = parallel.data_parallel_size * times

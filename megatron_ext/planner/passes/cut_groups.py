@@ -1,4 +1,4 @@
-"""Pass: which parameters travel together: ways to cut chunks into blocks of layers, and blocks into groups."""
+"""Pass: which parameters travel together. Chunks are cut into blocks of layers, and blocks into groups."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,7 +11,7 @@ Divide = Callable[[list[Parameter]], list[list[Parameter]]]
 
 
 def cut_groups(workload: Workload, timing: Timing, cut: Sequence[Sequence[int]], divide: Divide | None) -> Blocks:
-    """Blocks of layers that begin at ``cut[stage]``, their parameters divided into groups."""
+    """Blocks of layers that begin at ``cut[stage]``, with their parameters divided into groups."""
     return make_blocks(workload, cut, divide, timing.algorithm)
 
 
@@ -29,15 +29,15 @@ def fits(workload: Workload, blocks: Blocks) -> bool:
 
 
 PARTS_OF_LIMIT = (1, 2, 3, 4)
-"""Where device memory is limited, blocks as large as these parts of the limit are tried, too."""
+"""If device memory is limited, blocks are also tried that are the limit divided by each of these numbers."""
 
 
 def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
     """Ways to cut all chunks into blocks, without repetitions.
 
-    Whole; in 2, 4, ... parts of about equal bytes; by layer; the fewest blocks that the limit of device memory, or a
-    part of it, holds; and the first chunk by layer and the others whole, which starts the first compute early at few
-    calls. By layer every workload fits that fits at all.
+    These ways are tried: whole chunks; 2, 4, ... parts of about equal bytes; one block per layer; the fewest blocks
+    that fit the limit of device memory or a part of it; and the first chunk by layer and the others whole, which starts
+    the first compute early with few calls. Every workload that fits at all fits with one block per layer.
     """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
     limit = workload.streamed_bytes
@@ -55,8 +55,8 @@ def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
 
 
 def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Every parameter that is not small compared with the others a group of its own, so that a part of a
-    layer can stay on the device, or have a host copy; the small ones together."""
+    """Groups of one large parameter each, and one group of all small parameters. So a part of a layer can stay on the
+    device or have a host copy. A parameter is large if it has at least 1/16 of the bytes of all."""
     threshold = sum(p.bytes for p in parameters) / 16
     large = [[p] for p in parameters if p.bytes >= threshold]
     small = [p for p in parameters if p.bytes < threshold]
@@ -64,7 +64,7 @@ def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
 
 
 def halves(divide: Divide | None, parameters: list[Parameter]) -> list[list[Parameter]]:
-    """The groups of ``divide``, or one of all, each cut in two of about equal bytes."""
+    """The groups of ``divide``, or one group of all parameters, each cut into two of about equal bytes."""
     found = []
     for part in [parameters] if divide is None else divide(parameters):
         whole = sum(p.bytes for p in part)

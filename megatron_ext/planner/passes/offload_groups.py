@@ -1,11 +1,13 @@
-"""Pass: gradients and shards that go elsewhere, cheapest first, until the rank's memory fits, and no more of them.
+"""Pass: which gradients and shards go elsewhere. The cheapest are moved first, until the rank's memory fits, and no
+more than that.
 
 [Note: Which groups are relieved]
-Relieving a group frees its whole gradient, or its shard, and costs time of links at every visit. Gradients that come
-and go are whole around their use, so the largest relieved group and its neighbour stay a part of the peak. Large groups
-cost less time a byte, small ones leave a smaller peak. Both orders are tried, those of equal size from the last layer
-on, whose reduces hide behind the rest of the backward. Groups are relieved in that order until everything fits; then
-those that fit as they were are given back, the dearest first. The order that costs less by the cost table counts.
+Relieving a group frees its whole gradient, or its shard, and takes time of links at every visit. Gradients that come
+and go are whole around their use, so the largest relieved group and its neighbour remain a part of the peak. Large
+groups take less time per byte, small groups leave a smaller peak. Both orders are tried. Groups of equal size are
+ordered from the last layer on, because the reduces of late layers overlap with the rest of the backward. Groups are
+relieved in that order until everything fits. Then relief is undone for groups that fit without it, the most expensive
+first. The order that costs less by the cost table is chosen.
 """
 
 from bisect import bisect_left
@@ -32,17 +34,17 @@ from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Limits, Workload
 
 Relief = Literal["sharded", "host", "alone", "shards"]
-"""Gradients added up in shards on the device, or in host memory; of these, gradients that are allocated when the one
-before is freed; shards that rest in host memory."""
+"""What can be relieved: gradients are added up in shards on the device ("sharded") or in host memory ("host"); of
+these, a gradient is allocated once the previous one is freed ("alone"); shards rest in host memory ("shards")."""
 
 
 class Rule(NamedTuple):
     """How groups are relieved.
 
     Attributes:
-        whole_bytes: left for whole parameters at zero stage 3; None at zero stage 2, which keeps all of them.
-        reliefs: tried in this order.
-        reduce_every: of gradients that come and go.
+        whole_bytes: bytes left for whole parameters at zero stage 3; None at zero stage 2, which keeps all of them.
+        reliefs: the reliefs, in the order in which they are tried.
+        reduce_every: ``reduce_every`` of gradients that come and go.
     """
 
     whole_bytes: int | None
@@ -60,18 +62,19 @@ class Residency(NamedTuple):
 
     @classmethod
     def of(cls, group: Group) -> "Residency":
-        """As a group of a schedule says."""
+        """The residency of a group of a schedule."""
         return cls(group.gradients, group.shard_rests == "host", group.alone)
 
 
 class OffloadCosts(NamedTuple):
-    """A group of one rank: what relieving it frees and costs.
+    """A group of one rank, with the bytes that relieving it frees and the time that it costs.
 
     Attributes:
         span: its first and last layer.
         gradient: bytes of the whole gradient.
-        ways: how it can be kept.
-        cost_us: by way, microseconds of links an iteration beyond what the group takes as it is.
+        ways: the ways in which the group can be kept.
+        cost_us: by way, microseconds of links per iteration in addition to what the group takes when it is not
+            relieved.
     """
 
     group: Group
@@ -81,11 +84,11 @@ class OffloadCosts(NamedTuple):
 
 
 class Offloader:
-    """Relieves groups by one rule; called with all groups of a candidate.
+    """Relieves groups by one rule. It is called with all groups of a candidate.
 
     Args:
-        workload: with ``limits.device_bytes``.
-        timing: None where costs do not matter.
+        workload: must have ``limits.device_bytes``.
+        timing: None if costs do not matter.
     """
 
     def __init__(self, workload: Workload, rule: Rule, timing: Timing | None = None):
@@ -94,7 +97,7 @@ class Offloader:
         limit = workload.limits.device_bytes
         assert limit is not None
         self.limit = limit
-        unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits, rules
+        unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits
         self.fixed, self.optimizer = _fixed_bytes(unlimited), _least_of_optimizer(unlimited)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
@@ -103,7 +106,7 @@ class Offloader:
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
-        """The groups with ``gradients``, ``reduce_every`` and ``shard_rests``; None where memory is short."""
+        """The groups with ``gradients``, ``reduce_every`` and ``shard_rests`` set; None if memory is short."""
         placed, ranks = list(groups), list(self.by_rank(groups))
         found = [self._relieve(rank, weighed) for rank, _, weighed in ranks]
         chosen = self._within_host([weighed for *_, weighed in ranks], found)
@@ -117,9 +120,9 @@ class Offloader:
     def _within_host(
         self, weighed: list[list[OffloadCosts]], found: list[list[list[Residency]]]
     ) -> list[list[Residency]] | None:
-        """Of what was found for every rank, cheapest first, the cheapest with which every node keeps its limits of host
-        memory: ranks take what needs least there, one after the other, as far as it must be. None where a rank has
-        nothing, or no choice keeps them."""
+        """The cheapest combination of the ways found for every rank (cheapest first) with which every node keeps its
+        limits of host memory. As far as necessary, one rank after the other takes the way that needs the least host
+        memory. None if a rank has no way, or if no combination keeps the limits."""
         if not all(found):
             return None
         chosen = [kepts[0] for kepts in found]
@@ -139,9 +142,9 @@ class Offloader:
         return all(limit is None or need <= limit for need, limit in pairs)
 
     def on_host(self, weighed: Sequence[OffloadCosts], kept: Sequence[Residency]) -> tuple[int, int]:
-        """What each rank holds in host memory, and how much of that is pinned: gradients and shards that rest there,
-        the slots by which these gradients come, and its part of the host copies without which these shards do not come
-        back."""
+        """Bytes that each rank holds in host memory, and how many of them are pinned. These are gradients and shards
+        that rest there, the slots through which these gradients come, and the rank's part of the host copies by which
+        these shards come back, if no other route brings them."""
         own = [one.gradient // one.group.ranks for one, way in zip(weighed, kept) if way.gradients == "host"]
         gradients, shards = sum(own) + GRADIENT_SLOTS * max(own, default=0), 0
         for one, way in zip(weighed, kept):
@@ -151,7 +154,8 @@ class Offloader:
         return gradients + shards, shards
 
     def filled(self, groups: Sequence[Group]) -> Rule:
-        """The rule with what ``groups`` as placed leave of the limit given to whole parameters, as far as they may."""
+        """The rule with the bytes that ``groups`` leave below the limit added to whole parameters, as far as their own
+        limit allows."""
         if self.rule.whole_bytes is None:
             return self.rule
         left = []
@@ -164,14 +168,14 @@ class Offloader:
         return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
 
     def cost_us(self, groups: Sequence[Group], placed: Sequence[Group]) -> float:
-        """Link time of what is relieved of ``groups``, which were ``placed``; of the rank that has most."""
+        """Link time in microseconds of the relief that made ``placed`` from ``groups``, for the rank that has most."""
         return max(
             sum(one.ways[Residency.of(placed[index])] for index, one in zip(indices, weighed))
             for _, indices, weighed in self.by_rank(groups)
         )
 
     def by_rank(self, groups: Sequence[Group]):
-        """By pipeline rank: its number, the indices of its groups, and what they are."""
+        """By pipeline rank: its number, the indices of its groups, and the costs of these groups."""
         spans = uses_of_groups(groups, self.workload)
         for rank in range(self.workload.parallel.pp):
             indices = [index for index, group in enumerate(groups) if group.pp_rank == rank]
@@ -209,7 +213,7 @@ class Offloader:
                 us += reduces * timing.to_host_us(gradient)[0] if way.gradients == "host" else 0.0
             if way.shard_on_host and timing.offers(HOST_COPY):
                 us += 2 * visits * timing.shard_copy_us(size)
-        except InputError:  # of a size that was not measured
+        except InputError:  # the size was not measured
             return inf
         return us
 
@@ -236,7 +240,7 @@ class Offloader:
                 chosen = {*usable[:number]}
                 return [changed[i] if i in chosen else way for i, way in enumerate(kept)]
 
-            # Beyond the last group of a size the peak of what comes and goes may rise again.
+            # After the last group of a size, the peak of gradients that come and go may rise again.
             ends = [
                 number
                 for number, index in enumerate(usable, 1)
@@ -254,8 +258,8 @@ class Offloader:
         return None
 
     def _given_back(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> list[Residency]:
-        """``kept`` with every group relieved less, where everything still fits; the dearest first. What did not fit of
-        one group is not tried of its likes."""
+        """``kept`` with every group relieved less if everything still fits, starting with the most expensive. If a way
+        did not fit for one group, it is not tried for equal groups."""
         failed: set[tuple] = set()
         for index in sorted(range(len(weighed)), key=lambda index: (-weighed[index].ways[kept[index]], index)):
             one = weighed[index]
@@ -273,13 +277,14 @@ class Offloader:
         return kept
 
     def kept_as(self, group: Group, way: Residency) -> Group:
-        """``group`` kept that way, with the rule's ``reduce_every``."""
+        """``group`` kept in the way ``way``, with the rule's ``reduce_every``."""
         if way.gradients is not None:
             group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
         return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
 
     def rounding(self, group: Group) -> int:
-        """Of the buffer on the device in which the optimizer there rounds ``group`` for its shard in host memory."""
+        """Bytes of the buffer on the device in which the optimizer there rounds ``group``, if its shard rests in host
+        memory."""
         key = group.pp_rank, group.model_chunk_id, group.parameters[0], group.bytes
         if key not in self._rounding:
             self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
@@ -289,12 +294,12 @@ class Offloader:
         return self.held(rank, weighed, kept) <= self.limit
 
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
-        """At least what the rank holds at its peak: in a step of the pipeline, where all kinds are taken to be largest
-        at once, or while its optimizer steps."""
+        """A lower bound of the bytes that the rank holds at its peak: in a step of the pipeline, assuming that all
+        kinds of bytes are largest at the same time, or while its optimizer steps."""
         zero_3, on_host = self.workload.zero_stage == 3, self.workload.optimizer.on_host
         whole = sum(one.group.bytes for one in weighed) if self.rule.whole_bytes is None else self.rule.whole_bytes
         resting, brought, coming = self.fixed[rank] + (0 if zero_3 else whole), 0, []
-        pieces = legs = rounding = 0  # of buffers
+        pieces = legs = rounding = 0  # bytes of buffers
         for one, way in zip(weighed, kept):
             size, ranks = one.group.bytes, one.group.ranks
             if way.shard_on_host:
@@ -310,11 +315,12 @@ class Offloader:
         return resting + pieces + legs + rounding + max(moving, brought)
 
     def _coming_and_going(self, weighed: list[tuple[OffloadCosts, bool]]) -> int:
-        """At least the bytes of whole gradients that come and go at their peak; with each, whether it is alone.
+        """A lower bound of the peak bytes of whole gradients that come and go. Each group is given with whether its
+        gradient is alone.
 
-        In a backward there are those whose layers are in progress, and the one that was reduced last. Those that are
-        not reduced every time stay for several backward steps; in the interleaved order these are of one chunk at a
-        time, if they are as many as a group of micro-batches.
+        In a backward there are the gradients whose layers are in progress, and the gradient that was reduced last.
+        Gradients that are not reduced every time stay for several backward steps. In the interleaved order these belong
+        to one chunk at a time, if they are reduced once per group of micro-batches.
         """
         chunks: dict[int, list[tuple[OffloadCosts, bool]]] = {}
         for one, alone in weighed:
@@ -330,7 +336,7 @@ class Offloader:
 
 
 def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
-    """``way`` itself where the group cannot be relieved, or not further."""
+    """``way`` with ``relief`` added; ``way`` itself if the group cannot be relieved any further in this way."""
     changes = {"shards": {"shard_on_host": True}, "alone": {"alone": True}}
     other = way._replace(**changes.get(relief, {"gradients": relief}))
     if other not in one.ways or (relief == "sharded" and way.gradients is not None):
@@ -368,5 +374,5 @@ _least_of_optimizer = lru_cache(maxsize=4)(partial(optimizer_on_host, on_drive=T
 
 @lru_cache(maxsize=4)
 def _fixed_bytes(workload: Workload) -> tuple[int, ...]:
-    """Main parameters and optimizer states on the device of each pipeline rank; no grouping has less."""
+    """Bytes of main parameters and optimizer states on the device of each pipeline rank. No grouping has fewer."""
     return tuple(least_of_states(workload, rank, single=True) for rank in range(workload.parallel.pp))

@@ -10,9 +10,9 @@ through the uses of every rank in order and keeps an estimate of the time. It de
   The groups of a block are freed one by one.
 * Prefetch: groups that are used within a time horizon are unsharded early, in the order of their uses. A longer horizon
   hides more time but frees groups earlier. The search tries several horizons.
-* Route: a gather takes the link on which it arrives first. This counts the queue of the link and the time at which the
-  group is published; that links disturb each other is left to the simulator. After the last backward of a block its
-  gradients are reduced. They use the communicator of the all-gathers, and later all-gathers queue behind them.
+* Route: a gather takes the route by which it arrives first. This counts the queue of the link and the time at which the
+  group is published. Links that disturb each other are left to the simulator. After the last backward of a block its
+  gradients are reduced. The reduces use the communicator of the all-gathers, so later all-gathers queue behind them.
 
 At zero stage 1 nothing is freed. Groups are unsharded in the order of their first uses, which has the least lateness on
 each link (earliest deadline first, Jackson 1955).
@@ -36,7 +36,8 @@ from megatron_ext.workload.workload import Workload
 
 
 class Plan(NamedTuple):
-    """Unshards and reshards by rank, and the estimated end of the last step and of reducing (microseconds)."""
+    """Unshards and reshards by rank, and the estimated times at which the last step and the reduces end
+    (microseconds)."""
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
@@ -51,7 +52,7 @@ class Choices(NamedTuple):
         routes: routes that may be used.
         hosted: groups that may have a host copy.
         staged: groups that may go through staging slots.
-        forced: by (rank, number of its unshard in issue order), a route.
+        forced: by (rank, number of the rank's unshard in issue order), the route that it has to take.
         from_host: groups whose shards rest in host memory.
     """
 
@@ -71,12 +72,12 @@ class Choices(NamedTuple):
 
 
 def _queue(kind: RouteKind) -> int | str:
-    """What a gather queues for: the link, or where it crosses several a queue of its own."""
+    """The queue of a gather: its link, or a queue of its own if it crosses several links."""
     return kind.name if kind.staged or kind.shard_from_host else link_of(kind.name)
 
 
 _Way = tuple[RouteKind, int | str, int, bool]
-"""A route of a group, its queue, its last link, and whether its all-gathers wait for what is reduced."""
+"""A route of a group, its queue, its last link, and whether its all-gathers wait for the reduces."""
 
 
 class RankPlacement:
@@ -87,13 +88,13 @@ class RankPlacement:
         self.workload, self.blocks, self.pp_rank = given.workload, given.blocks, given.pp_rank
         self.block_uses, self.sizes, self.stays = given.block_uses, given.sizes, given.stays
         self.free = inf if self.workload.streamed_bytes is None else self.workload.streamed_bytes
-        self.whole: dict[int, int] = {}  # group -> the use up to which it must stay
+        self.whole: dict[int, int] = {}  # group -> the use until which it must stay whole
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
-        self.possible: dict[int, list[_Way]] = {}  # group -> routes by which it may go
+        self.possible: dict[int, list[_Way]] = {}  # group -> routes that it may take
         self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
         self.front = 0  # every use before this one has its block whole or in flight
         self.link_free: dict[int | str, float] = {}  # by queue
-        self.reduced = 0.0  # when what was issued to be reduced is
+        self.reduced = 0.0  # when everything that was issued to be reduced is reduced
         self.freed_at = 0.0  # when the last whole gradient that comes and goes is freed
         self.published: dict[int, float] = {}
         self.publish_free = 0.0
@@ -108,7 +109,8 @@ class RankPlacement:
         self._look_ahead(-1)
 
     def run_step(self, step: int, begin: float) -> float:
-        """Place what the uses of one step need; the step may begin at ``begin``. Returns its estimated end."""
+        """Place what the uses of one step need. The step may begin at ``begin``. Returns the estimated end of the
+        step."""
         self.now = max(self.now, begin)
         given, whole, block_uses, arrives = self.given, self.whole, self.block_uses, self.arrives
         # ends: each turn raises number
@@ -123,7 +125,7 @@ class RankPlacement:
                     if not uses and self.blocks.groups[group].gradients is None:
                         done.append(group)
                 if self.front <= number:
-                    # What is still whole stays; then memory is freed for what is not.
+                    # Groups that are still whole stay whole. Then memory is freed for those that are not.
                     for group in groups:
                         if group in whole:
                             whole[group] = self.stays.get((group, number), number)
@@ -148,7 +150,7 @@ class RankPlacement:
         return self.now
 
     def _reduce_visit(self, group: int) -> None:
-        """Reduce a gradient that comes and goes; the one before is waited for."""
+        """Reduce a gradient that comes and goes. The previous one must be finished first."""
         self.now = max(self.now, self.freed_at)
         self._reduce([group])
         self.freed_at = max(self.now, self.reduced)
@@ -156,7 +158,7 @@ class RankPlacement:
             self.freed_at += self.times.to_host(group)
 
     def _reduce(self, groups: Iterable[int]) -> None:
-        """Reduce the gradients of ``groups``, behind what was issued before."""
+        """Reduce the gradients of ``groups``, after everything that was issued before."""
         us = sum(map(self.times.reduce, groups))
         if us:
             self.reduced = max(self.now, self.reduced, self.link_free.get(GPU, 0.0)) + us
@@ -190,11 +192,11 @@ class RankPlacement:
             self.front += 1
 
     def _free_up(self, number: int, missing: list[int], *, beyond: int, keep: tuple[int, ...] = ()) -> bool:
-        """Free groups whose next use lies beyond ``beyond``, farthest first, until all of
-        ``missing`` fit; of those with the same next use, the ones that free the fewest bytes too many.
+        """Free groups whose next use is after ``beyond``, the farthest first, until all of ``missing`` fit. Of groups
+        with the same next use, those are freed that exceed the need by the fewest bytes.
 
         Returns:
-            Whether they fit. If not, everything that may be freed has been freed.
+            Whether they fit. If not, everything that may be freed is freed.
         """
         sizes, to_come = self.sizes, self.uses_to_come
         short = sum([sizes[group] for group in missing]) - self.free
@@ -220,8 +222,8 @@ class RankPlacement:
         return False
 
     def _release(self, number: int, group: int) -> None:
-        """Free ``group`` right after the use before ``number``; where it is needed again within that
-        use's step, right after its own last use: a group may be freed in a step only behind its use."""
+        """Free ``group`` right after the use before ``number``. If the step of that use needs the group again, free it
+        right after its own last use, because a group may be freed in a step only after its use."""
         previous, until = self.block_uses[number - 1], self.whole.pop(group)
         to_come = self.uses_to_come[group]
         if to_come and self.block_uses[to_come[-1]].step == previous.step:
@@ -249,8 +251,8 @@ class RankPlacement:
         self.placed.append(Placed(group, kind.name, issue, self.block_uses[use].step, at, slot, issue))
 
     def _route(self, group: int, issue: int) -> tuple[_Way, float]:
-        """The route on which the group arrives first, and when. That links disturb each other is left to the
-        simulator."""
+        """The route by which the group arrives first, and the time of arrival. Links that disturb each other are left
+        to the simulator."""
         best, least, forced = None, inf, None
         if self.choices.forced:
             forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
@@ -280,7 +282,7 @@ class RankPlacement:
         return best
 
     def _by_shard(self, group: int, route: Route) -> float:
-        """When a group is whole whose shards are copied from the host and gathered, piece after piece."""
+        """The time at which a group is whole if its shards are copied from the host and gathered, piece by piece."""
         pieces = shard_pieces(self.sizes[group], self.blocks.groups[group].ranks)
         gather_us, copy_us = self.times.unshard(group, route), self.times.shard_copy(group)
         begin = max(self.now, self.link_free.get(CPU, 0.0))
@@ -299,7 +301,7 @@ class RankPlacement:
 
 
 class GatherPlacer:
-    """Places the gathers of these blocks by one choice after another."""
+    """Places the gathers of these blocks, for one set of choices after another."""
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks):
         self.workload, self.timing, self.times = workload, timing, GroupTimes(workload, timing, blocks)
@@ -324,5 +326,5 @@ class GatherPlacer:
 
 
 def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
-    """The gathers of these blocks by one choice."""
+    """Place the gathers of these blocks for one set of choices."""
     return GatherPlacer(workload, timing, blocks).place(choices)

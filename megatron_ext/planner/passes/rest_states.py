@@ -1,5 +1,5 @@
-"""Pass: where optimizer states rest while the host steps: in its memory, on the device as far as there is room, or on
-the drive as far as ``limits.host_bytes`` asks for it."""
+"""Pass: where optimizer states rest if the host steps: in host memory, on the device as far as there is room, or on the
+drive as far as ``limits.host_bytes`` requires it."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -23,31 +23,33 @@ from megatron_ext.workload.workload import Workload
 NAME = "rest states"
 
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Of the room that the memory bill leaves on the device, what states are given."""
+"""Shares of the room on the device (by the memory bill) that states are given."""
 
 RESERVED = (0.5, 1.0)
-"""Of the states of the rank that has most of them, what further plans leave room for."""
+"""Shares of the states of the rank with the most states for which further plans leave room."""
 
 LEAST_GAIN = 0.01
-"""Share of the iteration that all states on the device must bring before such plans are made."""
+"""Share of the iteration time that all states on the device must save, or such plans are not made."""
 
 PARTS = (0.0, 0.5, 1.0)
-"""Of the copies that steps during the backward of all groups need, what states on the drive leave room for."""
+"""If all groups step during the backward: shares of the copies that this needs, for which states on the drive leave
+room."""
 
 
 def rest_as_must(given: Candidate) -> Candidate:
-    """The candidate with as few states on the drive as must be, and none on the device.
+    """The candidate with as few states on the drive as necessary, and none on the device.
 
     Raises:
-        InputError: host memory is short all the same.
+        InputError: host memory is short even then.
     """
     return _on_drive(given, with_states_on_drive(given.schedule, given.workload))
 
 
 def rest_on_device(given: Candidate, *, few: bool) -> Iterator[Candidate]:
-    """The candidate as it is; and with states on the device of as many groups as each share of the room holds, with
-    their gradients and shards: those whose steps hide least during the backward, or the largest first, which leaves
-    least of the room. Only candidates that differ. ``few``: of all the room alone."""
+    """The candidate as it is, and candidates with states on the device, together with the gradients and shards of their
+    groups. For each share of the room, groups are chosen until it is filled: those whose steps overlap least with the
+    backward, or the largest first, which leaves the least room unused. Only candidates that differ are made. ``few``:
+    only for all of the room."""
     yield given
     schedule, workload = given.schedule, given.workload
     if not may_rest_on_device(workload, given.timing):
@@ -60,14 +62,15 @@ def rest_on_device(given: Candidate, *, few: bool) -> Iterator[Candidate]:
 
 
 def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
-    """The candidate with states on the drive as ``limits.host_bytes`` asks for.
+    """Candidates with states on the drive as ``limits.host_bytes`` requires it.
 
-    Of several choices of groups, unless ``few`` are asked for: the largest; or those whose states the drive reads and
-    writes during most of the backward, because their gradient is reduced first. Either as few as must be, or more, so
-    that the others have room for the copies that steps during the backward need.
+    There are several choices of groups, unless ``few`` are asked for. Either the largest groups are chosen, or the
+    groups whose states the drive can read and write during most of the backward, because their gradients are reduced
+    first. Either as few as necessary are chosen, or more, so that host memory has room for the copies that steps during
+    the backward need.
 
     Raises:
-        InputError: host memory is short all the same.
+        InputError: host memory is short even then.
     """
     schedule, workload, timing = given.schedule, given.workload, given.timing
     placed = with_states_on_drive(schedule, workload)
@@ -81,7 +84,7 @@ def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
     copies, seen = max(on_nodes(workload, copies_of_states(schedule, workload))), [placed]
     for order, part in product((None, by_hidden_steps(schedule, workload)[::-1]), PARTS):
         left = workload.with_limits(host_bytes=limits.host_bytes - int(part * copies))
-        with contextlib.suppress(InputError):  # so much room cannot be left
+        with contextlib.suppress(InputError):  # this much room cannot be left
             tried = with_states_on_drive(schedule, left, order)
             if tried not in seen:
                 seen.append(tried)
@@ -102,8 +105,8 @@ def _on_drive(given: Candidate, tried: Schedule, reduced_first: bool = False, pa
 
 
 def by_hidden_steps(schedule: Schedule, workload: Workload) -> list[int]:
-    """Groups in the order in which their steps hide less during the backward: those that wait, and those whose gradient
-    is reduced last."""
+    """Groups ordered by how much their steps overlap with the backward, the least first: groups that must wait, then
+    groups whose gradients are reduced last."""
     hides = [
         (can_step_early(group, workload), group.model_chunk_id, layers)
         for group, layers in zip(schedule.groups, uses_of_groups(schedule.groups, workload))
@@ -112,8 +115,8 @@ def by_hidden_steps(schedule: Schedule, workload: Workload) -> list[int]:
 
 
 def may_rest_on_device(workload: Workload, timing: Timing) -> bool:
-    """Whether states can rest there while the optimizer steps on the host, the table says what both steps take, and a
-    limit says how much room there is."""
+    """Whether states can rest on the device while the optimizer steps on the host: the table has figures for both
+    steps, and a limit says how much room there is."""
     settings = workload.optimizer
     known = timing.offers_device_step and workload.limits.device_bytes is not None
     return settings.on_host and not settings.delayed and known
@@ -122,8 +125,8 @@ def may_rest_on_device(workload: Workload, timing: Timing) -> bool:
 def with_states_on_device(
     schedule: Schedule, workload: Workload, order: Sequence[int], shares: Sequence[float] = SHARES
 ) -> Iterator[tuple[float, Schedule]]:
-    """Each share of the room on the device, and the schedule with states there of the groups that it holds, in this
-    order or the largest first. Only schedules that differ."""
+    """For each share of the room on the device: the share, and the schedule with the states of the groups that fit into
+    it, chosen in this order or the largest first. Only schedules that differ."""
     limit = workload.limits.device_bytes
     assert limit is not None
     left = [limit - max(bill.step_device_bytes) for bill in memory_bill(schedule, workload)]
@@ -141,7 +144,7 @@ def with_states_on_device(
                 groups[index] = group
         made = replace(schedule, groups=tuple(groups))
         if not keeps_device_bytes(made, workload):
-            # The reduce of a gradient that comes and goes waits for the one before, whose whole gradient it frees.
+            # The reduce of a gradient that comes and goes waits for the previous one, whose whole gradient it frees.
             made = replace(made, groups=tuple(map(_with_shard_of_gradient, given, groups)))
         if made.groups not in seen:
             seen.append(made.groups)
@@ -154,9 +157,9 @@ def _with_shard_of_gradient(before: Group, group: Group) -> Group:
 
 
 def bytes_to_reserve(given: Candidate) -> list[int]:
-    """Bytes of the device to leave free by further plans: for the slot in which new parameters are cast, and for
-    states. Nothing below zero stage 3, where no whole parameters take the room that is left, and for what would not
-    make the iteration shorter by :data:`LEAST_GAIN`."""
+    """Numbers of device bytes that further plans leave free: for the slot in which new parameters are cast, and for
+    states. Empty below zero stage 3, where whole parameters do not take the remaining room. Also empty if states on the
+    device would not shorten the iteration by :data:`LEAST_GAIN`."""
     schedule, workload = given.schedule, given.workload
     if workload.zero_stage < 3 or not may_rest_on_device(workload, given.timing):
         return []
@@ -175,18 +178,19 @@ def bytes_to_reserve(given: Candidate) -> list[int]:
 
 
 def moved_group(group: Group) -> Group:
-    """The group with its states on the device, and there what the device's step reads and writes."""
+    """The group with its states on the device, and with everything that the device's step reads and writes there."""
     moved = replace(group, states_rest="device", shard_rests=None)
     if group.gradients != "host":
         return moved
     if group.ranks > 1:
         return replace(moved, gradients="sharded")
-    # Of one rank, a whole gradient takes what its shard takes.
+    # With one rank, a whole gradient takes as many bytes as its shard.
     return replace(moved, gradients=None, reduce_every=1, alone=False)
 
 
 def device_bytes(group: Group, workload: Workload) -> int:
-    """What the group alone takes on the device throughout the iteration. Several take no more than their sum."""
+    """Bytes that the group alone holds on the device during the whole iteration. Several groups hold at most their
+    sum."""
     return sum(resting_bytes([group], workload)[0].values())
 
 

@@ -1,5 +1,5 @@
-"""Pass: whether gradients and parameters pass to and from the host's optimizer through slots, and where these are
-cast."""
+"""Pass: whether gradients and parameters pass to and from the host's optimizer through slots, and whether new
+parameters are cast on the host or on the device."""
 
 from typing import Literal
 
@@ -16,8 +16,8 @@ NAME = "step slots"
 
 
 def size_step_slots(given: Candidate) -> Candidate:
-    """The candidate with slots where the host then holds less than with Megatron's copy of all gradients, and new
-    parameters cast where the table says that the host's step is shorter and the device has room."""
+    """The candidate with slots, if the host then holds less than with Megatron's copy of all gradients. New parameters
+    are cast where the table says that the host's step is shorter, if the device has room."""
     workload, timing, schedule = given.workload, given.timing, given.schedule
     on_host = [group for group in schedule.groups if group.states_rest is None]
     if not workload.optimizer.on_host:
@@ -51,8 +51,8 @@ def size_step_slots(given: Candidate) -> Candidate:
 
 
 def without_useless_slots(given: Candidate) -> Candidate:
-    """The candidate without slots where no states are in host memory, or so few that a copy of their gradients takes
-    no more than the slots, which then save nothing. Its time stays."""
+    """The candidate without slots if they save nothing. This is so if no states are in host memory, or if so few are
+    that a copy of their gradients takes no more than the slots. The candidate's time does not change."""
     schedule, workload, slots = given.schedule, given.workload, given.schedule.step_slots
     on_host = any(group.states_rest is None for group in schedule.groups)
     if slots is None or (on_host and (slots.cast == "device" or saves_host_memory(schedule, workload))):
@@ -62,6 +62,6 @@ def without_useless_slots(given: Candidate) -> Candidate:
 
 
 def saves_host_memory(schedule: Schedule, workload: Workload) -> bool:
-    """Whether the node that holds most holds less with ``step_slots`` than without."""
+    """Whether the node that holds most holds less with ``step_slots`` than without them."""
     held, without = (max(host_bytes_of_nodes(s, workload)) for s in (schedule, replace(schedule, step_slots=None)))
     return held < without

@@ -1,4 +1,4 @@
-"""Pass: whether the host's optimizer steps groups during the backward, or waits for its end."""
+"""Pass: whether the host's optimizer steps groups during the backward, or after it."""
 
 from msgspec.structs import replace
 
@@ -14,8 +14,8 @@ NAME = "host step"
 
 
 def time_host_step(given: Candidate) -> Candidate:
-    """The candidate with its simulated time; and with ``rollback_bytes``, as many as the steps during the backward
-    take, where these make the iteration shorter and ``limits.host_bytes`` has room."""
+    """The candidate with its simulated time. It gets ``rollback_bytes``, as many as steps during the backward need, if
+    these steps make the iteration shorter and ``limits.host_bytes`` has room."""
     schedule, workload, timing = given.schedule, given.workload, given.timing
     us = given.simulated_us()
     if not can_time_steps(workload, timing):
@@ -36,14 +36,14 @@ def time_host_step(given: Candidate) -> Candidate:
 
 
 def can_time_steps(workload: Workload, timing: Timing) -> bool:
-    """Whether the run can step during the backward, and the table says what a step takes."""
+    """Whether a run can step during the backward and the table has the time of a step."""
     settings = workload.optimizer
     possible = settings.on_host and not settings.delayed and settings.gradient_dtype == "float32"
     return possible and timing.offers_host_step
 
 
 def copies_of_states(schedule: Schedule, workload: Workload) -> list[int]:
-    """By pipeline rank, bytes of the copies of states that steps during the backward need, of all groups."""
+    """By pipeline rank, bytes of the copies of states that are needed if all groups step during the backward."""
     of_ranks = [0] * workload.parallel.pp
     for group in schedule.groups:
         if can_step_early(group, workload):
@@ -52,7 +52,8 @@ def copies_of_states(schedule: Schedule, workload: Workload) -> list[int]:
 
 
 def _room(schedule: Schedule, workload: Workload) -> int:
-    """Bytes of each rank for copies of states: of all groups that can be stepped early, or what the limit leaves."""
+    """Bytes of each rank for copies of states: enough for all groups that can be stepped early, or what the limit
+    leaves."""
     room, limit = max(copies_of_states(schedule, workload)), workload.limits.host_bytes
     if limit is None:
         return room
