@@ -1,5 +1,5 @@
-"""Cost tables: what every route, link and layer costs, by size.
+"""Cost tables: the time that every route, link and layer takes, by size.
 
-``cost_table`` is the file; ``estimates.Costs`` answers what something takes; ``importers`` reads other tools' logs;
-``combine_tables``, ``compare_tables`` and ``environment`` compare tables and put them together.
+``cost_table`` is the file. ``estimates.Costs`` answers how long something takes. ``importers`` reads other tools' logs.
+``combine_tables``, ``compare_tables`` and ``environment`` compare tables and combine them.
 """

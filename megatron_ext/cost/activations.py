@@ -1,4 +1,4 @@
-"""Bytes of activations as they were measured, in place of those that were counted from shapes."""
+"""Replaces activation bytes that were counted from shapes by measured ones."""
 
 import msgspec
 
@@ -7,9 +7,9 @@ from megatron_ext.workload.workload import Chunk, Workload
 
 
 def with_activations(workload: Workload, table: CostTable) -> Workload:
-    """The workload with the table's ``activation_bytes`` in every chunk of which all layer kinds were measured.
+    """The workload with the table's ``activation_bytes``, in every chunk whose layer kinds were all measured.
 
-    A chunk keeps its own count where one of the two recomputes in backward and the other does not.
+    A chunk keeps its own count if only one of workload and table recomputes in the backward.
     """
     rows = {row.layer_kind: row for row in table.compute if row.activation_bytes is not None}
 

@@ -1,4 +1,4 @@
-"""One table out of several: links from the cluster, compute from one GPU."""
+"""One table made from several: for example links from the cluster and compute from one GPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,18 +20,18 @@ PARTS = LINKS + COMPUTE
 
 
 def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = None) -> CostTable:
-    """Take every part from one of ``tables`` (by name, in order of preference).
+    """Take every part from one of ``tables``, which are in order of preference.
 
     Args:
         tables: name (usually the path) to table.
-        chosen: part, ``links`` or ``compute`` to the name of the table that must give it.
+        chosen: part (``links`` or ``compute``) to the name of the table that must provide it.
 
     Returns:
         A table whose ``metadata.source.parts`` says which part came from which table.
-        Figures are never mixed within a curve, but algorithms of one route are put together.
+        Figures of one curve always come from one table, but algorithms of one route are collected from several tables.
 
     Raises:
-        InputError: an unknown part, or the chosen table lacks it.
+        InputError: a part is unknown, or the chosen table lacks it.
     """
     chosen = dict(chosen or {})
     unknown = sorted(set(chosen) - set(PARTS) - {"links", "compute"})
@@ -69,7 +69,7 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
 
 
 def _gathers_as_of_experts(table: CostTable, name: str) -> ExpertCurves:
-    """Collectives that were measured among as many ranks as share the shards of the same experts."""
+    """Curves of collectives that were measured among as many ranks as share the shards of an expert."""
     ranks = (table.metadata.world_sizes or {}).get("data_parallel_size")
     if not isinstance(ranks, int) or not (has(table.routes.gpu) and has(table.reduce)):
         raise InputError("has no routes.gpu and reduce of a known data_parallel_size", file=name, field="experts")
@@ -77,14 +77,14 @@ def _gathers_as_of_experts(table: CostTable, name: str) -> ExpertCurves:
 
 
 NETWORKED = {"gpu", "reduce", "p2p", "publish"}
-"""Links that cross the network where a run spans nodes."""
+"""Links that cross the network if a run spans several nodes."""
 
 
 def _leave_out_other_network(tables: Mapping[str, CostTable], values: dict, origin: dict) -> list[str]:
-    """Take rows of contention away that were measured without the network which all-gathers use here, or with it.
+    """Remove rows of contention that were measured with another network than the one that all-gathers use here.
 
-    Between nodes an all-gather and a host copy share a GPU's PCIe link, inside a node they need not: what one of them
-    costs beside the other must come from the cluster. Returns a note where rows were taken away.
+    Between nodes, an all-gather and a host copy share a GPU's PCIe link. Inside a node they need not share it. So the
+    slowdown of one by the other must come from the cluster. Returns a note if rows were removed.
     """
     if "contention" not in origin or "routes.gpu" not in origin:
         return []
@@ -101,7 +101,7 @@ def _leave_out_other_network(tables: Mapping[str, CostTable], values: dict, orig
 
 
 def _spans_nodes(table: CostTable) -> bool | None:
-    """Whether the table was measured on several nodes; None where it does not say."""
+    """Whether the table was measured on several nodes; None if the table does not say."""
     sizes = table.metadata.world_sizes or {}
     names = ("data_parallel_size", "pipeline_model_parallel_size", "ranks_per_node")
     data, pipeline, node = (sizes.get(name) for name in names)
@@ -117,7 +117,7 @@ def has(value) -> bool:
 
 
 def _with_algorithms(curve: Curve, others: list) -> Curve:
-    """Named algorithms of the same route from the other tables join; the first of a name stays."""
+    """Add named algorithms of the same route from the other tables. Of each name the first one is kept."""
     algorithms = dict(curve.algorithms)
     if algorithms:
         for other in others:
@@ -127,8 +127,8 @@ def _with_algorithms(curve: Curve, others: list) -> Curve:
 
 
 def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str], more: list[str]) -> Metadata:
-    """``more``: further notes. Each of hardware, software and world sizes as the used tables say it; where they differ,
-    that of the links, and a note."""
+    """Metadata of the combined table. Hardware, software and world sizes are those of the tables that are used. If
+    these differ, they are those of the links' table, and a note says so. ``more``: further notes."""
     used = [name for name in tables if name in origin.values()]
     links_from = origin.get("routes.gpu") or origin.get("routes.cpu") or (used[0] if used else next(iter(tables)))
     base = tables[links_from].metadata

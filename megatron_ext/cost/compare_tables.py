@@ -1,4 +1,4 @@
-"""What changed from one cost table to another, and by how much."""
+"""The changes from one cost table to another."""
 
 from statistics import median
 
@@ -12,11 +12,10 @@ def compare(first: CostTable, second: CostTable) -> dict:
     """Relative changes (second over first, minus one).
 
     Returns:
-        ``curves``: by field ``{median, largest, at_bytes, sizes, beyond}``; ``beyond`` lists the
-        sizes where the two intervals do not touch, that is, where noise does not explain the
-        change. ``figures``: parts that are one number. ``contention`` and ``compute``: by row.
-        ``only``: parts that one table lacks.
-        ``environment``: what differs.
+        ``curves``: by field ``{median, largest, at_bytes, sizes, beyond}``. ``beyond`` lists the sizes at which the
+        intervals of the two tables do not overlap, so that noise does not explain the change. ``figures``: parts that
+        are one number. ``contention`` and ``compute``: by row. ``only``: parts that one table lacks. ``environment``:
+        what differs.
     """
     result: dict = {name: {} for name in ("curves", "figures", "contention", "compute")}
     result |= {"only": {"first": [], "second": []}, "environment": []}

@@ -1,8 +1,7 @@
-"""The cost table file: what every route costs on the machines it was measured on.
+"""The cost table file: the costs of every route on the machines where they were measured.
 
-Times are microseconds, sizes the bytes of the whole (gathered) group for every route, so
-that routes compare directly. A curve with no points is not offered; a missing figure is
-never 0, and there is no built-in default table.
+Times are in microseconds. Sizes are the bytes of the whole (gathered) group for every route, so that routes compare
+directly. A curve without points is not offered. A missing figure is never 0, and there is no built-in default table.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +21,12 @@ from megatron_ext.workload.route import ROUTES
 MOST_SLOWDOWN = 1e6
 
 JOINED, CAST_ON_DEVICE = "joined", "cast_on_device"
-"""Algorithms of ``host_step``, as a run makes it where the schedule says when: tensors that lie behind each other are
-one, and copies go during steps. Parameters become 16-bit ones on the host, or on the device."""
+"""Algorithms of ``host_step``: the step as a run makes it by a schedule. Adjacent tensors are joined into one, and
+copies overlap with steps. With ``joined`` parameters are cast to 16 bits on the host, with ``cast_on_device`` on the
+device."""
 
 ESTIMATE = "megatron-ext cost estimate"
-"""Program of a table's source that counted it from a data sheet."""
+"""Program in the source of a table that was estimated from a data sheet."""
 
 
 class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -37,10 +37,9 @@ class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive
-    (``nvme``), and between nodes (``internode``, bytes that cross the network). Complete when
-    the last rank of a node has written; between nodes, with a second group on its way behind the first.
-    ``points`` is short for ``cpu``."""
+    """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive (``nvme``), and between nodes
+    (``internode``, by bytes that cross the network). It is complete when the last rank of a node has written. Between
+    nodes it is measured with a second group in flight after the first. ``points`` is short for ``cpu``."""
 
     cpu: MaybeCurve = None
     nvme: MaybeCurve = None
@@ -49,9 +48,9 @@ class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ExpertCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Collectives among the ``ranks`` that share the shards of the same experts, where these are others than the
-    data-parallel ranks: all-gathers (``gpu``) and reduce-scatters (``reduce``), as ``routes.gpu`` and ``reduce`` are of
-    the latter."""
+    """Collectives among the ``ranks`` that share the shards of an expert, if these are not the data-parallel ranks.
+    ``gpu`` has all-gathers and ``reduce`` has reduce-scatters, as ``routes.gpu`` and ``reduce`` have for data-parallel
+    ranks."""
 
     ranks: int
     gpu: MaybeCurve = None
@@ -59,19 +58,19 @@ class ExpertCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class GroupOverhead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What a gather costs beyond its bytes: ``call_us`` per issued call on the calling thread."""
+    """Costs of a gather besides its bytes: ``call_us`` per issued call, on the calling thread."""
 
     call_us: float | None = None
 
 
 KINDS = ("compute", "gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_add")
-"""Activities that can disturb each other; the names that rows of ``contention`` use."""
+"""Activities that can disturb each other, by the names that rows of ``contention`` use."""
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` works: ``slowdown``
-    times what it takes alone. Names are those of :data:`KINDS`; ``nvme`` is the read from the drive into the staging
-    slot, without the copy to the device, which is one of ``cpu``."""
+    """``measured`` takes ``p50_us`` for ``size_bytes`` while ``busy`` runs, which is ``slowdown`` times its time alone.
+    Names are those of :data:`KINDS`. ``nvme`` is the read from the drive into the staging slot. The copy to the device
+    that follows is a copy of kind ``cpu``."""
 
     measured: str
     busy: str
@@ -81,11 +80,11 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Forward and backward of one micro-batch through one chunk (``pp_rank`` and
-    ``model_chunk_id``) or through one layer of a kind (``layer_kind``). The kind ``step`` is what
-    every step of a chunk takes besides its layers. ``activation_bytes`` is what autograd saves in one such layer
-    for the backward of one micro-batch, ``recompute_bytes`` what that backward makes anew. ``forward_launch_us`` and
-    ``backward_launch_us``: what launching it from Python keeps the training thread for."""
+    """Forward and backward of one micro-batch through one chunk (``pp_rank`` and ``model_chunk_id``) or through one
+    layer of a kind (``layer_kind``). The kind ``step`` is the time of a chunk's step in addition to its layers.
+    ``activation_bytes``: what autograd saves in one such layer for the backward of one micro-batch.
+    ``recompute_bytes``: what that backward recomputes. ``forward_launch_us`` and ``backward_launch_us``: the time for
+    which the training thread is busy with launching it from Python."""
 
     forward_us: float
     backward_us: float
@@ -102,8 +101,8 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What the training thread takes besides launching layers: for the reduce of one group, and for the optimizer's
-    step of one parameter. ``slowest``: how many times as long all launches may take, those of layers included."""
+    """Time of the training thread in addition to launching layers: for the reduce of one group, and for the optimizer's
+    step of one parameter. ``slowest``: the factor by which all launches may take longer, including those of layers."""
 
     reduce_us: float
     tensor_us: float
@@ -111,9 +110,9 @@ class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What host copies take before the first step, per GiB of a node, by all of its ranks at once: to make their pages,
-    and to page-lock them on every rank (``pin``). ``beside_allocator_bytes``: what a rank holds of its device beside
-    PyTorch's blocks: the CUDA context, kernels, NCCL."""
+    """Time that host copies take before the first step, per GiB of a node, with all of its ranks at once: to make their
+    pages (``pages``), and to page-lock them on every rank (``pin``). ``beside_allocator_bytes``: bytes that a rank
+    holds on its device outside of PyTorch's blocks: the CUDA context, kernels, NCCL."""
 
     pages_us_per_gib: float | None = None
     pin_us_per_gib: float | None = None
@@ -121,22 +120,23 @@ class SetUp(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class HostMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What one rank's share of host memory reads and writes in a second, by copies and processors together, while the
-    other ranks of its node do the same. ``slow_bytes_per_s``: where it may be as little."""
+    """Bytes per second that one rank's share of host memory reads and writes, for copies and processors together, while
+    the other ranks of its node do the same. ``slow_bytes_per_s``: the lowest value that it may have."""
 
     bytes_per_s: float
     slow_bytes_per_s: float | None = None
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What links share. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies use one PCIe link."""
+    """Which links share hardware. ``nic_shares_pcie``: the NIC that carries all-gathers and host copies use one PCIe
+    link."""
 
     nic_shares_pcie: bool = False
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Where a table comes from: the program or the format of a log, its options or a description, and for a combined
-    table which part came from which table."""
+    """Origin of a table: the program or the log format, its options or a description, and for a combined table which
+    part comes from which table."""
 
     program: str = ""
     description: str | None = None
@@ -145,15 +145,15 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The environment for which the figures hold.
+    """The environment in which the figures are valid.
 
     Attributes:
         created_at: date and time, ISO 8601.
         synthetic: True for tables that were not measured.
         hardware, software: as :func:`megatron_ext.runtime.machine.environment` returns them.
-        world_sizes: parallel sizes and ranks a node of the measurement.
-        model: what compute was measured of: ``hidden_size``, ``seq_length``, ``micro_batch_size``, ``dtype``.
-        notes: what a reader should know, one line each.
+        world_sizes: parallel sizes and ranks per node of the measurement.
+        model: what was computed: ``hidden_size``, ``seq_length``, ``micro_batch_size``, ``dtype``.
+        notes: remarks for the reader, one line each.
     """
 
     created_at: str = ""
@@ -167,17 +167,22 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class CostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Everything measured. ``reduce`` (gradient reduce-scatter by group bytes, or by
-    bytes of the gradients where it says so) and ``optimizer`` (one optimizer step by bytes of whole parameters of
-    one rank) are needed only to predict a whole iteration: ``plan`` and ``simulate`` refuse a table without what
-    they need. ``host_add`` is adding one float32 gradient shard to another in host memory, by bytes of the shard.
-    ``host_step`` is the host's optimizer step of one group, by bytes of the whole group: gradients to the host,
-    AdamW, parameters back; measured where the optimizer steps there, and then ``optimizer`` is the step of all
-    groups with the gradient norm and clipping. Its points are Megatron's own step, one after the other; its algorithms
-    :data:`JOINED` and :data:`CAST_ON_DEVICE` the run's. ``device_step`` is the same step of a group whose optimizer
-    states are on the device. ``host_memory`` is shared by host copies, publishing, adding and stepping on the host.
-    ``launches`` and the launches of layers are the training thread's time, which a device does not need.
-    ``all_reduce`` is no route: it is imported to compare algorithms by size.
+    """All figures of a table.
+
+    ``reduce`` (gradient reduce-scatter by group bytes, or by bytes of the gradients if it says so) and ``optimizer``
+    (one optimizer step by bytes of whole parameters of one rank) are needed only to predict a whole iteration. ``plan``
+    and ``simulate`` refuse a table that lacks what they need. ``host_add`` is the addition of one float32 gradient
+    shard to another in host memory, by bytes of the shard.
+
+    ``host_step`` is the host's optimizer step of one group, by bytes of the whole group: gradients to the host, AdamW,
+    parameters back. It is measured if the optimizer steps on the host. ``optimizer`` is then the step of all groups
+    with the gradient norm and clipping. The points of ``host_step`` are Megatron's own step, one part after the other;
+    its algorithms :data:`JOINED` and :data:`CAST_ON_DEVICE` are the step of a run. ``device_step`` is the same step of
+    a group whose optimizer states are on the device.
+
+    ``host_memory`` is shared by host copies, publishing, and adding and stepping on the host. ``launches`` and the
+    launches of layers are time of the training thread, not of a device. ``all_reduce`` is no route: it is imported to
+    compare algorithms by size.
     """
 
     schema_version: int
@@ -207,11 +212,11 @@ CURVES = (
     *("publish.cpu", "publish.nvme", "publish.internode", "experts.gpu", "experts.reduce", "p2p", "reduce"),
     *("optimizer", "host_add", "host_step", "device_step", "all_reduce"),
 )
-"""Names of all curves, as :func:`part_named` takes them."""
+"""Names of all curves, for :func:`part_named`."""
 
 
 def part_named(table: CostTable, name: str) -> Any:
-    """A part of a table by its name: ``routes.gpu``, ``reduce``, ``set_up.pin_us_per_gib``; None where it is absent."""
+    """A part of a table by its name: ``routes.gpu``, ``reduce``, ``set_up.pin_us_per_gib``; None if it is absent."""
     value: Any = table
     for field in name.split("."):
         value = getattr(value, field, None)
@@ -219,7 +224,7 @@ def part_named(table: CostTable, name: str) -> Any:
 
 
 def with_parts(table: CostTable, parts: Mapping[str, Any]) -> CostTable:
-    """``table`` with other ``parts``, by name."""
+    """``table`` with ``parts`` (by name) replaced."""
     held: dict[str, dict[str, Any]] = {"": {}}
     for name, value in parts.items():
         holder, _, field = name.rpartition(".")
@@ -229,13 +234,13 @@ def with_parts(table: CostTable, parts: Mapping[str, Any]) -> CostTable:
 
 
 def with_curves(table: CostTable, change: Callable[[str, Curve], Curve | None]) -> CostTable:
-    """``table`` with ``change(name, curve)`` in place of every curve that it has."""
+    """``table`` with every curve that it has replaced by ``change(name, curve)``."""
     given = {name: part_named(table, name) for name in CURVES}
     return with_parts(table, {name: change(name, curve) for name, curve in given.items() if isinstance(curve, Curve)})
 
 
 def load(path) -> CostTable:
-    """Read and check a cost table. Raises InputError naming file, field and value."""
+    """Read and check a cost table. Raises InputError; the message names file, field and value."""
     return check(json_files.load(path, CostTable, versioned="cost_table"), file=path)
 
 
@@ -244,11 +249,11 @@ def save(path, table: CostTable) -> None:
 
 
 def check(table: CostTable, *, file=None) -> CostTable:
-    """Check a decoded table and return it in one form (``publish.points`` and a bare list of
-    p2p points are moved into curves; points sorted by size).
+    """Check a decoded table and return it in its normal form: ``publish.points`` and a bare list of p2p points become
+    curves, and points are sorted by size.
 
     Raises:
-        InputError: naming the field and its value.
+        InputError: a figure is not valid. The message names the field and its value.
     """
     checker, publish = Checker(file), table.publish
     if publish.points:
@@ -278,7 +283,7 @@ NOT_NEGATIVE_US = (
 
 
 def _check_figures(table: CostTable, checker: Checker) -> None:
-    """What is neither a curve nor a row."""
+    """Check everything except curves and rows."""
     for name in NOT_NEGATIVE_US:
         checker.duration(part_named(table, name), name, zero=True)
     for name in ("set_up.beside_allocator_bytes", "host_memory.bytes_per_s", "host_memory.slow_bytes_per_s"):

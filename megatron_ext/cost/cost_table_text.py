@@ -1,4 +1,4 @@
-"""A cost table and its predictions, for people and as one object."""
+"""A cost table and its predictions, as text and as one object."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +12,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
 HOLDS_FOR = ("hardware", "software", "world_sizes", "model")
-"""Of the metadata, what a table holds for."""
+"""Fields of the metadata that say for what a table is valid."""
 
 NEIGHBOURS = "read from neighbours: how far off a size is where it is read from the line between the sizes next to it"
 HEAD = f"{'bytes':>12} {'p50 us':>12} {'p95 us':>12} {'GB/s':>8} {'n':>5}  {'read from neighbours':>20}"
@@ -28,10 +28,10 @@ def all_curves(table: CostTable) -> Iterator[tuple[str, Curve]]:
 def predicted(
     table: CostTable, route: str, size_bytes: int, *, busy: Iterable[str] = (), extrapolate: bool = False, file=None
 ) -> dict:
-    """What ``cost predict`` prints. ``route`` is a route or the field of another curve.
+    """The output of ``cost predict``. ``route`` is a route or the field of another curve.
 
     Raises:
-        InputError: an unknown curve, a size outside the range, or a pair never measured.
+        InputError: a curve is unknown, a size is outside the range, or a pair was never measured.
     """
     Checker("--bytes").size(size_bytes)
     costs = Costs(table, extrapolate=extrapolate, file=file)
@@ -65,7 +65,7 @@ def roughness(points: tuple[Point, ...]) -> float | None:
 
 
 def summary(table: CostTable) -> dict:
-    """Curves with their ranges and largest leave-one-out misses, and what the table holds for."""
+    """Curves with their ranges and largest leave-one-out misses, and the environment for which the table is valid."""
     curves = {}
     for what, curve in all_curves(table):
         for algorithm, points in curves_of(curve).items():
@@ -90,7 +90,7 @@ def summary(table: CostTable) -> dict:
 
 
 def text(table: CostTable) -> str:
-    """The table for people: one line a point, with what its neighbours would have said."""
+    """The table as text: one line per point, with the time that its neighbours predict."""
     metadata = table.metadata
     lines = [f"measured {metadata.created_at}" if metadata.created_at else "no date"]
     if metadata.synthetic:

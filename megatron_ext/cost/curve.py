@@ -1,10 +1,9 @@
-"""Reading a curve between its points: piecewise linear in bytes, with an honest interval.
+"""Reading a curve between its points: piecewise linear in bytes, with an interval.
 
-A straight alpha-beta line is up to 32 % off on published curves, so the points themselves
-are the model. How wrong reading between them can be is taken from the curve itself: each
-inner point is predicted from its two neighbours, and what that misses by (curvature and
-noise together) is the half-width near it. Where p95 was measured, the spread of the
-samples widens it further, the less the more samples there are.
+A straight alpha-beta line is up to 32 % off on published curves, so the points themselves are the model. The curve
+itself shows how wrong reading between its points can be. Each inner point is predicted from its two neighbours, and the
+size of the misses nearby (curvature and noise together) gives the half-width of the interval. If p95 was measured, the
+spread of the samples widens the interval further; the more samples, the less.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from megatron_ext.cost.cost_table import Curve, Point, with_points
 from megatron_ext.formats.errors import InputError
 
 NEIGHBOURS = 4
-"""Inner points on each side whose leave-one-out misses set the half-width."""
+"""Inner points on each side whose leave-one-out misses determine the half-width."""
 
 SAFETY = 1.8
-"""Half-width over the root mean square of those misses, times the Student-like factor of
-:func:`_half_width`. Chosen on simulated curves (tests/unit/cost/test_curve.py): 94 % and more
-of left-out points lie inside, at noise of 1 % to 30 %."""
+"""Factor on the root mean square of those misses, together with the Student-like factor of :func:`_half_width`. It was
+chosen on simulated curves (tests/unit/cost/test_curve.py): 94 % and more of the left-out points lie in the interval, at
+noise of 1 % to 30 %."""
 
 INDEPENDENT = 25
-"""Samples of one point count as at most so many independent ones."""
+"""Samples of one point count as at most this many independent samples."""
 
 UNKNOWN = 0.05
-"""Relative half-width where a curve has too few points to say how rough it is."""
+"""Relative half-width if a curve has too few points to show how rough it is."""
 
 
 class Estimate(NamedTuple):
-    """The median time in microseconds, with the interval it is believed to lie in. Single
-    gathers spread further: that is what a point's p95 says.
+    """The median time in microseconds, with the interval in which it probably lies. Single gathers spread further; a
+    point's p95 shows that.
 
-    ``algorithm`` names the best one where the curve holds several; ``extrapolated`` is true
-    outside the measured range.
+    ``algorithm`` is the name of the fastest algorithm if the curve holds several. ``extrapolated`` is true outside the
+    measured range.
     """
 
     us: float
@@ -49,7 +48,8 @@ class Estimate(NamedTuple):
     extrapolated: bool = False
 
     def scaled(self, factor: float, low: float | None = None, high: float | None = None) -> Estimate:
-        """This estimate times ``factor`` (``low`` and ``high`` for the ends where they differ)."""
+        """This estimate times ``factor``. ``low`` and ``high`` are the factors of the interval's ends, if they
+        differ."""
         low_us = self.low_us * (factor if low is None else low)
         high_us = self.high_us * (factor if high is None else high)
         return self._replace(us=self.us * factor, low_us=low_us, high_us=high_us)
@@ -63,12 +63,12 @@ def lookup(
     Args:
         curve: a curve, or points sorted by size (as :func:`megatron_ext.cost.cost_table.check` leaves them).
         size_bytes: bytes of the whole (gathered) group.
-        extrapolate: outside the measured range, go on along the nearest segment instead of failing.
+        extrapolate: outside the measured range, extend the nearest segment instead of raising an error.
         what: the curve's field in the table, for the error.
         file: the table's path, for the error.
 
     Returns:
-        The estimate; of several algorithms, that of the fastest at this size.
+        The estimate. If there are several algorithms, that of the fastest one at this size.
 
     Raises:
         InputError: the curve has no points, or the size is outside their range.
@@ -82,14 +82,14 @@ def lookup(
         largest = max(points[-1].size_bytes for points in candidates.values())
         said = f"outside the measured range {smallest} to {largest} bytes; measure that size or ask for extrapolation"
         raise InputError(said, file=file, field=f"{what}.size_bytes", value=size_bytes)
-    # An algorithm that was measured at this size is believed over one that was not.
+    # An algorithm that was measured at this size is preferred to one that was not.
     estimates = {name: _read(tuple(points), size_bytes) for name, points in (covering or candidates).items()}
     name = min(estimates, key=lambda key: estimates[key].us)
     return estimates[name]._replace(algorithm=name)
 
 
 def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, ...]]:
-    """The curves that are choices at every size: ``points`` under ``None``, then the named algorithms."""
+    """Curves among which one can choose at every size: ``points`` under ``None``, then the named algorithms."""
     if not isinstance(curve, Curve):
         return {None: tuple(curve)} if curve else {}
     named = {name: points for name, points in curve.algorithms.items() if points}
@@ -97,17 +97,18 @@ def curves_of(curve: Curve | Sequence[Point]) -> dict[str | None, tuple[Point, .
 
 
 def points_of(curve: Curve | Sequence[Point] | None) -> list[Point]:
-    """All that a size can be looked up in, one curve after the other."""
+    """All points in which a size can be looked up, one curve after the other."""
     return [point for points in curves_of(curve or ()).values() for point in points]
 
 
 def has_points(curve: Curve | Sequence[Point] | None) -> bool:
-    """Whether a size can be looked up in it."""
+    """Whether the curve has points in which a size can be looked up."""
     return curve is not None and bool(curves_of(curve))
 
 
 def by_sizes(curve: Curve, size: Callable[[int], int]) -> Curve:
-    """``curve`` with the same times at ``size(size_bytes)`` bytes; of two points that become one, the larger stays."""
+    """``curve`` with its times moved to ``size(size_bytes)`` bytes. If two points get the same size, the larger one
+    stays."""
 
     def moved(_: str, points: tuple[Point, ...]) -> tuple[Point, ...]:
         sizes = {size(point.size_bytes): point for point in points}
@@ -121,7 +122,7 @@ def covers(points: Sequence[Point], size_bytes: int) -> bool:
 
 
 def between(left: Point, right: Point, size_bytes: float) -> float:
-    """Linear in bytes through two points (also outside them)."""
+    """Time at ``size_bytes`` on the line through two points, also outside of them."""
     share = (size_bytes - left.size_bytes) / (right.size_bytes - left.size_bytes)
     return left.p50_us + share * (right.p50_us - left.p50_us)
 
@@ -142,16 +143,16 @@ def _read(points: tuple[Point, ...], size_bytes: int) -> Estimate:
 def _around(
     us: float, lowest: float, highest: float, half: float, spread: float, *, extrapolated: bool = False
 ) -> Estimate:
-    """``lowest`` to ``highest``, widened by a relative half-width and the spread of the samples.
+    """An estimate from ``lowest`` to ``highest``, widened by a relative half-width and by the spread of the samples.
 
-    Times spread upwards; below the median they are taken to spread by the same ratio.
+    The measured spread is upwards. Below the median the same ratio is assumed.
     """
     low_us = min(lowest * (1 - min(half, 0.9)), lowest / (1 + spread))
     return Estimate(us, low_us, highest * (1 + max(half, spread)), extrapolated=extrapolated)
 
 
 def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
-    """Outside the range: along the nearest segment, between the plain guesses on either side of it."""
+    """An estimate outside the range: along the nearest segment, in an interval between two simple guesses."""
     low_end = size_bytes < points[0].size_bytes
     end, inner = (points[0], points[1:2]) if low_end else (points[-1], points[-2:-1])
     proportional = end.p50_us * size_bytes / end.size_bytes if end.size_bytes else end.p50_us
@@ -160,7 +161,7 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
     if inner:
         low, high = sorted((end, inner[0]), key=lambda point: point.size_bytes)
         line = between(low, high, size_bytes)
-        # A falling last segment is noise; below the range a line may cross zero.
+        # A falling last segment is noise. Below the range the line may cross zero.
         us = min(max(line, proportional), end.p50_us) if low_end else (line if line > end.p50_us else proportional)
         guesses.append(us)
     half = _half_width(points, 0 if low_end else len(points) - 1)
@@ -168,9 +169,9 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
 
 
 def spread_of_samples(point: Point) -> float:
-    """How far off the median of a point's samples may be, relative: as far as p95 lies above
-    it for one sample, less with more of them, but not much less, since samples taken in one
-    go do not know how the machine changes."""
+    """How far off the median of a point's samples may be, relative to it. For one sample this is the distance of p95.
+    It is less with more samples, but not much less, because samples that are taken at one time do not show how the
+    machine changes."""
     if point.p95_us is None:
         return 0.0
     return (point.p95_us - point.p50_us) / point.p50_us / min(point.samples, INDEPENDENT) ** 0.5
@@ -188,11 +189,11 @@ def residuals(points: tuple[Point, ...]) -> list[float | None]:
 
 
 def _half_width(points: tuple[Point, ...], position: float) -> float:
-    """Relative half-width near ``position`` (an index; x.5 between two points)."""
+    """Relative half-width near ``position`` (an index; x.5 means between two points)."""
     known = [(abs(index - position), value) for index, value in enumerate(residuals(points)) if value is not None]
     nearest = [value for _, value in sorted(known)[: 2 * NEIGHBOURS]]
     if not nearest:
         return UNKNOWN
     rms = (sum(value * value for value in nearest) / len(nearest)) ** 0.5
-    # Few misses say little about how large the next one is, as in Student's t.
+    # Few misses say little about the size of the next one, as in Student's t.
     return SAFETY * rms * (1 + 2 / len(nearest))

@@ -11,8 +11,8 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 
 MAX_FALL = 0.25
-"""A time may fall by so much from one size to the next larger, and is then noted: published
-minima of small messages waver more than a log's means (20.4 % at 256 bytes in the seed notes)."""
+"""Largest relative fall of the time from one size to the next. A fall is mentioned in a note. Published minima of small
+messages fluctuate more than the means of a log (20.4 % at 256 bytes in the seed notes)."""
 
 
 class _Row(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,12 +37,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read(path, *, system: str | None = None, placement: str = "in_place") -> CostTable:
-    """Curves named by ``algorithm`` become one curve that chooses by size; of several systems
-    one has to be named.
+    """Read a file. Curves that are named by ``algorithm`` become one curve that chooses by size. If there are several
+    systems, one of them must be named.
 
     Raises:
-        InputError: naming the field: an unknown collective, several systems and none named,
-            no points, a size twice, a time that is not positive.
+        InputError: unknown collective, several systems and none named, no points, a size twice, or a time that is not
+        positive. The message names the field.
     """
     content, check = json_files.load(path, _File), Checker(path)
     if content.collective not in COLLECTIVES:

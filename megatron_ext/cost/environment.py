@@ -1,8 +1,8 @@
-"""The environment a table's figures hold for, and what differs in another one.
+"""The environment in which a table's figures are valid, and its differences from another environment.
 
-An environment is three mappings, stored in a table's metadata: ``hardware`` (processor,
-device, counts), ``software`` (versions) and ``world_sizes`` (parallel sizes, ranks a node).
-:func:`megatron_ext.runtime.machine.environment` describes the machine it runs on.
+An environment consists of three mappings, stored in a table's metadata: ``hardware`` (processor, device, counts),
+``software`` (versions) and ``world_sizes`` (parallel sizes, ranks per node).
+:func:`megatron_ext.runtime.machine.environment` describes the machine that it runs on.
 """
 
 from collections import Counter
@@ -17,18 +17,18 @@ from megatron_ext.workload.workload import ITEM_BYTES, Workload, fingerprint
 
 INSTANCES = "num_distributed_optimizer_instances"
 USUAL = {INSTANCES: 1, NUMA_NODES: 1}
-"""What a table stands for that does not say: tables of earlier releases."""
+"""Values of a table that does not have these fields, such as a table of an earlier release."""
 
 PARTS = ("hardware", "software", "world_sizes")
 
 SEQUENCE_PARTS = "sequence_parts"
-"""In a table's model, where context-parallel ranks divide the sequence: how many."""
+"""Field of a table's model: the number of context-parallel ranks that divide the sequence, if they do."""
 
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
-    """The sizes of a run that its costs depend on; ``data_parallel_size`` is that of one instance of the optimizer. A
-    table is measured by one rank of every tensor-parallel group (beside experts the program knows no other
-    parallelism), so of a node's ranks only those are counted."""
+    """The sizes of a run that its costs depend on. ``data_parallel_size`` is the size of one instance of the optimizer.
+    One rank of every tensor-parallel group measures a table (besides experts the program knows no other parallelism),
+    so only these ranks of a node are counted."""
     experts = {"expert_data_parallel_size": parallel.expert_dp} if parallel.expert_dp != parallel.dp else {}
     return {
         **experts,
@@ -40,11 +40,12 @@ def world_sizes(parallel: Parallel) -> dict[str, int]:
 
 
 def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[str]:
-    """What differs, one line each: ``software.torch: table 2.6.0, here 2.13.0``.
+    """The differences, one line each: ``software.torch: table 2.6.0, here 2.13.0``.
 
-    Only what ``environment`` names is compared; a table that does not say is a difference too. Of the machine it is
-    also compared whether figures are those of its own links (:data:`megatron_ext.formats.facts.CAUTION`).
-    A synthetic table (``metadata.synthetic``) holds for no machine, and is said to.
+    Only fields that ``environment`` has are compared. A field that the table lacks is a difference as well. For the
+    machine it is also compared whether figures were measured on its own links
+    (:data:`megatron_ext.formats.facts.CAUTION`). A synthetic table (``metadata.synthetic``) is valid for no machine,
+    and a line says so.
     """
     if metadata.synthetic:
         return ["synthetic: the table was not measured"]
@@ -62,17 +63,18 @@ def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[st
 
 
 def run_differences(metadata: Metadata, workload: Workload) -> list[str]:
-    """What the table says of the run that it was measured or estimated for and ``workload`` says otherwise.
+    """Differences between ``workload`` and the run that the table was measured or estimated for.
 
-    Parallel sizes; of measured compute the precision and the bytes of a message between stages; of estimated compute
-    the model, whose chunks it is of, and where its optimizer steps. What the table does not say (imported logs,
-    published figures) is not compared, nor is a synthetic table that no program made.
+    Parallel sizes are compared. For measured compute, the precision and the bytes of a message between stages are
+    compared. For estimated compute, the model of these chunks is compared, and where its optimizer steps. Fields that
+    the table lacks (imported logs, published figures) are not compared, nor is a synthetic table that no program made.
     """
     return size_differences(metadata, world_sizes(workload.parallel)) + model_differences(metadata, workload)
 
 
 def size_differences(metadata: Metadata, sizes: Mapping[str, object]) -> list[str]:
-    """The part of :func:`run_differences` that options alone show; ``sizes`` by Megatron's names, or None."""
+    """The part of :func:`run_differences` that follows from options alone. ``sizes``: by Megatron's names; a value may
+    be None."""
     lines = []
     for part in ("world_sizes", "model"):
         stored = getattr(metadata, part)
@@ -84,7 +86,8 @@ def size_differences(metadata: Metadata, sizes: Mapping[str, object]) -> list[st
 
 
 def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
-    """What compute is of, where ``workload`` says otherwise: precision and bytes of a message; the whole model."""
+    """Differences between ``workload`` and the model whose compute the table has: precision, message bytes, whole
+    model."""
     model, lines = metadata.model, []
     if _by_hand(metadata) or not isinstance(model, Mapping):
         return []
@@ -104,7 +107,7 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
     if workload.p2p_bytes and item_bytes is not None and len(shape) == len(sizes):
         parts = model.get(SEQUENCE_PARTS, 1)
         message = prod(shape) * item_bytes // (parts if isinstance(parts, int) else 1)
-        # With sequence parallelism a rank sends its part of the sequence; the workload does not say which it is.
+        # With sequence parallelism a rank sends its part of the sequence. The workload does not say whether it is used.
         if workload.p2p_bytes not in (message, message // workload.parallel.tensor_model_parallel_size):
             lines.append(
                 f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a "
@@ -118,12 +121,13 @@ def _by_hand(metadata: Metadata) -> bool:
 
 
 def estimated_of(workload: Workload) -> dict[str, str | bool]:
-    """What an estimate is of, for its table's ``model``."""
+    """The model of an estimate, for its table's ``model``."""
     return {"fingerprint": fingerprint(workload)[:12], "optimizer_on_host": workload.optimizer.on_host}
 
 
 def refuse(lines: list[str], *, allow: bool, file=None, how: str = "allow it") -> list[str]:
-    """``lines``, if there are none or they are allowed; ``how`` says by what. Raises InputError naming all."""
+    """Return ``lines`` if there are none or if they are allowed. Otherwise raises InputError with all lines; ``how``
+    says how to allow them."""
     if lines and not allow:
         said = f"was measured in another environment ({'; '.join(lines)}); measure here or {how}"
         raise InputError(said, file=file, field="metadata")
