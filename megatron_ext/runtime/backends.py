@@ -1,9 +1,9 @@
-"""The backends of torch.distributed by which process groups talk."""
+"""The backends of torch.distributed that the process groups use."""
 
 HOST = "gloo"
-"""Over host memory."""
+"""For tensors in host memory."""
 
 
 def of_device(on_cuda: bool) -> str:
-    """Over the memory of a CUDA device, or of the processor that stands for one."""
+    """The backend for tensors on a CUDA device, or on the CPU that stands in for one."""
     return "nccl" if on_cuda else HOST

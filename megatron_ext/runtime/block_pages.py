@@ -1,20 +1,21 @@
-"""Pages of host memory: made before the first step, by all ranks and several threads at once, large where the system
-has large ones; those of a shared block are spread over the machine's memory.
+"""Pages of host memory. All ranks make them before the first step, with several threads each. They are large where the
+system has large pages. The pages of a shared block are spread over the machine's memory.
 
 [Note: Where pages lie]
 Without a policy a page lies in the memory of the processor socket that touches it first. A host copy that all GPUs of a
-node read would then load one socket's memory and the link between sockets. So pages are interleaved over the sockets
-that this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every process that maps it), on machines
-that have several. Pages in the memory of the rank that writes them would make writes local, but the node's ranks read
-as many times more bytes, and all of them read a group from its first shard to its last: one socket's memory would
-serve all of them, then the other's. Memory of one process lies where its threads run, see host_threads.py.
+node read would then load one socket's memory and the link between sockets. So on machines with several sockets, pages
+are interleaved over the sockets that this process may use (MPOL_INTERLEAVE, which a shared mapping keeps for every
+process that maps it). Placing each page near the rank that writes it would make writes local. But the node's ranks
+together read many times more bytes than they write, and all of them read a group from its first shard to its last: one
+socket's memory would serve all of them, then the other's. Memory of a single process lies where its threads run, see
+host_threads.py.
 
-Pages are large where the kernel may make them so: of shared memory where ``shmem_enabled`` is ``advise`` or more, of
-memory of one process alone where ``enabled`` is, which most systems have. So what one process alone uses is private.
-Where a device copies to it a child that is forked finds zeros, or the kernel would copy a page that is written after
-the fork, away from under the device; other memory children see as it was. The doctor says where pages lie and whether
-they are large.
-All of it concerns speed alone, so a kernel that refuses is not an error.
+Pages are large where the kernel allows it: for shared memory where ``shmem_enabled`` is ``advise`` or more, for private
+memory where ``enabled`` is, which is the case on most systems. So memory that a single process uses is private. In
+memory that a device copies to, a forked child finds zeros. Otherwise the kernel would copy a page that is written after
+the fork, and the device would write to the old page. In other memory a child sees the values as they were. The doctor
+says where pages lie and whether they are large.
+All of this concerns speed alone, so a kernel that refuses is not an error.
 Sources: mbind(2), madvise(2), the kernel's documentation of transparent huge pages.
 """
 
@@ -37,17 +38,17 @@ from megatron_ext.runtime.system_files import text_of
 STATUS = Path("/proc/self/status")
 
 PIECE_BYTES = 1 << 30
-"""Pages are made in pieces of so many bytes, so that progress can be said."""
+"""Pages are made in pieces of this size, so that progress can be reported."""
 
 LARGE_PAGE_BYTES = 2 << 20
 THREAD_BYTES = 8 * LARGE_PAGE_BYTES
-"""Of a piece, what one thread makes at a time: no two threads make the same large page."""
+"""The part of a piece that one thread makes at a time, so that no two threads make the same large page."""
 
 MPOL_INTERLEAVE = 3
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 MADV_POPULATE_WRITE = 23  # Linux 5.14
 MADV_WIPEONFORK = 18  # Linux 4.14
-_LIBC = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to other threads, mmap.madvise does not
+_LIBC = ctypes.CDLL(None, use_errno=True)  # its calls release the interpreter's lock, mmap.madvise does not
 
 
 def memory_nodes() -> list[int]:
@@ -57,17 +58,17 @@ def memory_nodes() -> list[int]:
 
 
 def private(size: int, *, wiped: bool = True) -> mmap.mmap:
-    """``size`` zeroed bytes of this process alone, whose pages are made. ``wiped``: a child that is forked finds zeros.
+    """``size`` zeroed bytes of this process alone, whose pages are made. ``wiped``: a forked child finds zeros.
 
     Raises:
-        OSError: there is no memory for them.
+        OSError: there is not enough memory.
     """
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         if wiped:
             block.madvise(MADV_WIPEONFORK)
     except OSError:
-        block = mmap.mmap(-1, size)  # shared with children: its pages stay, too
+        block = mmap.mmap(-1, size)  # shared with children, so its pages stay as well
     _advise(block)
     make(block, 0, 1)
     return block
@@ -75,12 +76,12 @@ def private(size: int, *, wiped: bool = True) -> mmap.mmap:
 
 def _advise(block: mmap.mmap) -> None:
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # this kernel has none
+        with contextlib.suppress(OSError):  # this kernel has no large pages
             block.madvise(mmap.MADV_HUGEPAGE)
 
 
 def spread(block: mmap.mmap) -> bool:
-    """Interleave the pages of ``block`` over all memory nodes, before any is made. Returns whether they will."""
+    """Interleave the pages of ``block`` over all memory nodes, before any is made. Returns whether the kernel will."""
     _advise(block)
     nodes, number = memory_nodes(), _SYS_MBIND.get(platform.machine())
     if len(nodes) < 2 or number is None:
@@ -89,7 +90,7 @@ def spread(block: mmap.mmap) -> bool:
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
     start = (ctypes.c_char * len(block)).from_buffer(block)
-    # The kernel reads one bit less than it is told of.
+    # The kernel reads one bit less than the count that it is given.
     bits = ctypes.c_ulong(64 * len(mask) + 1)
     failed = _LIBC.syscall(
         ctypes.c_long(number),
@@ -110,14 +111,15 @@ def make(
     progress: Callable[[int, int], None] = lambda done, total: None,
     region: tuple[int, int] | None = None,
 ) -> None:
-    """Make the pages of one of ``parts`` equal parts of ``block``, which nobody has written to yet.
+    """Make the pages of one of ``parts`` equal parts of ``block``, which has not been written to yet.
 
     Args:
-        region: first byte, at a page's begin, and length of what the parts are of; None: the whole block.
-        progress: called with the bytes of this part that are allocated, and the bytes of the whole part.
+        region: first byte (at the start of a page) and length of the region that is cut into parts; None: the whole
+            block.
+        progress: called with the allocated bytes of this part, and all bytes of this part.
 
     Raises:
-        OSError: there is no memory for them.
+        OSError: there is not enough memory.
     """
     first, length = region or (0, len(block))
     pages = -(-length // mmap.PAGESIZE)
@@ -134,7 +136,7 @@ def make(
 
 
 def _cut(memory: np.ndarray, begin: int, end: int) -> list[np.ndarray]:
-    """Parts for threads, which meet where large pages do."""
+    """Parts for threads, cut at the borders of large pages."""
     first = -(memory.ctypes.data + begin) % LARGE_PAGE_BYTES + begin
     cuts = [begin, *range(first, end, THREAD_BYTES), end]
     return [memory[low:high] for low, high in itertools.pairwise(cuts) if low < high]

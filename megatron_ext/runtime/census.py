@@ -2,8 +2,8 @@
 
 [Note: What is counted when]
 Whole parameters are counted in every iteration. What autograd saves is counted in the first iteration only: counting
-costs a few microseconds a tensor, and every iteration runs the same steps with the same shapes. What rests (shards,
-gradients, optimizer states) is counted on request, by adding up its storages.
+costs a few microseconds per tensor, and every iteration runs the same steps with the same shapes. What rests on the
+device (shards, gradients, optimizer states) is counted on request, by adding up its storages.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,13 +19,13 @@ from megatron_ext.runtime.saved_tensors import SavedTensors
 
 
 class Census(Part):
-    """One instance a rank, the last of its parts.
+    """One instance per rank, the last of its parts.
 
     Args:
         residency: counts whole parameters.
-        parameters: whose storages are not activations.
-        resting: gives bytes by kind on the device and on the host that come and go with no step.
-        reducer: of the gradients that come and go, or None. They are counted like what autograd saves.
+        parameters: tensors whose storages are not counted as activations.
+        resting: gives the bytes by kind, on the device and on the host, that rest between steps.
+        reducer: handles the gradients that come and go, or None. They are counted like what autograd saves.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """``MEGATRON_EXT_DEBUG=1``: check at run time what validation has proved.
 
-Every use of every group is checked for state and version (see :func:`place_actions`), the
-order of collectives is compared between the data-parallel ranks after each iteration, and the
-peak of whole parameters with what the schedule promises, to the byte.
+Every use of every group is checked for state and version (see :func:`place_actions`). After each
+iteration, the order of collectives is compared between the data-parallel ranks, and the peak of
+whole parameters is compared with what the schedule promises, to the byte.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ def wanted() -> bool:
 
 
 class IssueOrder:
-    """Collectives of this rank, counted into a hash in issue order."""
+    """Hashes and counts the collectives of this rank, in issue order."""
 
     def __init__(self):
         self._digest = hashlib.sha256()
@@ -50,15 +50,15 @@ class Checks:
 
     Args:
         promised_bytes: peak of whole parameters that the schedule promises for this rank, by number of micro-batches.
-        order: of the gpu route's collectives.
-        exchange: collective ``exchange(object) -> list`` over the data-parallel ranks.
+        order: issue order of the gpu route's collectives.
+        exchange: the collective ``exchange(object) -> list`` over the data-parallel ranks.
     """
 
     def __init__(self, promised_bytes: dict[int, int], order: IssueOrder, exchange):
         self.promised_bytes, self.order, self.exchange = promised_bytes, order, exchange
 
     def end_iteration(self, iteration: int, peak_bytes: int, num_microbatches: int) -> None:
-        """Raises ScheduleError where run and schedule, or two ranks, differ."""
+        """Raises ScheduleError if the run differs from the schedule, or two ranks differ."""
         promised = self.promised_bytes[num_microbatches]
         everybody = self.exchange((peak_bytes, *self.order.so_far()))
         for rank, (peak, count, digest) in enumerate(everybody):

@@ -1,4 +1,4 @@
-"""The device of a tensor: a CUDA device, or the host processor."""
+"""The device of a tensor: a CUDA device or the CPU."""
 
 import contextlib
 from functools import cached_property
@@ -15,7 +15,7 @@ from megatron_ext.runtime.streams import ComputeStream, CudaStream, Device
 
 
 def has_cuda() -> bool:
-    """Whether there is a real CUDA device, also where ``torch.cuda.is_available`` has been made to speak of the CPU,
+    """Whether there is a real CUDA device, even after ``torch.cuda.is_available`` was replaced to describe the CPU,
     see :mod:`megatron_ext.megatron.cpu_compat`."""
     available = torch.cuda.is_available
     return not getattr(available, "of_the_processor", False) and available()
@@ -62,7 +62,7 @@ class CudaDevice(Device):
         size = tensor.numel() * tensor.element_size()
         code = int(runtime.cudaHostRegister(tensor.data_ptr(), size, 0))
         if code != 0:
-            with contextlib.suppress(RuntimeError):  # the runtime keeps the error, and torch raises it behind a kernel
+            with contextlib.suppress(RuntimeError):  # torch would raise the kept error behind a later kernel
                 torch.ones(1, device=self.device)
             why = lock_refused.said(size, f"cudaHostRegister: error {code}")
             raise InputError(why, field="page-locked memory")
@@ -72,7 +72,7 @@ class CudaDevice(Device):
 
     def unlock(self, address: int) -> None:
         """Undo :meth:`pin` of the memory at ``address``."""
-        torch.cuda.synchronize(self.device)  # copies from here may still be on their way
+        torch.cuda.synchronize(self.device)  # copies from this memory may still be running
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(address)
 

@@ -1,4 +1,4 @@
-"""A file without a name on a drive, read past the page cache; in training and when measuring.
+"""A file without a name on a drive, read past the page cache; for training and for measuring.
 
 [Note: Direct reads, buffered writes]
 Reads use ``O_DIRECT``: they get the full rate of the drive and leave the page cache to other programs; memory,
@@ -6,14 +6,14 @@ offsets and lengths are multiples of :data:`BLOCK`. Writes go through the page c
 shards end anywhere, and are flushed to the drive before they count as published. The kernel
 keeps the two coherent on one machine (open(2), "O_DIRECT").
 
-The file has no name (``O_TMPFILE``): its blocks are free again when the last process that holds
-it has ended, however that is. Other processes open it as /proc/<pid>/fd/<fd>.
+The file has no name (``O_TMPFILE``): its blocks are freed when the last process that holds it
+ends, for whatever reason. Other processes open it as /proc/<pid>/fd/<fd>.
 
 [Note: Blocks in flight]
-``queue_depth`` threads move blocks of ``block_bytes`` each, so that as many requests lie in the drive's queue; the
-interpreter is free meanwhile. Blocks are begun in the order in which they were given, and end in any. The threads are
-daemons: blocks move while a process ends, and a drive that hangs does not hold it. An executor of concurrent.futures
-takes nothing more then, and waits for what it has.
+``queue_depth`` threads move blocks of ``block_bytes`` each, so that many requests lie in the drive's queue. The threads
+release the interpreter's lock meanwhile. Blocks begin in the order in which they were submitted, and end in any order.
+The threads are daemons: they still move blocks while a process ends, and a drive that hangs does not block its exit.
+An executor of concurrent.futures would take no new work at exit, and would wait for the work that it has.
 """
 
 import errno
@@ -47,7 +47,7 @@ def aligned(size_bytes: int) -> int:
 
 
 def filesystem(directory) -> str:
-    """Kind of the file system that ``directory`` is on, as the kernel names it."""
+    """The type of the file system that ``directory`` is on, as the kernel names it."""
     where, found = os.path.realpath(directory), ("", "unknown")
     with open("/proc/mounts") as mounts:
         for line in mounts:
@@ -59,10 +59,10 @@ def filesystem(directory) -> str:
 
 
 def refuse_no_drive(directory, option: str = OPTION, *, memory: bool = False) -> None:
-    """Raises InputError where there is no such directory, it is not writable, or in memory and that is not taken.
+    """Raises InputError if the directory does not exist, is not writable, or lies in memory and ``memory`` is False.
 
     Args:
-        option: by which the directory was given.
+        option: the option that gave the directory.
     """
     if not os.path.isdir(directory):
         raise InputError("is no directory", field=option, value=str(directory))
@@ -76,11 +76,11 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
     """Descriptor of a new nameless file of ``size_bytes``, whose blocks are reserved.
 
     Args:
-        option: by which the directory was given; what errors name.
-        memory: take a directory that is in memory, too.
+        option: the option that gave the directory; errors name it.
+        memory: also accept a directory that lies in memory.
 
     Raises:
-        InputError: no directory, not a drive, not writable, or not enough free space.
+        InputError: there is no such directory, it is not on a drive, not writable, or has not enough free space.
     """
     refuse_no_drive(directory, option, memory=memory)
     where, descriptor = dict(field=option, value=str(directory)), None
@@ -99,10 +99,10 @@ def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = F
 
 
 def _check_room(descriptor: int, size_bytes: int) -> None:
-    """A reservation of more than there is takes all of it before it fails, and whoever else writes meanwhile fails."""
+    """A reservation that is too large takes all free space before it fails, and other writers fail meanwhile."""
     drive = os.fstatvfs(descriptor)
     blocks = drive.f_bfree if os.geteuid() == 0 else drive.f_bavail
-    if drive.f_blocks and size_bytes > blocks * drive.f_frsize:  # some file systems over a network know none
+    if drive.f_blocks and size_bytes > blocks * drive.f_frsize:  # some network file systems report no blocks
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -123,7 +123,7 @@ def open_own(directory, size_bytes: int, settings: DriveReads) -> "DriveFile":
 
 
 def open_file(descriptor: int, pid: int, directory, settings: DriveReads) -> "DriveFile":
-    """The nameless file that process ``pid`` has made in ``directory``. Raises InputError as :class:`DriveFile`."""
+    """The nameless file that process ``pid`` has made in ``directory``. Raises InputError like :class:`DriveFile`."""
     return DriveFile(descriptor, f"the file of process {pid} in {directory}", settings)
 
 
@@ -131,23 +131,23 @@ class DriveFile:
     """One process's access to a nameless file.
 
     Args:
-        descriptor: of the file; this object closes it, also where it is refused.
-        label: what errors call it.
+        descriptor: of the file; this object closes it, even if the file is refused.
+        label: the name of the file in errors.
         settings: how to read; blocks are multiples of :data:`BLOCK`.
-        need_direct: refuse a file system that knows no direct reads; otherwise the page cache
-            forgets what was read.
+        need_direct: refuse a file system without direct reads; otherwise what was read
+            is dropped from the page cache.
 
     Attributes:
-        direct: whether the page cache is passed by.
-        descriptor: by which it is not.
+        direct: whether reads bypass the page cache.
+        descriptor: for access through the page cache.
 
     Raises:
-        InputError: the file cannot be opened past the page cache.
+        InputError: the file cannot be opened for direct reads.
     """
 
     def __init__(self, descriptor: int, label: str, settings: DriveReads, *, need_direct: bool = True):
         self.label, self.direct, self.descriptor = label, True, descriptor
-        path = f"/proc/self/fd/{descriptor}"  # which opens the file once more
+        path = f"/proc/self/fd/{descriptor}"  # opening it opens the file a second time
         try:
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
@@ -163,7 +163,7 @@ class DriveFile:
         self._close = weakref.finalize(self, os.close, self.descriptor)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
-        """Read by requests of another size, another number in flight. Not while something is read."""
+        """Change the size of requests and how many are in flight. Not allowed during a read."""
         self._movers.close()
         self.block_bytes, self.queue_depth = block_bytes, queue_depth
         self._movers = _Movers(queue_depth)
@@ -178,16 +178,16 @@ class DriveFile:
         *,
         write: bool = False,
     ) -> None:
-        """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before;
-        or to write it there past the page cache, where it must not change until the end of ``transfer``.
+        """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.
+        With ``write``, begin to write ``memory`` there past the page cache; it must not change until ``transfer`` ends.
 
-        ``transfer`` is finished on another thread when all has moved, with a DriveError that names ``what`` and the
-        file when it cannot be; ``before_end()`` is called there just before.
+        Another thread finishes ``transfer`` when all bytes have moved, or with a DriveError that names ``what`` and the
+        file. It calls ``before_end()`` just before.
         """
         _Move(self, memory, offset, what, transfer, before_end, write=write).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
-        """:meth:`start`, and block until it is there.
+        """Like :meth:`start`, but block until the bytes are there.
 
         Raises:
             DriveError: naming ``what`` and the file.
@@ -197,14 +197,14 @@ class DriveFile:
         transfer.wait()
 
     def map(self, offset: int, size_bytes: int, what: str) -> memoryview:
-        """What lies there, as memory that the system may take back; changes of it do not reach the file. The file must
-        not change while it is read. ``offset``: a multiple of BLOCK.
+        """The bytes at ``offset`` as memory that the system may reclaim; changes to it do not reach the file. The file
+        must not change while the memory is read. ``offset``: a multiple of BLOCK.
 
         Raises:
             DriveError: naming ``what`` and the file.
         """
         scratch = bytearray(min(size_bytes, 1 << 20))
-        for start in range(0, size_bytes, len(scratch)):  # a page that cannot be read would end the process
+        for start in range(0, size_bytes, len(scratch)):  # an unreadable page of the mapping would end the process
             wanted = memoryview(scratch)[: size_bytes - start]
             try:
                 count = os.preadv(self.descriptor, [wanted], offset + start)
@@ -241,8 +241,8 @@ class DriveFile:
             raise DriveError(f"{what}: {self.label} cannot be flushed: {error.strerror}") from None
 
     def end_transfers(self) -> None:
-        """What has begun has ended when this returns. After it only :meth:`map` works, until :meth:`close` or until
-        nobody holds this object."""
+        """Wait for all transfers that have begun. Afterwards only :meth:`map` works, until :meth:`close` or until
+        this object is freed."""
         self._movers.close()
         os.close(self._direct)
 
@@ -252,7 +252,7 @@ class DriveFile:
 
 
 class _Movers:
-    """Up to ``number`` threads that call what they are given, begun in that order; see [Note: Blocks in flight]."""
+    """Up to ``number`` threads that run the submitted calls, begun in order; see [Note: Blocks in flight]."""
 
     def __init__(self, number: int):
         self._number, self._calls = number, queue.SimpleQueue()
@@ -270,7 +270,7 @@ class _Movers:
         self._calls.put(call)
 
     def close(self) -> None:
-        """What was given has ended when this returns."""
+        """Wait until all submitted calls have ended."""
         self._end()
         for thread in self._moving:
             thread.join()
@@ -315,12 +315,12 @@ class _Move:
     def _move_block(self, start: int) -> None:
         try:
             self._end_block(self._moved(start, min(start + self.file.block_bytes, len(self.memory))))
-        except BaseException as error:  # nobody else would end the transfer
+        except BaseException as error:  # nothing else would end the transfer
             self.transfer.finish(error)
             raise
 
     def _moved(self, start: int, end: int) -> str | None:
-        """Move the bytes from ``start`` to ``end``; returns what went wrong, or None."""
+        """Move the bytes from ``start`` to ``end``; returns the error as text, or None."""
         while start < end:
             try:
                 count = request(self.file._direct, self.memory[start:end], self.offset + start, self.is_write)
@@ -339,7 +339,7 @@ class _Move:
             self._left -= 1
             if self._left:
                 return
-        if not self.file.direct:  # or the next read would come from the page cache
+        if not self.file.direct:  # otherwise the next read would come from the page cache
             os.posix_fadvise(self.file._direct, self.offset, len(self.memory), os.POSIX_FADV_DONTNEED)
         if self.before_end is not None:
             self.before_end()

@@ -1,11 +1,11 @@
-"""Tensors that lie in a file on a drive and are in memory only as far as the system has room.
+"""Tensors in a file on a drive, which the system keeps in memory only as far as it has room.
 
 [Note: Who may change them]
-The pages of a mapped file are the kernel's page cache: it writes them to the drive and takes them back whenever memory
-is short, so they never make a process exceed its memory. Megatron reads and fills states in its own code, by all kinds
-of formats; with tensors of this kind it needs no memory for all of them. A drive that fails while such a tensor is read
-ends the process with SIGBUS, because nobody can give the reader an error; :meth:`flush` says whether everything that
-was written has reached the drive.
+The pages of a mapped file are the kernel's page cache. The kernel writes them to the drive and reclaims them whenever
+memory is short, so they never make a process exceed its memory. Megatron reads and fills optimizer states in its own
+code, in many formats; with these tensors it needs no memory for all of them at once. If a drive fails while such a
+tensor is read, the process ends with SIGBUS, because the reader cannot be given an error. :meth:`flush` says whether
+everything that was written has reached the drive.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
 
 MADV_PAGEOUT = 21
-"""madvise(2): take these pages out of memory now. Python's mmap has no name for it."""
+"""madvise(2): move these pages out of memory now. Python's mmap has no name for it."""
 
 
 class DriveTensors:
-    """New tensors, zero at first, in a nameless file that goes with the last of them.
+    """New tensors, zero at first, in a nameless file that exists as long as any of them.
 
     Args:
         directory: on the drive.
@@ -64,6 +64,6 @@ class DriveTensors:
 
 
 def view(memory, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor over ``memory`` from byte ``start``, whose storage is that part alone: who writes storages to a file
-    writes no more than the tensor."""
+    """A tensor over ``memory`` from byte ``start``. Its storage is only that part, so code that writes storages to a
+    file writes no more than the tensor."""
     return torch.frombuffer(memory, dtype=dtype, count=prod(shape), offset=start).view(shape)

@@ -16,30 +16,31 @@ from megatron_ext.runtime.program import Program
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.step_calls import StepCalls
 
-SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum costs as much as a call
+SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum takes as long as a call
 
 Kind = TypeVar("Kind", bound=Part)
 
 
 class Executor(StepCalls):
-    """Runs a compiled program; one instance a rank.
+    """Runs a compiled program; one instance per rank.
 
     Args:
         program: what to call at each step.
         groups: this rank's groups by index.
         clock: the version of the parameters.
         residency: counts the bytes of whole parameters on the device.
-        gather: ``gather(group) -> handle``, an all-gather for whatever is not whole when
+        gather: ``gather(group) -> handle``, an all-gather for a group that is not whole when
             something outside a training step needs it.
-        issuer: issues what threads were waited for.
-        parts: in the order in which they are told.
+        issuer: issues the calls that had to wait for threads.
+        parts: the parts of the run, in the order in which their methods are called.
         pool: the host pool, or None.
         recorder: where publishing is recorded.
-        checks: of the debug mode, or None.
+        checks: the checks of the debug mode, or None.
         drop_staged: empties the staging slots.
-        memory: of whole groups and gradients, or None where this rank has none.
-        in_turn: brings groups one after the other where not all fit whole at a time; None: they do.
-        program_for: the program for another number of micro-batches, or ScheduleError; None: there is no other.
+        memory: the pool for whole groups and gradients, or None if this rank has none.
+        in_turn: makes groups whole one after the other if not all of them fit at once; None if they fit.
+        program_for: gives the program for another number of micro-batches, or raises ScheduleError; None: there is no
+            other.
     """
 
     def __init__(
@@ -67,15 +68,15 @@ class Executor(StepCalls):
         self._program_for = program_for
         self._count_forward = self._count_backward = 0
         self.iterations, self._drop_staged = 0, drop_staged
-        self.peak_bytes = 0  # of whole parameters in the iteration that ended last
+        self.peak_bytes = 0  # of whole parameters in the last iteration
         self._memory, self.in_turn, self._started = memory, in_turn, False
         self._delayed = self.part(DelayedUpdate)
         self._left = issuer.left  # empty in most steps
         self._undisturbed = True
-        self.busy = False  # between the begin of an iteration and the update of parameters
-        self._ended = True  # the last iteration, as far as its steps go
-        self.reads: ParamReads | None = None  # watched for from the update of parameters to the begin of an iteration
-        self.connects: list[Callable[[], None]] = []  # collective: once all ranks have what they need
+        self.busy = False  # True between the begin of an iteration and the update of parameters
+        self._ended = True  # whether all steps of the last iteration have run
+        self.reads: ParamReads | None = None  # open between the update and the next iteration
+        self.connects: list[Callable[[], None]] = []  # collective calls, for when all ranks have what they need
         self._close: list[Callable[[], None]] = []
         if in_turn is not None:
             in_turn.evaluated = lambda: self._watch_reads(True)
@@ -86,7 +87,7 @@ class Executor(StepCalls):
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
 
     def part(self, kind: type[Kind]) -> Kind | None:
-        """The part of a class, or None."""
+        """The part of class ``kind``, or None."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     # Called by hooks, in the order of a training iteration.
@@ -98,23 +99,23 @@ class Executor(StepCalls):
         self._started = True
 
     def begin_iteration(self) -> None:
-        """Begin a training iteration: issue what the schedule issues at its start, unless that is done."""
+        """Begin a training iteration: issue what the schedule issues at its start, unless that has been issued."""
         self._watch_reads(False)
         self.busy, self._ended = True, False
-        if not self._undisturbed:  # something gathered outside the program; begin anew
+        if not self._undisturbed:  # something was gathered outside the program: start from sharded groups
             self._drop_all()
             self._undisturbed = True
         self._count_forward = self._count_backward = 0
-        for part in self.parts:  # steps that nobody has followed are taken back before their shards are gathered
+        for part in self.parts:  # takes early steps back that no optimizer step followed, before gathers
             part.begin()
         if not self._started:
             self.start()
 
     def expect(self, num_microbatches: int) -> None:
-        """The next iteration has so many micro-batches: where the last had others, follow the program for these.
+        """The next iteration has ``num_microbatches`` micro-batches: follow the program for this number.
 
         Raises:
-            ScheduleError: there is no schedule for them.
+            ScheduleError: there is no schedule for this number.
         """
         if num_microbatches != self._num_microbatches:
             if self._program_for is None:
@@ -122,10 +123,10 @@ class Executor(StepCalls):
                     f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}"
                 )
             self._follow(self._program_for(num_microbatches))
-            self._undisturbed = False  # what the former program's start has issued is not what this one's issues
+            self._undisturbed = False  # the former program's start has issued other groups
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
-        """Run what the schedule does before this forward. Raises ScheduleError where it expects another step."""
+        """Run what the schedule does before this forward. Raises ScheduleError if it expects another step."""
         count = self._count_forward
         chunk, actions = self._forwards[count]
         if chunk != model_chunk_id or count != virtual_microbatch_id:
@@ -137,7 +138,7 @@ class Executor(StepCalls):
             action()
 
     def pre_backward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
-        """Run what the schedule does before this backward. Raises ScheduleError where it expects another step."""
+        """Run what the schedule does before this backward. Raises ScheduleError if it expects another step."""
         count = self._count_backward
         chunk, actions, _ = self._backwards[count]
         if chunk != model_chunk_id or count != virtual_microbatch_id:
@@ -158,7 +159,7 @@ class Executor(StepCalls):
             self.issuer.turn()
 
     def end_iteration(self) -> None:
-        """End the iteration: drop its whole copies, and wait until its writes of shards have ended.
+        """End the iteration: drop its whole copies, and wait until its shards are written.
 
         Raises:
             ScheduleError: a step of the schedule did not run, or nothing waited for a group that was gathered.
@@ -193,7 +194,7 @@ class Executor(StepCalls):
         self.recorder.add("issue", "end of publishing", start, time.perf_counter_ns())
 
     def params_updated(self, by_optimizer: bool = True) -> None:
-        """Publish the shards, which have new values, and issue what the next iteration's start issues."""
+        """Publish the shards, which have new values, and issue the gathers of the next iteration's start."""
         self._watch_reads(False)
         start = time.perf_counter_ns()
         self._drop_all()
@@ -227,8 +228,8 @@ class Executor(StepCalls):
             self.params_updated()
 
     def _end_reads(self) -> None:
-        """No group is whole any more, and nobody reads what is published. Counts like an iteration: nobody overwrites
-        copies that a slower rank still makes whole."""
+        """Drop all whole copies, and wait until no rank reads what was published. This counts as an iteration, so that
+        no rank overwrites copies that a slower rank still gathers from."""
         self._drop_all()
         self.iterations += 1
         self._release()
@@ -244,53 +245,53 @@ class Executor(StepCalls):
         self._end_reads()
         self.params_updated(by_optimizer=False)
 
-    # Called from outside of training steps.
+    # Called from outside training steps.
 
     def sync_parameters(self) -> None:
-        """Megatron is about to read parameters: evaluation, checkpoints, hashes. Where not all fit whole at a time,
-        whoever reads them brings them; elsewhere :meth:`unshard_all`."""
+        """Megatron is about to read parameters: for evaluation, checkpoints or hashes. If not all parameters fit whole
+        at once, the reader brings them (:meth:`read`); otherwise :meth:`unshard_all`."""
         if self.in_turn is None:
             self.unshard_all()
         else:
             self.read(())
 
     def read(self, wanted: Collection[int]) -> None:
-        """Let the groups ``wanted`` be whole and fresh, and no others; where :attr:`in_turn` is not None. Collective.
+        """Make the groups ``wanted`` whole and fresh, and no others; only if :attr:`in_turn` is not None. Collective.
 
         Raises:
-            ScheduleError: within an iteration, or they take more bytes than there is room for.
+            ScheduleError: called within an iteration, or the groups need more bytes than there is room for.
         """
         assert self.in_turn is not None
         if not self._ended:
             raise ScheduleError("parameters are read within a training iteration, where the schedule frees them")
-        self.busy = False  # where Megatron's rerun machinery ends a run, no update of parameters follows
+        self.busy = False  # if Megatron's rerun machinery ends a run, no update of parameters follows
         self.in_turn.check_room(wanted)
         self._leave_program() if self._undisturbed else self._watch_reads(False)
         self.in_turn.bring(wanted, adopt=True)
         self._watch_reads(True)
 
     def evaluation(self) -> InTurn | None:
-        """What brings the groups of forwards without a backward; None: all groups are whole."""
+        """The object that brings the groups of forwards without a backward; None: all groups are whole."""
         self.sync_parameters()
         self._watch_reads(False)
         return self.in_turn
 
     def _leave_program(self) -> None:
-        """Something outside of it reads parameters next, and may change them: wait for shards that are written."""
+        """Code outside the program reads parameters next, and may change them: wait until shards are written."""
         self._watch_reads(False)
         for part in self.parts:
             part.skipped()
         self.apply_pending()
-        self._watch_reads(False)  # as an update that was pending began to
+        self._watch_reads(False)  # applying a pending update has begun to watch
         for part in self.parts:
             part.settled()
         self._undisturbed = False
 
     def unshard_all(self) -> None:
-        """Bring every group whole and fresh; for evaluation, checkpoints, hashes, exit.
+        """Make every group whole and fresh, for evaluation, checkpoints, hashes or the end of training.
 
-        Whoever calls it may change the parameters next, so shards that are still being written are waited for.
-        Collective over the data-parallel group where anything has to be gathered: all its
+        The caller may change the parameters next, so this waits for shards that are still being written.
+        Collective over the data-parallel group if anything has to be gathered: all its
         ranks must call it.
         """
         self._leave_program()
@@ -306,8 +307,8 @@ class Executor(StepCalls):
         self.busy = False
 
     def let_go(self) -> None:
-        """Nobody reads parameters any more: what is on its way arrives, and nothing else is brought. A delayed update
-        that is pending is not applied."""
+        """Parameters are not read any more: wait for running gathers, and begin no others. A pending delayed update
+        is not applied."""
         for part in self.parts:
             part.skipped()
         self._drop_all()
@@ -315,27 +316,27 @@ class Executor(StepCalls):
             part.settled()
 
     def fill_memory(self, rehearsal: Callable[[], None]) -> str | None:
-        """Take the memory of an iteration from the device, see :meth:`MemoryPool.fill`; before the first one."""
+        """Take the memory of an iteration from the device, see :meth:`MemoryPool.fill`; before the first iteration."""
         self._drop_all()
         return None if self._memory is None else self._memory.fill(rehearsal)
 
-    # For the watch, from another thread.
+    # For the watch, called from another thread.
 
     def progress(self) -> tuple[int, int, int, int] | None:
-        """A value that changes with every step that begins or ends; None outside of training iterations, for example
-        in an evaluation or while a checkpoint is written."""
+        """A value that changes with every step that begins or ends. None outside training iterations, for example
+        during an evaluation or while a checkpoint is written."""
         steps = (self._count_forward, self._count_backward)
         return (self.iterations, self.clock.version, *steps) if self.busy else None
 
     def where(self) -> str:
-        """The iteration and the step that the training thread is at, in words."""
+        """The iteration and the step that the training thread has reached, in words."""
         return (
             f"iteration {self.iterations + 1} of this schedule, after the begin of {self._count_forward} of "
             f"{len(self._forwards)} forwards and the end of {self._count_backward} of {len(self._backwards)} backwards"
         )
 
     def on_close(self, *functions: Callable[[], None]) -> None:
-        """Call ``functions`` at the end, the last one first."""
+        """Call ``functions`` at the end, in reverse order."""
         self._close += functions
 
     def close(self) -> None:
@@ -347,7 +348,7 @@ class Executor(StepCalls):
             self._close.pop()()
 
     def _drop_all(self) -> None:
-        """No whole copy counts any more; wait for those still arriving."""
+        """Invalidate all whole copies; wait for those that are still arriving."""
         for group in self.groups.values():
             if group.state is not SHARDED:
                 group.drop()

@@ -1,23 +1,23 @@
-"""Flags: 8-byte words in page-locked memory by which streams, threads and processes say how far they are.
+"""Flags: 8-byte words in page-locked memory in which streams, threads and processes store their progress.
 
 [Note: Who waits for which flag]
-A call of CUDA may hold the driver's lock until a stream is done. A stream that waits for a flag which a thread has to
-store may then never get on: the thread may need the driver, or the interpreter, whose locks others hold meanwhile. So
-there are two kinds of flags. A :class:`DeviceFlag` is stored by a stream; streams wait for it, and threads may poll it.
-A :class:`HostFlag` is stored by a thread, of this process or another; the issuing thread polls it and issues what comes
+A CUDA call may hold the driver's lock until a stream is done. A stream that waits for a flag which a thread has to
+store may then deadlock: the thread may need the driver or the interpreter, whose locks are held meanwhile. So there are
+two kinds of flags. A :class:`DeviceFlag` is stored by a stream; streams wait for it, and threads may poll it. A
+:class:`HostFlag` is stored by a thread, of this process or another. The issuing thread polls it and issues what comes
 next (issuer.py), other threads poll it, and no stream ever waits for it.
-Every rank queues the stores of a version before its waits for that version, so that streams which wait for each other's
-flags get on, also where all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
+Every rank queues the stores of a version before its waits for that version. So streams that wait for each other's flags
+make progress even if all streams share one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``).
 
 [Note: Order of stores]
-A rank copies data and then stores a flag; another loads the flag and then reads the data. The reader must not see
-the flag without the data. Aligned 8-byte stores and loads are whole on both machines; their order differs:
+A rank copies data and then stores a flag; another rank loads the flag and then reads the data. The reader must not see
+the flag without the data. Aligned 8-byte stores and loads are atomic on both architectures; their order differs:
 
 * x86-64 keeps the order of stores and the order of loads (total store order), so plain ones suffice. Streaming stores
   are the exception; the C library's ``memcpy``, which uses them for large blocks, ends with a fence.
 * aarch64 (GH200, GB200) and others keep neither. There every flag is stored with release order and loaded with acquire
   order, by ``__atomic_store_8`` and ``__atomic_load_8`` of libatomic, a part of GCC's runtime.
-* A stream's store comes behind everything queued before it, and is seen system-wide behind those writes.
+* A stream stores a flag after everything queued before it, and all devices see the flag after those writes.
   Source: CUDA driver API, cuStreamWriteValue64.
 """
 
@@ -40,22 +40,22 @@ RELAXED, ACQUIRE, RELEASE = 0, 2, 3
 """Memory orders, as GCC numbers them (``__ATOMIC_RELAXED``, ``__ATOMIC_ACQUIRE``, ``__ATOMIC_RELEASE``)."""
 
 SPINS = 200
-"""Polls that only yield the processor; who waits longer sleeps between polls."""
+"""Polls that only yield the processor; after these, the poller sleeps between polls."""
 
 SLEEP_SECONDS, LONGEST_SLEEP_SECONDS = 20e-6, 500e-6
-"""Between two polls: a tenth of the time waited so far. The issuing thread sleeps the least: every poll of another one
-takes the interpreter from it."""
+"""Shortest and longest sleep between two polls: a tenth of the time waited so far. The issuing thread sleeps the least:
+every poll of another thread takes the interpreter's lock from it."""
 
 LOOK_SECONDS = 0.1
-"""Seconds between two checks, while somebody waits, that what stores the flag is still alive."""
+"""Seconds between two checks, during a wait, that whatever stores the flag is still alive."""
 
 
 def poll(ready: Callable[[], bool], check: Callable[[], None] = lambda: None, turn: Callable[[], None] | None = None):
     """Block the calling thread, not the interpreter, until ``ready()``.
 
     Args:
-        check: called now and then; raises where nobody will store the flag any more.
-        turn: called between two looks.
+        check: called from time to time; raises if the flag will never be stored.
+        turn: called between two polls.
 
     Raises:
         Exiting: the process is about to end.
@@ -81,7 +81,7 @@ def poll(ready: Callable[[], bool], check: Callable[[], None] = lambda: None, tu
 
 
 class OrderedFlags:
-    """``rows`` x ``ranks`` words of int64, by plain stores and loads: for machines that keep their order (x86-64).
+    """``rows`` x ``ranks`` words of int64, with plain stores and loads: for machines that keep their order (x86-64).
 
     Args:
         buffer: writable, at least :func:`flags_bytes` long, aligned to 8 bytes, zero at first.
@@ -93,20 +93,20 @@ class OrderedFlags:
         assert self._start % 8 == 0, self._start
 
     def store(self, row: int, rank: int, value: int) -> None:
-        """Store ``value``; who loads it also sees everything that this thread wrote before."""
+        """Store ``value``; a thread that loads it also sees everything that this thread wrote before."""
         self._flags[row, rank] = value
 
     def load(self, row: int, rank: int) -> int:
-        """The value; what its thread wrote before is seen from now on."""
+        """The value; from now on, everything that its thread wrote before storing it is visible."""
         return int(self._flags[row, rank])
 
     def address(self, row: int, rank: int) -> int:
-        """Where the flag lies in this process's memory."""
+        """The flag's address in this process's memory."""
         return self._start + (row * self._flags.shape[1] + rank) * LINE
 
 
 class AtomicFlags(OrderedFlags):
-    """Stores with release and loads with acquire order, by libatomic; for every machine.
+    """Stores with release order and loads with acquire order, through libatomic; for every machine.
 
     Raises:
         InputError: libatomic is not installed.
@@ -132,18 +132,19 @@ def flags_bytes(rows: int, ranks: int) -> int:
 
 
 def keeps_store_order() -> bool:
-    """Whether this machine shows other processors plain stores in the order in which they were made."""
+    """Whether other processors see this machine's plain stores in the order in which they were made."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 def open_flags(buffer, rows: int, ranks: int) -> OrderedFlags:
-    """Flags at the beginning of ``buffer``, by what this machine needs. Raises InputError as :class:`AtomicFlags`."""
+    """Flags at the start of ``buffer``, of the class that this machine needs. Raises InputError as
+    :class:`AtomicFlags`."""
     return (OrderedFlags if keeps_store_order() else AtomicFlags)(buffer, rows, ranks)
 
 
 def _libatomic() -> ctypes.PyDLL:
     try:
-        return ctypes.PyDLL("libatomic.so.1")  # holds the interpreter's lock: a call takes some nanoseconds
+        return ctypes.PyDLL("libatomic.so.1")  # PyDLL keeps the interpreter's lock: a call takes only nanoseconds
     except OSError:
         raise InputError(
             "host copies on this machine need libatomic.so.1: install the package libatomic1 (Debian, Ubuntu) or "
@@ -154,7 +155,7 @@ def _libatomic() -> ctypes.PyDLL:
 
 
 class Flag:
-    """One word; it only grows, or becomes negative where whoever stores it has failed."""
+    """One word. Its value only grows, or becomes negative if its writer has failed."""
 
     __slots__ = ("_memory", "row", "rank", "device_address")
 
@@ -169,7 +170,7 @@ class Flag:
         return self._memory.load(self.row, self.rank) >= value
 
     def store(self, value: int) -> None:
-        """By the processor, behind everything that this thread has written."""
+        """Store from the CPU, after everything that this thread has written."""
         self._memory.store(self.row, self.rank, value)
 
 

@@ -1,23 +1,23 @@
 """Gradients that come and go: a whole gradient has bytes from its group's backward to the end of its reduce.
 
 [Note: Life of a gradient within one iteration]
-FREED until the backward of the group's last layer begins; ``allocate`` makes it ADDING, with zeros; behind the
-backward of the group's first layer ``reduce`` makes it REDUCING; when its reduce has ended, its own part is added to
-the shard and it is FREED again. With ``reduce_every`` above 1 it stays ADDING through several backward steps.
+FREED until the backward of the group's last layer begins. ``allocate`` makes it ADDING, with zeros. After the backward
+of the group's first layer, ``reduce`` makes it REDUCING. When its reduce has ended, this rank's part is added to the
+shard and the gradient is FREED again. With ``reduce_every`` above 1 it stays ADDING through several backward steps.
 
-A rank has one reduce in flight at a time: the one before is waited for, added and freed before the next is issued.
+A rank has one reduce in flight at a time: the previous one is waited for, added and freed before the next is issued.
 The next layer's backward therefore runs during the reduce, at the price of two whole gradients, as in torch's FSDP2.
-Where the schedule says ``alone``, the one before is freed before the next is allocated: one whole gradient, no overlap.
-The training thread issues all reduces in the program's order, which is that of all data-parallel ranks.
+If the schedule says ``alone``, the previous one is freed before the next is allocated: one whole gradient, no overlap.
+The training thread issues all reduces in the program's order, which is the same on all data-parallel ranks.
 
 The storage is resized to 0 and back while every tensor object stays, so ``main_grad`` is the same view all the time;
 see [Note: Freed storage] in group.py. The compute stream waits for the reduce, or for the copy to the host, before the
 block is given back.
 
 [Note: Gradients that are added in host memory]
-Behind the reduce a stream copies the own part to one of :data:`GRADIENT_SLOTS` slots in page-locked memory and stores a
-flag. A thread polls for it and adds the slot to the shard, both in host memory. The copy is issued when the slot is
-empty again.
+After the reduce, a stream copies this rank's part to one of :data:`GRADIENT_SLOTS` slots in page-locked memory and
+stores a flag. A thread polls the flag and adds the slot to the shard, both in host memory. The copy is issued when the
+slot is empty again.
 """
 
 from collections.abc import Callable, Iterable
@@ -53,15 +53,15 @@ class Gradient:
 
     Args:
         index: the group's id in the schedule.
-        whole: 1D tensor with a storage of its own, the group's gradient with Megatron's padding.
-        shard: 1D tensor of ``whole``'s dtype, where this rank's reduced part is added up; on the device or in host
+        whole: 1D tensor with its own storage, the group's gradient with Megatron's padding.
+        shard: 1D tensor of ``whole``'s dtype in which this rank's reduced part is accumulated; on the device or in host
             memory.
         shard_start: element of ``whole`` at which the part begins.
-        instances: of the optimizer, among which the reduced part is added up too.
+        instances: of the distributed optimizer; the reduced part is summed over them as well.
 
     Attributes:
-        network_bytes: that a reduce brings to this rank.
-        version: reduces that were issued.
+        network_bytes: bytes that a reduce brings to this rank.
+        version: number of reduces issued.
         issue: begins the reduce-scatter of ``whole`` in place; returns its handle.
     """
 
@@ -91,7 +91,7 @@ class Gradient:
 
 
 class GradientsToHost:
-    """The slots through which gradients reach their shards in host memory."""
+    """The slots through which gradients pass to their shards in host memory."""
 
     def __init__(self, largest_bytes: int, device, issuer: Issuer, recorder: Recorder):
         self._slots = [device.host_tensor(largest_bytes, torch.uint8) for _ in range(GRADIENT_SLOTS)]
@@ -100,12 +100,12 @@ class GradientsToHost:
         self._stream.log, self._recorder = log_of(recorder, "gradient", "to_host", "publish", "gradient"), recorder
         self._arrived, self._copied = private_flags(GRADIENT_SLOTS, device), device.event()
         self._device, self._issuer = device, issuer
-        self._adds: list[Transfer | None] = [None] * GRADIENT_SLOTS  # the last one out of each slot
+        self._adds: list[Transfer | None] = [None] * GRADIENT_SLOTS  # the last add that read each slot
         self._number = 0
         self.issued = True
 
     def bring(self, gradient: Gradient, reduced: Waitable, add: Callable[[torch.Tensor], None]) -> None:
-        """Copy the part behind ``reduced``; the thread calls ``add`` with the slot when it is there."""
+        """Copy the part after ``reduced``; the thread calls ``add`` with the slot when the copy has arrived."""
         self._number += 1
         slot = self._number % GRADIENT_SLOTS
         part, before = gradient.part, self._adds[slot]
@@ -124,7 +124,7 @@ class GradientsToHost:
         self.issued = True
 
     def _add(self, slot: int, number: int, staged: torch.Tensor, add: Callable, transfer: Transfer) -> None:
-        """On the thread."""
+        """Runs on the thread."""
         poll(partial(self._arrived[slot].reached, number))
         begin = perf_counter_ns()
         with torch.no_grad():
@@ -133,16 +133,16 @@ class GradientsToHost:
         self._recorder.add("host_add", "gradient", begin, perf_counter_ns())
 
     def wait_for_copy(self) -> None:
-        """What the compute stream is given from now on comes behind the last copy."""
+        """Make later work of the compute stream wait for the last copy."""
         self._issuer.wait(lambda: self.issued)
         self._device.compute.wait(self._copied)
 
     def finish(self) -> None:
-        """Every part is added when this returns."""
+        """Wait until every part is added."""
         self._issuer.join(self.behind())
 
     def behind(self) -> Transfer:
-        """Ends when everything is added that was brought so far."""
+        """A transfer that ends when everything brought so far is added."""
         return self._worker.submit(lambda transfer: None)
 
     def close(self) -> None:
@@ -151,18 +151,19 @@ class GradientsToHost:
 
 
 class Reducer(Part):
-    """Allocates, reduces, adds up and frees the gradients of one rank.
+    """Allocates, reduces, accumulates and frees the gradients of one rank.
 
     Args:
         gradients: by group index.
-        on_host: indices of those that are added up in host memory, by a thread.
+        on_host: indices of those that a thread accumulates in host memory.
         device: see :mod:`megatron_ext.runtime.device`.
         order: counts collectives in debug mode, or None.
         recorder: where copies and additions in host memory are recorded.
 
     Attributes:
-        complete: told of a group whose last reduce of the iteration is on its way, with the transfer behind which the
-            shard in host memory holds all of its gradient, or with None: behind what the compute stream has been given.
+        complete: called with a group whose last reduce of the iteration is in flight, and with the transfer after which
+            the shard in host memory holds its complete gradient. None instead of the transfer: the gradient is complete
+            behind the work given to the compute stream.
     """
 
     def __init__(
@@ -186,12 +187,12 @@ class Reducer(Part):
 
     @property
     def staging_bytes(self) -> int:
-        """Of the slots in host memory through which gradients reach their shards."""
+        """Bytes of the slots in host memory through which gradients pass to their shards."""
         return 0 if self._to_host is None else self._to_host.bytes
 
     def allocate(self, gradient: Gradient, alone: bool = False) -> None:
-        """Give ``gradient`` its bytes, all zero: its backward begins. ``alone``: once the one on its way is freed."""
-        if alone or gradient.state is _REDUCING:  # of the visit before, the last that was issued
+        """Give ``gradient`` its bytes, all zero: its backward begins. ``alone``: free the one in flight first."""
+        if alone or gradient.state is _REDUCING:  # still reducing from its previous visit, as the last one issued
             self.finish_reduce()
         if gradient.state is not _FREED:
             raise ScheduleError(f"{gradient} is allocated while it is {gradient.state.value}")
@@ -203,7 +204,7 @@ class Reducer(Part):
             self.sample()
 
     def reduce(self, gradient: Gradient, last: bool = False) -> None:
-        """Issue the reduce-scatter of ``gradient``, its ``last`` in the iteration or not; waits for the one before."""
+        """Wait for the reduce in flight, then issue the reduce-scatter of ``gradient``. ``last``: in this iteration."""
         self.finish_reduce()
         if gradient.state is not _ADDING or gradient.issue is None:
             raise ScheduleError(f"{gradient} is reduced while it is {gradient.state.value}")
@@ -221,7 +222,7 @@ class Reducer(Part):
                 self.complete(gradient.index, self._to_host.behind())
 
     def finish_reduce(self) -> None:
-        """Wait for the reduce that is on its way, add its part to the shard, and free the whole gradient."""
+        """Wait for the reduce in flight, add its part to the shard, and free the whole gradient."""
         if self._in_flight is None:
             return
         (gradient, reduced, last), self._in_flight = self._in_flight, None
@@ -245,7 +246,7 @@ class Reducer(Part):
         gradient.shard.add_(part)
 
     def end(self) -> None:
-        """Every reduced part is in its shard when this returns.
+        """Wait until every reduced part is in its shard.
 
         Raises:
             ScheduleError: a gradient was not reduced.

@@ -11,10 +11,10 @@ With zero stage 3 the bytes of a whole copy come and go while every tensor objec
 storage behind the bucket is resized to 0 and back, so that the parameters, and the views that
 autograd saved in forward, are whole again when the bucket is. Bytes are restored through the
 bucket tensor, which leaves the version counters of the parameters alone. On CUDA blocks are
-taken and given back on the compute stream, and copies are issued behind an event of that
-stream recorded after the block was taken, so that a block is never written while work queued
-earlier still reads what was there before. A parameter that somebody has made a NumPy array of
-(hashing it on a machine without a GPU does) can never be resized again: its group keeps its bytes.
+taken and given back on the compute stream. Copies are issued behind an event of that stream
+recorded after the block was taken, so that a block is never written while work queued
+earlier still reads its previous contents. A parameter that was turned into a NumPy array
+(hashing on a machine without a GPU does this) can never be resized again: its group keeps its bytes.
 Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 """
 
@@ -32,20 +32,20 @@ class ScheduleError(RuntimeError):
 
 
 class State(Enum):
-    """SHARDED: only the own shard is valid. UNSHARDING: a gather is in flight.
-    WHOLE: every byte is valid for the version the group carries."""
+    """SHARDED: only this rank's shard is valid. UNSHARDING: a gather is in flight.
+    WHOLE: every byte is valid for the version that the group carries."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     WHOLE = "whole"
 
 
-# Looking a member up in its enum costs as much as all else that a transition does.
+# Looking a member up in its enum takes as long as the rest of a transition.
 _SHARDED, _UNSHARDING, _WHOLE = State.SHARDED, State.UNSHARDING, State.WHOLE
 
 
 class Clock:
-    """The version of the parameters; one a run, shared by all groups."""
+    """The version of the parameters; one per run, shared by all groups."""
 
     __slots__ = ("version",)
 
@@ -71,7 +71,7 @@ class Residency:
 
 
 class Group:
-    """Storage and state of one group on one rank; the whole copy always has its bytes.
+    """Storage and state of one group on one rank; in this class the whole copy always has its bytes.
 
     Attributes:
         index: the group's id in the schedule.
@@ -79,11 +79,11 @@ class Group:
         shard: 1D view of ``whole``, this data-parallel rank's share.
         shard_start: element of ``whole`` at which the shard begins.
         version: the version that ``whole`` was gathered at.
-        handle: of the gather in flight; None unless UNSHARDING.
+        handle: handle of the gather in flight; None unless UNSHARDING.
         on_host: the shard rests in host memory.
-        bytes: of ``whole``.
-        resize: gives the storage of ``whole`` so many bytes; here it keeps them.
-        residency: counts ``whole`` while it has bytes on its own account.
+        bytes: size of ``whole``.
+        resize: resizes the storage of ``whole`` to a number of bytes; in this class it does nothing.
+        residency: counts the bytes of ``whole`` while it has them; in this class a count of the group's own.
     """
 
     __slots__ = (
@@ -106,16 +106,16 @@ class Group:
 
     @property
     def dp_rank(self) -> int:
-        """Place of this rank among those that share the shards."""
+        """Index of this rank among those that share the shards."""
         return self.shard_start // self.shard.numel()
 
-    # A step of the program calls functions without arguments, which hold what they need: each argument that a partial
-    # function adds is a call of its own from C.
+    # A step of the program calls functions without arguments, which hold what they need. Each argument that
+    # functools.partial adds would cost another call from C.
 
     def unshard_action(self, issue: Callable, clock: Clock) -> Callable[[], None]:
-        """A function that begins a gather of the clock's version by ``issue(group) -> handle``, which does not block.
+        """A function that begins a gather of the clock's version with ``issue(group) -> handle``, which does not block.
 
-        It raises ScheduleError where the group is not sharded.
+        The function raises ScheduleError if the group is not sharded.
         """
         size, residency = self.bytes, self.residency
 
@@ -124,7 +124,7 @@ class Group:
                 raise ScheduleError(f"{self} is unsharded while {self.state.value}")
             self.resize(size)
             self.state = _UNSHARDING
-            now = residency.bytes = residency.bytes + size  # Residency.add, as a call, would be a fifth of an unshard
+            now = residency.bytes = residency.bytes + size  # calling Residency.add would take a fifth of an unshard
             if now > residency.peak:
                 residency.peak = now
             self.version = clock.version
@@ -135,7 +135,7 @@ class Group:
     def wait_action(self, clock: Clock) -> Callable[[], None]:
         """A function that waits until the gather has arrived: the group is then whole.
 
-        It raises ScheduleError where there is no gather, or one of another version than the clock's.
+        The function raises ScheduleError if there is no gather, or if its version is not the clock's.
         """
 
         def wait() -> None:
@@ -159,7 +159,7 @@ class Group:
         self.wait_action(clock)()
 
     def drop(self) -> None:
-        """Give the whole copy up; waits for a gather that is still in flight."""
+        """Invalidate the whole copy; waits for a gather that is still in flight."""
         if self.state is not _SHARDED:
             if self.handle is not None:
                 self.handle.wait()
@@ -179,7 +179,7 @@ class Group:
         self.residency.bytes -= self.bytes
 
     def _keep(self, error: RuntimeError) -> None:
-        """Leave the storage as large as it is from now on, where torch does not resize it any more."""
+        """Keep the storage at its size from now on, because torch does not resize it any more."""
         if self.whole.untyped_storage().resizable():
             raise error
         self.resize = _keep_size
@@ -188,7 +188,7 @@ class Group:
         )
 
     def adopt(self) -> None:
-        """Take the shard from the whole copy, whose values were changed."""
+        """Copy the shard from the whole copy, whose values have changed."""
 
     def check_usable(self, clock: Clock) -> None:
         """Raise unless the group is whole and fresh; the debug mode calls it at every use."""
@@ -204,12 +204,12 @@ def _host_copy(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_size(size: int) -> None:
-    """In place of resizing a storage that cannot be."""
+    """Replaces the resize of a storage that cannot be resized."""
 
 
 class FreedGroup(Group):
-    """A group whose whole copy has bytes only from its unshard to its reshard; the shard has
-    storage of its own, on the device or in host memory. Starts out whole. See [Note: Freed storage].
+    """A group whose whole copy has bytes only from its unshard to its reshard. The shard has its own
+    storage, on the device or in host memory. Starts out whole. See [Note: Freed storage].
 
     Args:
         residency: counts the whole copies of all groups.

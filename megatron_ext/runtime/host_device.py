@@ -1,7 +1,7 @@
-"""A machine without a GPU as a device, for the CPU test bench: a thread does, in order, what a stream is given.
+"""A machine without a GPU as a device, for the CPU test bench: a thread does, in order, the work given to a stream.
 
-torch releases the interpreter while it copies, so that copies overlap compute as they do on a device's copy engine.
-Everything else in runtime/ is the same as on a GPU: who issues, which flags who stores, what waits for what.
+torch releases the interpreter's lock while it copies, so copies overlap compute as they do with a device's copy engine.
+Everything else in runtime/ is the same as on a GPU: who issues, who stores which flag, and what waits for what.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from megatron_ext.runtime.worker import Transfer, Worker
 
 
 class HostEvent:
-    """A point in the work of a stream; recorded again, it is another point. None: it lies behind us."""
+    """A point in the work of a stream. Recording it again moves the point. ``mark`` None: the point is reached."""
 
     __slots__ = ("mark",)
 
@@ -25,7 +25,7 @@ class HostEvent:
         self.mark: Transfer | None = None
 
     def synchronize(self) -> None:
-        """Block the calling thread until the point. Raises what the work before it raised."""
+        """Block the calling thread until the point is reached. Raises the error of the work before it."""
         if self.mark is not None:
             self.mark.wait()
 
@@ -68,7 +68,7 @@ class HostStream:
 
 
 class HostCompute:
-    """The calling thread itself: what it has been given is done."""
+    """Work runs on the calling thread, so it is done when the call returns."""
 
     log: CopyLog | None = None
 
@@ -100,7 +100,7 @@ class HostCompute:
 
 
 class HostDevice(Device):
-    """Parameters live in host memory, and threads do what streams do on a GPU, see the note above."""
+    """Parameters live in host memory, and threads do the work of a GPU's streams, see the note above."""
 
     kind, device, compute = "cpu", torch.device("cpu"), HostCompute()
 
@@ -120,7 +120,7 @@ def _run(function: Callable[[], object], log: CopyLog | None, name: str, transfe
 
 
 def _nothing(transfer: Transfer) -> None:
-    """Behind everything that was given before."""
+    """An empty call, which ends behind everything submitted before."""
 
 
 def copy_now(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str) -> None:

@@ -1,12 +1,12 @@
-"""The node's host copies: blocks of memory that ranks of a node share.
+"""The node's host copies: blocks of memory that the ranks of a node share.
 
 [Note: Versions in shared memory]
-A rank publishes its shard (and, where there are several nodes, those it has received from its counterparts on the
-others) by copying it and then storing the parameters' version into a flag of its own. A reader waits for the flags of
-all shards before it copies. Where a stream copies the shard, a stream stores the flag; where a thread does (from the
-host's optimizer, from another node, to the drive), the thread. A group's copy on the drive has flags of its own.
-Before a rank overwrites what iteration n read, it waits until every rank of the node has stored n into its
-``reads_done`` flag, so nobody reads a mixture. (Iterations are counted, not versions: after a skipped optimizer step
+A rank publishes its shard by copying it and then storing the parameters' version into its flag. With several nodes, it
+also publishes the shards that it has received from its counterparts on the other nodes. A reader waits for the flags of
+all shards before it copies. If a stream copies the shard, a stream stores the flag. If a thread copies it (from the
+host's optimizer, from another node, to the drive), the thread stores the flag. A group's copy on the drive has separate
+flags. Before a rank overwrites what iteration n read, it waits until every rank of the node has stored n into its
+``reads_done`` flag, so no rank reads a mixture. (Iterations are counted, not versions: after a skipped optimizer step
 one version is read by two iterations.) ``reads_done`` is stored by the compute stream, behind its waits for the copies.
 """
 
@@ -26,24 +26,24 @@ from megatron_ext.runtime.flags import DeviceFlag, Flag, HostFlag, flags_bytes, 
 from megatron_ext.runtime.group import Group
 
 FAILED = -1
-"""Value of the flags of a rank that cannot publish any more."""
+"""Value of the flags of a rank that can no longer publish."""
 
 COPY, DRIVE = 0, 1
-"""Rows of flags of each published group: of its host copy, and of its copy on the drive."""
+"""Rows of flags of each published group: for its host copy, and for its copy on the drive."""
 
 
 class PeerLost(RuntimeError):
-    """A rank of this node is gone, or cannot publish, while others wait for it."""
+    """A rank of this node has ended, or cannot publish, while others wait for it."""
 
 
 class Sharers(NamedTuple):
-    """Ranks of this node that share the copies of ``groups``: experts have others than all else.
+    """Ranks of this node that share the copies of ``groups``. Experts are shared by other ranks than all else.
 
     Attributes:
-        groups: the same list on every one of them.
-        rank: this one's index among them.
-        size: how many they are.
-        exchange: collective ``exchange(object) -> list`` over exactly them.
+        groups: the same list on each of these ranks.
+        rank: index of this rank among them.
+        size: number of ranks.
+        exchange: the collective ``exchange(object) -> list`` over exactly these ranks.
     """
 
     groups: list[Group]
@@ -58,7 +58,7 @@ class _Block:
     Attributes:
         memory: all of it as uint8, flags included; page-locked as one region.
         copies: host copies by group index, 1D.
-        pids: processes of its ranks.
+        pids: process ids of its ranks.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class _Block:
         self.reads_done = [DeviceFlag(words, rows - 1, rank) for rank in ranks]
 
     def check(self, flags: Sequence[Flag], value: int, what: str) -> None:
-        """Raise PeerLost where a rank whose flag is not ``value`` never stores it."""
+        """Raise PeerLost if a rank whose flag has not reached ``value`` will never store it."""
         for rank, flag in enumerate(flags):
             if flag.load() >= value:
                 continue
@@ -104,7 +104,7 @@ class _Block:
                 )
 
     def close(self) -> None:
-        """Unmap it. It disappears with its last rank."""
+        """Unmap the block. Its memory is freed with its last rank."""
         self.copies, self.flags, self.reads_done = {}, {}, []
         del self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
@@ -117,21 +117,21 @@ class HostPool:
     Args:
         sharers: which ranks share which groups.
         copied: indices of groups that have a host copy; the others have only flags.
-        by_thread: indices of those whose host copy threads write.
+        by_thread: indices of the groups whose host copy is written by threads.
         device: page-locks the blocks, see :meth:`pin`.
-        progress: called with the bytes of this rank's pages of a block that are there, and the bytes of all of them.
-        on_drive: indices of groups that have a copy on the drive.
+        progress: called with the bytes of this rank's part of a block whose pages are made, and all bytes of that part.
+        on_drive: indices of the groups that have a copy on the drive.
 
     Attributes:
-        blocks: of memory, one of each of the ``sharers``.
+        blocks: blocks of memory, one for each of the ``sharers``.
         copies: host copies by group index, 1D.
-        flags: by group index and :data:`COPY` or :data:`DRIVE`, of every rank's shard.
+        flags: the flags of every rank's shard, by group index and :data:`COPY` or :data:`DRIVE`.
         reads_done: flags of iterations that have ended, of every rank of every block.
-        own_reads_done: this rank's of them.
+        own_reads_done: those of them that belong to this rank.
 
     Raises:
         InputError: another rank's block cannot be opened, there is no memory for it, or this machine cannot order
-            stores (see flags.py). All blocks have been tried then: who shares another one may know of no failure.
+            stores (see flags.py). All blocks have been tried then: ranks that share another block may not have failed.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class HostPool:
         self.own_reads_done = [block.reads_done[block.sharers.rank] for block in self.blocks]
 
     def pin(self) -> None:
-        """Page-lock every block as one region, until :meth:`close`. Raises InputError: the driver refuses."""
+        """Page-lock every block as one region, until :meth:`close`. Raises InputError if the driver refuses."""
         for block in self.blocks:
             self._device.pin(block.memory)
             self._pinned = True
@@ -173,7 +173,7 @@ class HostPool:
 
     @property
     def bytes(self) -> int:
-        """Of all blocks."""
+        """Bytes of all blocks."""
         return sum(block.memory.numel() for block in self.blocks)
 
     @property
@@ -182,7 +182,7 @@ class HostPool:
         return sum(copy.nbytes // self._block_of[index].sharers.size for index, copy in self.copies.items())
 
     def own_flag(self, group: Group, where: int = COPY) -> Flag:
-        """Of this rank's shard of ``group``."""
+        """The flag of this rank's shard of ``group``."""
         return self.flags[group.index, where][self._block_of[group.index].sharers.rank]
 
     def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
@@ -195,34 +195,34 @@ class HostPool:
         return group.index in self._by_thread
 
     def published(self, group: Group, where: int = COPY) -> list[int]:
-        """Version at which each rank's shard of ``group`` is there, or :data:`FAILED`."""
+        """The version of ``group`` that each rank has published of its shard, or :data:`FAILED`."""
         return [flag.load() for flag in self.flags[group.index, where]]
 
     def is_published(self, group: Group, version: int, where: int = COPY) -> bool:
-        """Whether every shard of ``group`` is there at ``version``. Raises as :meth:`check`, where this rank failed."""
+        """Whether every shard of ``group`` is published at ``version``. Raises this rank's failure, if any."""
         self._raise_failure()
         return all(flag.reached(version) for flag in self.flags[group.index, where])
 
     def fail(self, error: BaseException) -> None:
-        """Mark this rank as unable to publish: waiting for it raises ``error`` here, PeerLost on other ranks."""
+        """Mark this rank as unable to publish: waits for it raise ``error`` on this rank, PeerLost on other ranks."""
         self._failure = error
         for (index, _), flags in self.flags.items():
             flags[self._block_of[index].sharers.rank].store(FAILED)
 
     def check_published(self, group: Group, version: int, where: int = COPY) -> None:
-        """Raise PeerLost where a rank that has not published ``version`` of ``group`` never will."""
+        """Raise PeerLost if a rank that has not published ``version`` of ``group`` never will."""
         self._raise_failure()
         self._check(group.index, where, version)
 
     def check_reads_done(self, iterations: int) -> None:
-        """Raise PeerLost where a rank that has not ended ``iterations`` never will."""
+        """Raise PeerLost if a rank that has not ended ``iterations`` iterations never will."""
         self._raise_failure()
         for block in self.blocks:
             block.check(block.reads_done, iterations, "to finish reading")
 
     def check_peers(self, version: int) -> None:
-        """:meth:`check_published` of every group. Called by the watch, because a stream waits for a flag without end,
-        and by the issuing thread while it waits. What fails on this rank they hear from the thread that fails."""
+        """:meth:`check_published` of every group. The watch calls it, because a stream waits for a flag without a time
+        limit; the issuing thread calls it while it waits. A failure on this rank is raised by the thread that fails."""
         with self._closing:
             for index, where in self._awaited if self.flags and self._failure is None else ():
                 self._check(index, where, version)
@@ -235,7 +235,7 @@ class HostPool:
             raise self._failure
 
     def close(self) -> None:
-        """Unmap the blocks. They disappear with their last ranks."""
+        """Unmap the blocks. Their memory is freed with their last ranks."""
         for block in self.blocks if self._pinned else ():
             self._device.unpin(block.memory)
         self.copies.clear()
@@ -246,9 +246,9 @@ class HostPool:
 
 
 def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> None:
-    """All ranks make the pages of the block together, or all fail alike."""
+    """All ranks make the pages of the block together; if one fails, all fail."""
     block_pages.spread(block)
-    exchange(None)  # a page that is made before the policy is set stays where it is
+    exchange(None)  # a page that is made before the policy is set would stay where it is
     failed = None
     try:
         block_pages.make(block, rank, size, progress)

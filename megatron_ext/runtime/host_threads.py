@@ -1,11 +1,11 @@
-"""Which processors this rank's threads run on, and how many of them make pages, add gradients and step on the host.
+"""Which CPU cores this rank's threads run on, and how many threads make pages, add gradients and step on the host.
 
 [Note: Processors of a rank]
-A rank with a GPU is bound to the processors next to it (its NUMA node), and with them the pages that it makes, unless
-it was bound already: the other socket's memory is farther, and the link between sockets slower. The processors that a
-rank may use are divided among the ranks that share them.
-Launchers set OMP_NUM_THREADS=1, which leaves one processor to what moves tens of gigabytes an iteration. Sums and steps
-go element by element, so the number of threads changes no result.
+A rank with a GPU is bound to the cores next to it (its NUMA node), and so are the pages that it makes, unless it was
+bound already: the other socket's memory is farther, and the link between sockets is slower. The cores that a rank may
+use are divided among the ranks that share them.
+Launchers set OMP_NUM_THREADS=1, which would leave one core to move tens of gigabytes per iteration. Sums and steps
+work element by element, so the number of threads changes no result.
 Source: the kernel's documentation of sysfs (``numa_node`` of PCI devices, ``devices/system/node``).
 """
 
@@ -23,71 +23,69 @@ THREADS = Path("/proc/self/task")
 
 
 def numbers(text: str) -> list[int]:
-    """Of a list as the kernel writes it: ``0-2,8`` are 0, 1, 2 and 8."""
+    """The numbers in a list in the kernel's format: ``0-2,8`` means 0, 1, 2 and 8."""
     ends = [part.partition("-") for part in text.strip().split(",") if part]
     return [number for low, _, high in ends for number in range(int(low), int(high or low) + 1)]
 
 
 def processors(ranks: int = 1, of_node: int = 1) -> int:
-    """How many processors this process may run on, or as many as the time is worth that its cgroups give: ``ranks`` of
-    the node's ``of_node`` ranks run there, and all of them share that time."""
+    """How many cores this process may use: those it is bound to, or its share of its cgroups' CPU quota if that is
+    less. ``ranks`` of the node's ``of_node`` ranks run on these cores, and all ``of_node`` share the quota."""
     own, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     given = cgroups.processors(every)
     return own if given == every else min(own, given * ranks // of_node)
 
 
 def share() -> int:
-    """Threads that this rank may use before it knows how many ranks there are besides it: as the launcher says."""
+    """Threads that this rank may use, by the launcher's LOCAL_WORLD_SIZE, before it knows how many ranks share them."""
     return max(processors() // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1)
 
 
 def numa_nodes() -> int:
-    """How many NUMA nodes the machine has; 1 where the system does not say."""
+    """Number of NUMA nodes of the machine; 1 if the system does not say."""
     return max(len(numbers(text_of(SYSTEM / "devices/system/node/online"))), 1)
 
 
 def numa_node(device: torch.device) -> int | None:
-    """The NUMA node of a GPU; None where there is only one, or the system does not say."""
+    """The NUMA node of a GPU; None if there is only one, or the system does not say."""
     gpu = torch.cuda.get_device_properties(device)
     if numa_nodes() < 2:
         return None
     try:
         bus = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node = int((SYSTEM / "bus/pci/devices" / bus / "numa_node").read_text())
-    except (AttributeError, OSError):  # an older torch does not know the bus
+    except (AttributeError, OSError):  # an older torch does not give the bus
         return None
     return node if node >= 0 else None
 
 
 def bind(node: int | None) -> None:
-    """Let all threads of this process run on the processors of a NUMA node, where some of those that they may use are
-    there."""
+    """Bind all threads of this process to the cores of a NUMA node, if the process may use any of them."""
     if node is None:
         return
     with contextlib.suppress(OSError):
         own = os.sched_getaffinity(0) & {*numbers((SYSTEM / f"devices/system/node/node{node}/cpulist").read_text())}
         for thread in THREADS.iterdir() if own else ():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 os.sched_setaffinity(int(thread.name), own)
 
 
 def of_rank(ranks: int, of_node: int) -> int:
-    """Threads with which each rank adds gradients and steps, of ``ranks`` on this process's processors and ``of_node``
-    of the node."""
+    """Threads of each rank that add gradients and step. ``ranks`` share these cores; the node has ``of_node`` ranks."""
     threads = max(processors(ranks, of_node) // ranks, 1)
-    return threads - threads // 8  # for the threads that issue, read and publish
+    return threads - threads // 8  # the rest is for the threads that issue, read and publish
 
 
 def use(ranks: int, of_node: int) -> list[str]:
-    """Let torch use this rank's share of the processors that it may run on, where it would use fewer. To be called
-    before threads are started.
+    """Let torch use this rank's share of the cores, if torch would use fewer threads. Call it before threads are
+    started.
 
     Args:
-        ranks: of this node that run on the same processors.
-        of_node: all of this node.
+        ranks: number of this node's ranks that run on the same cores.
+        of_node: number of all ranks of this node.
 
     Returns:
-        What was changed, or what is missing; a line each.
+        What was changed or what is missing, one line each.
     """
     own, before = processors(ranks, of_node), torch.get_num_threads()
     lines, threads = [], of_rank(ranks, of_node)

@@ -1,10 +1,10 @@
-"""Whole groups one after the other, for what reads parameters outside of training steps.
+"""Makes groups whole one after the other, for code that reads parameters outside of training steps.
 
 [Note: Models that never fit whole]
-A schedule may be for less device memory than all parameters of a rank take. Then nothing ever brings them whole
-together: an evaluation gathers the groups of a layer before it computes and frees them behind it, and whoever reads
-parameters (a hash, a checkpoint) gets one group at a time. Whole groups take no more bytes at once than in training,
-and come from the same pool.
+A schedule may be for less device memory than all parameters of a rank take. Then all groups are never whole together.
+An evaluation gathers the groups of a layer before it computes and frees them afterwards. Other readers of parameters (a
+hash, a checkpoint) get one group at a time. Whole groups take no more bytes at once than in training, and come from the
+same pool.
 """
 
 from collections.abc import Callable, Collection
@@ -19,14 +19,15 @@ from megatron_ext.runtime.step_calls import StepCalls
 
 
 class InTurn(StepCalls):
-    """Of one rank. As what Megatron's schedules call around their steps it serves iterations without a backward.
+    """One instance per rank. For iterations without a backward it replaces the executor as the object that Megatron's
+    schedules call around their steps.
 
     Args:
         groups: this rank's groups by index.
         gather: ``gather(group) -> handle``; a collective of the data-parallel ranks.
-        layers: of this rank's chunks.
-        chunks: by group the number of its model chunk.
-        most_bytes: of whole groups at a time; what a layer needs is brought in any case.
+        layers: the layers of this rank's chunks.
+        chunks: model chunk of each group, by group index.
+        most_bytes: limit for the groups that are whole at once; the groups of one layer are brought in any case.
 
     Attributes:
         evaluated: called when the last forward of an iteration without backwards has ended.
@@ -47,11 +48,11 @@ class InTurn(StepCalls):
         self._of_storage = {group.whole.untyped_storage()._cdata: index for index, group in groups.items()}
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
-        """The group whose whole copy ``tensor`` is a part of; None: none."""
+        """Index of the group whose whole copy contains ``tensor``, or None."""
         return self._of_storage.get(tensor.untyped_storage()._cdata)
 
     def groups_of(self, storages: Collection[int]) -> list[int]:
-        """The groups whose whole copies lie in ``storages``, by their ``_cdata``."""
+        """Indices of the groups whose whole copies lie in ``storages``, given by their ``_cdata``."""
         return sorted(map(self._of_storage.__getitem__, storages))
 
     def missing(self, storages: Collection[int]) -> bool:
@@ -59,7 +60,7 @@ class InTurn(StepCalls):
         return any(self.groups[self._of_storage[storage]].state is not State.WHOLE for storage in storages)
 
     def check_room(self, wanted: Collection[int]) -> None:
-        """Raise ScheduleError where several groups are more than may be whole at a time."""
+        """Raise ScheduleError if several groups together exceed the limit for whole groups."""
         need = sum(self.groups[index].bytes for index in wanted)
         if len(wanted) > 1 and need > self._most_bytes:
             raise ScheduleError(
@@ -69,8 +70,8 @@ class InTurn(StepCalls):
             )
 
     def bring(self, wanted: Collection[int], ahead: Collection[int] = (), adopt: bool = False) -> None:
-        """Let the groups ``wanted`` be whole, those ``ahead`` on their way, and no others. Collective. ``adopt``: those
-        that were whole may have been changed, and their shards take the values."""
+        """Make the groups ``wanted`` whole, begin to gather those ``ahead``, and drop all others. Collective.
+        ``adopt``: whole groups may have been changed, so their shards take the new values."""
         for index, group in self.groups.items():
             if index not in wanted and index not in ahead and group.state is not State.SHARDED:
                 if adopt:
@@ -92,7 +93,7 @@ class InTurn(StepCalls):
             self._layers.arm(model_chunk_id, layer, (partial(self._before_layer, model_chunk_id, layer),), ())()
 
     def _before_layer(self, chunk: int, layer: int) -> None:
-        """Bring what the layer uses; and issue what the next ones use, as far as there is room."""
+        """Make the groups of the layer whole, and issue the gathers of the next layers as far as there is room."""
         uses = {index: self._layers.uses(index) for index in self.groups if self._chunks[index] == chunk}
         used = [index for index, (first, last) in uses.items() if first <= layer <= last]
         coming = sorted((index for index in uses if uses[index][0] > layer), key=lambda index: uses[index])

@@ -1,4 +1,4 @@
-"""What is said where the driver does not page-lock host memory."""
+"""The error text for host memory that the driver does not page-lock."""
 
 import resource
 
@@ -6,7 +6,7 @@ ADVICE = "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm P
 
 
 def said(size_bytes: int, why: object) -> str:
-    """In one line: how much was asked for, what the driver says, and the limit that is the usual cause.
+    """One line: how much was asked for, what the driver says, and the limit that is the usual cause.
 
     Args:
         why: the error, or its code.

@@ -1,4 +1,4 @@
-"""What machine this is: hardware and software that measured costs depend on."""
+"""The hardware and software of this machine, which measured costs depend on."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ def environment(device: str = "auto") -> dict[str, Facts]:
     """``hardware`` and ``software`` of this machine, as a table's metadata stores them.
 
     Args:
-        device: ``cpu`` leaves accelerators out even where torch sees them.
+        device: ``cpu`` leaves accelerators out even if torch sees them.
     """
     use_cuda = device != "cpu" and has_cuda()
     hardware: dict[str, str | int | None] = {

@@ -1,12 +1,12 @@
-"""Device memory of what comes and goes within an iteration, taken from the device before the first step.
+"""Device memory for tensors that come and go within an iteration, taken from the device before the first step.
 
 [Note: No allocation waits for the device]
-torch's caching allocator asks the driver for memory where it has no free block of its own, and gives blocks back where
-the driver has none left: both wait for the whole device. Whole groups and gradients therefore come from a pool of their
-own. Before the first iteration everything that an iteration takes from it and gives back is taken and given back once,
-in the same order (:func:`rehearse`). The allocator decides by sizes and order alone, and every iteration begins and
-ends with an empty pool, so later iterations find their blocks in it. What something outside of the program brings
-whole (an evaluation, a checkpoint) does not come from this pool: it gives that memory back.
+torch's caching allocator asks the driver for memory if it has no free block, and returns blocks if the driver has no
+memory left. Both wait for the whole device. Whole groups and gradients therefore come from a pool of their own. Before
+the first iteration, everything that an iteration takes from the pool is taken and given back once, in the same order
+(:func:`rehearse`). The allocator's choices depend only on sizes and order, and every iteration begins and ends with an
+empty pool, so later iterations find their blocks in it. Groups that are made whole outside the program (for an
+evaluation, a checkpoint) do not use this pool: their memory is given back afterwards.
 Source: PyTorch, torch.cuda.MemPool.
 """
 
@@ -27,23 +27,23 @@ from megatron_ext.runtime.streams import Device
 from megatron_ext.schedule.user_defined_schedule import Rank, Schedule
 
 LEAST_TORCH = (2, 8)
-"""Before, a pool that is entered again was not counted as in use."""
+"""Older releases do not count a pool that is entered again as in use."""
 
 ROUNDS = 3
-"""Rehearsals after which the pool is left as it is."""
+"""Number of rehearsals, after which the pool is left as it is."""
 
 
 class MemoryPool:
-    """Of one rank. On a device without such pools, and on the host, memory comes from where it always does."""
+    """The pool of one rank. On the host, and on a device without such pools, memory comes from the usual allocator."""
 
     def __init__(self, device: Device):
         new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= LEAST_TORCH
         self._pool = _new_pool() if device.kind == "cuda" and new_enough else None
         self._used = True
-        self._bytes = self._peak = 0  # in use: now, and the most
+        self._bytes = self._peak = 0  # bytes in use now, and their maximum
 
     def serve(self, held: Group | Gradient) -> None:
-        """Let the bytes of ``held`` come from here."""
+        """Take the memory of ``held`` from this pool."""
         if self._pool is not None and isinstance(held, (FreedGroup, Gradient)):
             held.resize = partial(self._resize, held.resize, held.bytes)
 
@@ -58,7 +58,7 @@ class MemoryPool:
 
     @contextlib.contextmanager
     def unused(self) -> Iterator[None]:
-        """What is resized in this context gets its memory elsewhere."""
+        """Within this context, resizes take their memory from the usual allocator."""
         self._used = False
         try:
             yield
@@ -66,10 +66,10 @@ class MemoryPool:
             self._used = True
 
     def fill(self, rehearsal: Callable[[], None]) -> str | None:
-        """Take what ``rehearsal`` takes and gives back. Returns what the user has to know, in one line, or None.
+        """Take the memory that ``rehearsal`` takes and gives back. Returns one line that the user has to know, or None.
 
-        The allocator rounds, and cuts blocks in the order in which they are asked for. Whether one block of the peak at
-        first leads to less memory in all depends on the sizes, so both ways are tried and the smaller is kept.
+        The allocator rounds sizes, and cuts blocks in the order of requests. Whether taking one block of the peak size
+        first saves memory depends on the sizes. So both ways are tried and the smaller pool is kept.
         """
         if self._pool is None:
             return None
@@ -80,9 +80,9 @@ class MemoryPool:
             taken = self._take(rehearsal, self._peak)
             if taken > in_order:
                 taken = self._take(rehearsal, 0)
-        except RuntimeError as error:  # what says that the device is full is one
+        except RuntimeError as error:  # OutOfMemoryError is a subclass
             full = isinstance(error, torch.cuda.OutOfMemoryError)
-            if not full and "expandable_segments" not in str(error):  # which 2.8 refuses with any pool
+            if not full and "expandable_segments" not in str(error):  # torch 2.8 refuses any pool with these
                 raise
             self._pool = None
             torch.cuda.empty_cache()
@@ -98,7 +98,7 @@ class MemoryPool:
         )
 
     def _take(self, rehearsal: Callable[[], None], first_bytes: int) -> int:
-        """Begin a new pool, with a block of ``first_bytes``; returns the bytes that it takes from the device."""
+        """Begin a new pool with a block of ``first_bytes``; returns the bytes that the pool takes from the device."""
         self._pool = None
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -119,14 +119,14 @@ class MemoryPool:
 
 
 def _new_pool():
-    """Of whose free blocks torch may take some for other things before it is out of memory, where it can do that."""
-    options: dict[str, Any] = {"use_on_oom": True}  # newer releases alone
+    """A new pool. torch may use its free blocks for other purposes before it is out of memory, if it can do so."""
+    options: dict[str, Any] = {"use_on_oom": True}  # newer releases only
     known = inspect.signature(torch.cuda.MemPool.__init__).parameters
     return torch.cuda.MemPool(**{name: value for name, value in options.items() if name in known})
 
 
 class _Ready:
-    """A handle, and a route, of transfers that are not made."""
+    """A handle, and a route, without transfers."""
 
     def wait(self) -> None:
         """Nothing was issued."""
@@ -139,7 +139,7 @@ class _Ready:
 
 
 class _Unreduced(Reducer):
-    """Allocates and frees gradients, and adds nothing up."""
+    """Allocates and frees gradients, but adds nothing up."""
 
     def __init__(self, reducer: Reducer):
         vars(self).update(vars(reducer), on_host=frozenset(), order=None, sample=None, complete=None, _recorder=NOTHING)
@@ -151,7 +151,7 @@ class _Unreduced(Reducer):
         """There is nothing to add."""
 
     def give_back(self) -> None:
-        """The gradients are as they were."""
+        """Restore the gradients."""
         for gradient, issue in self._issues.items():
             gradient.forget()
             gradient.issue = issue
@@ -161,8 +161,8 @@ class _Unreduced(Reducer):
 def rehearse(
     schedule: Schedule, rank: Rank, groups: dict[int, Group], clock: Clock, layers: Layers, reducer: Reducer | None
 ) -> None:
-    """Go through one iteration of the program, with no transfer and no compute: what has bytes when is as in training.
-    No group is whole when this begins or ends, also where the device is out of memory."""
+    """Run one iteration of the program without transfers and compute, so that memory is taken and freed as in training.
+    No group is whole at the begin or the end, even if the device runs out of memory."""
     unreduced = _Unreduced(reducer) if reducer is not None else None
     start, steps = place_actions(schedule, rank, groups, defaultdict(_Ready), clock, layers, reducer=unreduced)
     try:

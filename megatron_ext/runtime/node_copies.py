@@ -1,4 +1,4 @@
-"""The node's copies of published groups, as one rank writes and reads them."""
+"""The node's copies of published groups, as seen by one rank that writes and reads them."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from megatron_ext.runtime.streams import Device
 
 
 class NodeCopies(NamedTuple):
-    """What the publisher and every route that reads copies share.
+    """Objects that the publisher and every route that reads copies share.
 
     Attributes:
-        pool: the node's host copies and everybody's flags.
+        pool: the node's host copies and the flags of all its ranks.
         nvme: the node's NVMe copy, or None.
-        clock: the version that is published, and read.
+        clock: gives the version that is published and read.
         recorder: where copies are recorded.
     """
 

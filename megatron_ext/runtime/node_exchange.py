@@ -7,28 +7,28 @@ index on their nodes are counterparts: rank i of a node gets the shards of all r
 writes them into its node's pool. The shards of the others come with their own counterparts.
 
 [Note: Receives first]
-An all-gather of two ranks over TCP leaves a slow link idle at times: over one of 0.13 Gbit/s 3 MB took up to 1.55
-times as long as they take on the wire, where plain TCP in both directions took 1.1 and nothing was lost. With receives
-issued before sends it is 1.02 to 1.10. (Presumably the message that announces a receive waits behind the data being
-sent, because both use one connection.)
+An all-gather of two ranks over TCP leaves a slow link idle at times: over one of 0.13 Gbit/s, 3 MB took up to 1.55
+times their time on the wire, where plain TCP in both directions took 1.1 times and nothing was lost. With receives
+issued before sends, it is 1.02 to 1.10 times. (Presumably the message that announces a receive waits behind the data
+being sent, because both use one connection.)
 
 The exchange has process groups of its own, over host memory: it runs on the publisher's thread
 while the training thread issues the collectives of forward and backward, and two threads must
 not share a process group.
 
 [Note: Through host memory]
-What comes is received into its place in the node's page-locked host copy, where the group has one, so no memory is
-touched twice and no thread copies. The bytes go over TCP, as many streams a node as it has ranks.
-An exchange by NCCL on the device would be faster, but would take device memory (a group's shards of all nodes), the
-network and multiprocessors from the gathers of the forward that runs meanwhile, and need one order with them over all
-communicators. ``publish.internode`` of the cost table has this exchange as it is, so a plan takes host copies across
-nodes only where it pays.
+Shards are received into their place in the node's page-locked host copy, if the group has one, so no memory is touched
+twice and no thread copies. The bytes go over TCP, in as many streams per node as it has ranks.
+An NCCL exchange on the device would be faster. But it would take device memory (a group's shards of all nodes), and
+would take network bandwidth and multiprocessors from the gathers of the forward that runs meanwhile. It would also need
+one order with these gathers over all communicators. ``publish.internode`` of the cost table holds the measured time of
+this exchange, so a plan uses host copies across nodes only if they pay.
 
 [Note: Two in flight]
 With one exchange at a time, the next begins only when both directions and all counterparts of this one have ended, and
-the network idles whenever one of them is late. With two in flight the network is always busy. The bytes of a pair of
-ranks go over one connection in the order of the exchanges, so the second does not slow the first down. Each exchange
-has a tag of its own.
+the network idles whenever one of them is late. With two in flight the network is always busy. Each pair of ranks sends
+its bytes over one connection in the order of the exchanges, so the second does not slow the first down. The two
+exchanges in flight have different tags.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ class Arriving(NamedTuple):
     shards: tuple[torch.Tensor, ...]
 
     def wait(self) -> list[tuple[int, torch.Tensor]]:
-        """Block until the shards of the counterparts have arrived and the own one is sent. Raises RuntimeError where a
-        counterpart has ended."""
+        """Block until the shards of the counterparts have arrived and this rank's shard is sent. Raises RuntimeError if
+        a counterpart has ended."""
         for work in self.works:
             work.wait()
         return list(zip(self.ranks, self.shards))
@@ -62,10 +62,10 @@ class NodeExchange:
     """The exchange of one rank with its counterparts.
 
     Args:
-        groups: process groups over host memory; None where the data-parallel group lies on one node.
+        groups: process groups over host memory; None if the data-parallel group lies on one node.
 
     Attributes:
-        counterparts: their process group, in node order; None: there are none.
+        counterparts: their process group, in node order; None if there are none.
         dp_ranks: data-parallel ranks of the counterparts, in the same order.
     """
 
@@ -81,26 +81,26 @@ class NodeExchange:
         return self.counterparts is not None
 
     def begin(self, shards: Sequence[torch.Tensor], dp_rank: int) -> Arriving:
-        """Exchange shards with the counterparts. Collective over these, in the same order on all.
+        """Exchange shards with the counterparts. Collective over them, in the same order on all.
 
         Args:
-            shards: tensors in host memory in the order of ``dp_ranks``. The own is sent and must stay as it is until
-                the exchange is over, the others are received into; :meth:`places` gives them where they have none.
+            shards: tensors in host memory in the order of ``dp_ranks``. This rank's shard is sent and must not change
+                until the exchange is over. The others are received into; :meth:`places` makes buffers for them.
             dp_rank: this rank.
         """
         if not self.crosses_nodes:
             return Arriving((), (dp_rank,), tuple(shards))
         nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
         self._begun += 1
-        # From the next node on: not all to one node at once.
+        # Begin with the next node, so that not all send to one node at once.
         sources, targets = ([(mine + sign * hop) % nodes for hop in range(1, nodes)] for sign in (-1, 1))
         works = [dist.irecv(shards[node], self._ranks[node], group=self.counterparts, tag=tag) for node in sources]
         works += [dist.isend(shards[mine], self._ranks[node], group=self.counterparts, tag=tag) for node in targets]
         return Arriving(tuple(works), self.dp_ranks, tuple(shards))
 
     def places(self, own: torch.Tensor, dp_rank: int) -> list[torch.Tensor]:
-        """What :meth:`begin` takes, with buffers for what comes: valid until :data:`IN_FLIGHT` further exchanges have
-        begun; so many may not be over."""
+        """The ``shards`` argument of :meth:`begin`, with buffers to receive into. They are valid until
+        :data:`IN_FLIGHT` further exchanges have begun, because up to this many may be in flight."""
         if not self.crosses_nodes:
             return [own]
         others = [rank for rank in self.dp_ranks if rank != dp_rank]

@@ -10,14 +10,14 @@ from megatron_ext.workload.parallel import Parallel
 
 
 class NodeGroups(NamedTuple):
-    """Of one rank.
+    """The process groups of one rank.
 
     Attributes:
         local: process group of the data-parallel ranks on its node.
         across: process group of its counterparts, the ranks with its index on their nodes, in
             node order.
         nodes: data-parallel ranks by node.
-        index: its index on its node.
+        index: index of this rank on its node.
     """
 
     local: dist.ProcessGroup
@@ -32,12 +32,13 @@ class NodeGroups(NamedTuple):
 
 
 def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: int | None = None) -> NodeGroups | None:
-    """New process groups of this rank; None where its data-parallel group lies on one node.
+    """New process groups of this rank; None if its data-parallel group lies on one node.
 
-    Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas`.
+    Collective over all ranks of the run. Raises InputError as :func:`nodes_of_replicas` does.
 
     Args:
-        ranks: of a data-parallel group, as :meth:`Parallel.replicas` takes them: other than of all else, of experts.
+        ranks: size of the data-parallel group, as :meth:`Parallel.replicas` takes it. Experts have another one than
+            dense layers.
     """
     found = None
     for pp_rank in range(parallel.pp):
@@ -65,7 +66,7 @@ def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: in
 
 
 def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, **how) -> dist.ProcessGroup:
-    """A process group of this rank's data-parallel ranks for one route alone; called by all ranks of the run.
+    """A process group of this rank's data-parallel ranks for a single route; called by all ranks of the run.
     ``ranks``: see :func:`make_node_groups`; ``how``: further arguments of ``dist.new_group``."""
     every = [members for pp_rank in range(parallel.pp) for members in parallel.replicas(pp_rank, ranks)]
     groups = [_new_group([*members], backend, **how) for members in every]
@@ -73,7 +74,7 @@ def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, 
 
 
 def _high_priority(backend: str) -> dict[str, Any]:
-    """Arguments of ``dist.new_group`` by which NCCL's own stream goes before compute: a step waits for its gathers."""
+    """Arguments of ``dist.new_group`` that give NCCL's stream priority over compute: a step waits for its gathers."""
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
     return {"pg_options": nccl.Options(is_high_priority_stream=True)} if backend == "nccl" else {}
 

@@ -23,16 +23,16 @@ class NvmePool:
     Args:
         directory: on the drive.
         sharers: which ranks of the node share the copies of which groups.
-        slots, slot_bytes: staging slots of this rank and the size of each.
+        slots, slot_bytes: number of staging slots of this rank, and the size of each.
         settings: how to read.
-        device: pins the slots.
+        device: page-locks the slots.
 
     Attributes:
-        place_of: by group index, the file that holds its copy, and at which byte.
-        copied_out: flags by slot: copies out of it that have ended.
+        place_of: the file that holds a group's copy, and the byte at which it begins, by group index.
+        copied_out: flags by slot: number of copies out of the slot that have ended.
 
     Raises:
-        InputError: on every rank of the pool, where the drive cannot hold the copies.
+        InputError: the drive cannot hold the copies. Raised on every rank of the pool.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class NvmePool:
             sizes = [drive.aligned(group.bytes) for group in own.groups]
             try:
                 self.files.append(_open_shared(directory, sum(sizes), own, settings))
-            except InputError as error:  # other ranks wait for this one to open the others
+            except InputError as error:  # other ranks wait for this one to open the remaining files
                 failed = error
                 continue
             offsets = itertools.accumulate(sizes, initial=0)
@@ -68,19 +68,19 @@ class NvmePool:
         file.write(shard.detach().view(torch.uint8).numpy(), offset + dp_rank * size, str(group))
 
     def flush(self, group: Group) -> None:
-        """What was written of ``group`` is on the drive when this returns. Raises DriveError."""
+        """Wait until the writes of ``group`` are on the drive. Raises DriveError."""
         file, offset = self.place_of[group.index]
         file.flush(offset, drive.aligned(group.bytes), str(group))
 
     def start(self, group: Group, slot: int, transfer: Transfer, before_end=None) -> None:
-        """Begin to read the whole group into ``slot``; finishes ``transfer``, see DriveFile.start."""
+        """Begin to read the whole group into ``slot``; finishes ``transfer``, see :meth:`DriveFile.start`."""
         start = slot * self.slot_bytes
         memory = self._memory[start : start + drive.aligned(group.bytes)]
         file, offset = self.place_of[group.index]
         file.start(memory, offset, str(group), transfer, before_end)
 
     def staged(self, group: Group, slot: int) -> torch.Tensor:
-        """``slot`` as the flat tensor that it holds of ``group``."""
+        """The flat tensor of ``group`` in ``slot``."""
         start = slot * self.slot_bytes
         return self._slots[start : start + group.bytes].view(group.whole.dtype)
 
@@ -89,17 +89,17 @@ class NvmePool:
             file.close()
 
     def close(self) -> None:
-        """Close the files, which disappear when the last rank has closed them, and unmap the slots."""
+        """Close the files, which are deleted when the last rank has closed them, and unmap the slots."""
         self._close_files()
         self._device.unpin(self._slots)
         self._memory.release()
-        del self._slots  # it views the mapping
-        with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
+        del self._slots  # a view of the mapping
+        with contextlib.suppress(BufferError):  # another view is still alive; the mapping ends with the process
             self._map.close()
 
 
 def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -> drive.DriveFile:
-    """The pool's first rank makes the file, all open it, all fail alike."""
+    """The pool's first rank makes the file and all ranks open it. If one fails, all fail."""
     make = lambda: drive.create(directory, size)
     descriptor, pid = share_file(make, sharers.rank, sharers.exchange, field="gpus_per_node")
     opened = failed = None
@@ -111,5 +111,5 @@ def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -
         if opened is not None:
             opened.close()
         raise InputError(failure)
-    assert opened is not None  # or it had failed
+    assert opened is not None  # otherwise ``failure`` was set
     return opened

@@ -1,4 +1,4 @@
-"""The device of this rank, which it may share with others of its node."""
+"""The device of this rank, which other ranks of its node may share."""
 
 import os
 from collections import Counter
@@ -21,19 +21,19 @@ def take(local_rank: int) -> torch.device:
 
 
 def tell_nccl(device: torch.device, nodes: int = 1) -> int:
-    """Say to NCCL where ranks share a device, before its first communicator is made. Collective.
+    """Set NCCL's environment if ranks share a device, before its first communicator is made. Collective.
 
-    Asked of the devices themselves: ranks that see one device each may well see different ones.
+    The ranks compare the ids of their devices: ranks that see one device each may still see different ones.
 
     Args:
-        device: of this rank; the default process group is there.
-        nodes: of the run.
+        device: the device of this rank; the default process group exists.
+        nodes: number of nodes of the run.
 
     Returns:
-        How many ranks share the fullest device.
+        The largest number of ranks that share one device.
 
     Raises:
-        InputError: on all ranks, NCCL cannot serve ranks that share a device.
+        InputError: NCCL cannot serve ranks that share a device. Raised on all ranks.
     """
     group = dist.new_group(backend=backends.HOST)
     devices = gather_objects(str(torch.cuda.get_device_properties(device).uuid), group)

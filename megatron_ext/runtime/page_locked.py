@@ -1,15 +1,15 @@
-"""Page-locked host memory of this process alone, of exactly the size that was asked for.
+"""Page-locked host memory of this process alone, of exactly the requested size.
 
 [Note: Why not torch's]
-``torch.zeros(..., pin_memory=True)`` rounds every block up to a power of two bytes, so shards, gradients and optimizer
-states in host memory would take up to twice what the memory bill counts (torch 2.13 can be told not to, by
-``pinned_max_round_threshold_mb``), and in small pages, which one thread makes. Pages that a device copies to must stay
-the same when the process forks, as data loaders do; :func:`block_pages.private` sees to it.
+``torch.zeros(..., pin_memory=True)`` rounds every block up to a power of two bytes. Shards, gradients and optimizer
+states in host memory would then take up to twice what the memory bill counts. (torch 2.13 can be told not to round,
+with ``pinned_max_round_threshold_mb``.) It also takes small pages, which one thread makes. Pages that a device copies
+to must not be replaced when the process forks, as data loaders do; :func:`block_pages.private` ensures this.
 Source: ATen, ``CachingHostAllocator.h``.
 
 [Note: Who unlocks]
-The last tensor of a block may die on any thread, and unlocking waits for the device with the driver's lock held. So a
-block that nobody uses is only listed; the issuing thread unlocks it when it locks the next one, or at the end.
+The last tensor of a block may be freed on any thread, and unlocking waits for the device with the driver's lock held.
+So an unused block is only added to a list. The issuing thread unlocks it when it locks the next one, or at the end.
 """
 
 import mmap
@@ -22,14 +22,14 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages
 
 _unused: deque[tuple[int, mmap.mmap]] = deque()
-"""Address and memory of blocks without a tensor that are still locked."""
+"""Address and memory of blocks that have no tensor any more but are still locked."""
 
 
 def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     """Zeros in memory that ``device`` has page-locked.
 
     Raises:
-        InputError: there is no memory, or the driver refuses.
+        InputError: there is not enough memory, or the driver refuses.
     """
     unlock_unused(device)
     if numel == 0:
@@ -42,8 +42,8 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
 
 
 def large_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in memory of the same kind that nobody has locked, and that a forked process sees, for example one that
-    writes a checkpoint; not empty. Raises InputError: there is no memory."""
+    """Zeros in memory of the same kind that is not page-locked and that a forked process sees, for example one that
+    writes a checkpoint; ``numel`` is above 0. Raises InputError if there is not enough memory."""
     return torch.frombuffer(_memory(numel, dtype, wiped=False), dtype=dtype)
 
 
@@ -55,7 +55,7 @@ def _memory(numel: int, dtype: torch.dtype, *, wiped: bool = True) -> mmap.mmap:
 
 
 def unlock_unused(device) -> None:
-    """Unlock the blocks that nobody uses any more."""
+    """Unlock the blocks that are not used any more."""
     while _unused:
         address, _ = _unused[0]
         device.unlock(address)

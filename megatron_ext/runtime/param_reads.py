@@ -1,15 +1,15 @@
-"""Notices that somebody uses parameters between the optimizer's step and the next forward.
+"""Notices uses of parameters between the optimizer's step and the next forward.
 
 [Note: Reads between iterations]
-After a step each rank has new values of its own shards only. What the schedule has not gathered yet is half old and
-half new at zero stages 1 and 2, and has no bytes at stage 3. Norms that are logged, averages of weights, hashes and
-hooks of users read there. Which option or which script does so is not asked: from the step to the begin of the next
-iteration every call of torch's passes a mode (torch's ``TorchFunctionMode``), which looks at the storages of its
-tensors. The first call that uses one of a group, by a parameter or by a view taken long before, has all groups gathered
-first; where not all fit whole at a time, every call has those gathered that it uses (in_turn.py). Within an iteration
-there is no mode, so that a step costs what it did.
-What does not go through torch is not noticed: another thread's use, and a kernel of an extension that is given nothing
-but views taken earlier.
+After a step each rank has new values only for its own shards. A group that the schedule has not gathered yet is half
+old and half new at zero stages 1 and 2, and has no bytes at stage 3. Logged norms, averages of weights, hashes and
+hooks of users read parameters at this time. It does not matter which option or script does so: from the step to the
+begin of the next iteration every call of torch passes a mode (torch's ``TorchFunctionMode``), which looks at the
+storages of its tensors. The first call that uses the storage of a group, through a parameter or a view taken long
+before, triggers a gather of all groups. If not all groups fit whole at once, every call triggers a gather of the groups
+that it uses (in_turn.py). There is no mode within an iteration, so steps cost nothing extra. Uses that do not go
+through torch are not noticed: those of another thread, and those of an extension's kernel that is given only views
+taken earlier.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 try:
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
-except ImportError:  # in this release the mode is entered on top, as everybody's are
+except ImportError:  # in this release the mode is entered on top, like every other mode
     _get_current_function_mode_stack = None
 
 
 def _accessors(name: str) -> tuple:
-    """What gets and sets a property of tensors."""
+    """The functions that get and set a property of tensors."""
     found = getattr(torch.Tensor, name)
     return found.__get__, found.__set__
 
@@ -48,7 +48,7 @@ OF_NO_VALUE = frozenset(
     + [accessor for name in _PROPERTIES for accessor in _accessors(name)]
     + [torch.is_complex, torch.is_floating_point, torch.numel]
 )
-"""Calls that neither read nor write a tensor's elements, nor give anybody an address or a view of them."""
+"""Calls that neither read nor write a tensor's elements, nor return an address or a view of them."""
 
 
 class ParamReads(TorchFunctionMode):
@@ -56,9 +56,10 @@ class ParamReads(TorchFunctionMode):
 
     Args:
         storages: ``_cdata`` of the untyped storages of all whole parameters.
-        gather: ``gather(place, used)`` makes them whole and fresh, or those ``used`` of ``storages``; ``place`` is the
-            file and line that uses them.
-        missing: whether some of the storages ``used`` have to be gathered, at every use; None: all are, at the first.
+        gather: ``gather(place, used)`` makes all groups whole and fresh, or only those of the storages ``used``;
+            ``place`` is the file and line that uses them.
+        missing: tells at every use whether some of the storages ``used`` have to be gathered; None: all groups are
+            gathered at the first use.
     """
 
     def __init__(self, storages: Collection[int], gather: Callable[[str, set[int]], None], missing=None):
@@ -68,7 +69,7 @@ class ParamReads(TorchFunctionMode):
         self._watching = self._gathering = self._entered = False
 
     def open(self) -> None:
-        """Parameters have new values, which are not everywhere yet: watch from now on, if not done already."""
+        """Parameters have new values, which are not gathered yet: watch from now on, if not watching already."""
         if self._gathering or not self.storages:
             return
         self.count += not self._watching
@@ -76,14 +77,14 @@ class ParamReads(TorchFunctionMode):
         self._replace(self)
 
     def close(self) -> None:
-        """What follows is the schedule's business, or all parameters are whole."""
+        """Stop watching: the schedule gathers from now on, or all parameters are whole."""
         self._watching = False
-        if not self._gathering:  # else torch has taken the mode off while it runs, and puts it back
+        if not self._gathering:  # otherwise torch has removed the mode while it runs, and restores it
             self._replace(None)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within, nothing is noticed."""
+        """Within this context, uses are not noticed."""
         watching, self._watching = self._watching, False
         self._replace(None)
         try:
@@ -93,7 +94,7 @@ class ParamReads(TorchFunctionMode):
             self._replace(self if watching else None)
 
     def unnoticed(self, function: Callable) -> Callable:
-        """``function``, whose uses of parameters are not noticed."""
+        """Wrap ``function`` so that its uses of parameters are not noticed."""
 
         def call(*args, **kwargs):
             with self.suspended():
@@ -102,10 +103,11 @@ class ParamReads(TorchFunctionMode):
         return call
 
     def _replace(self, mode: "ParamReads | None") -> None:
-        """Put ``mode`` under all modes but torch's default device, or take this one off.
+        """Put ``mode`` below all modes but torch's default device, or remove this one.
 
-        Others enter and leave modes as they like, and leaving takes the topmost off, whosever it is: only at the bottom
-        is this one in nobody's way. ``torch.set_default_device`` wants its own below all, and finds it by that.
+        Other code enters and leaves modes at any time, and leaving removes the topmost mode, whichever it is. Only at
+        the bottom does this mode not interfere. ``torch.set_default_device`` expects its mode below all others, and
+        finds it there.
         """
         if _get_current_function_mode_stack is None:
             if self._entered is not (mode is self):
@@ -118,7 +120,8 @@ class ParamReads(TorchFunctionMode):
         others = [one for one in stack if one is not self]
         for _ in stack:
             _pop_mode()
-        # The mode of ``with torch.device(...)`` is of the same class, was not entered, and leaves from the top.
+        # The mode of ``with torch.device(...)`` has the same class, but was not entered that way, and leaves from the
+        # top.
         below = [one for one in others[:1] if isinstance(one, DeviceContext) and hasattr(one, "old_device")]
         for one in [*below, *([] if mode is None else [mode]), *others[len(below) :]]:
             _push_mode(one)
@@ -140,10 +143,10 @@ class ParamReads(TorchFunctionMode):
             self._watching, self._gathering = self._missing is not None, False
 
     def _used(self, values, depth: int = 3) -> Iterator[int]:
-        """The storages of groups in which tensors among ``values``, or in lists of them, lie."""
+        """The storages of groups that the tensors among ``values``, or in lists of them, use."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                with contextlib.suppress(NotImplementedError, RuntimeError):  # tensors without a storage of their own
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # a tensor without its own storage
                     storage = value.untyped_storage()._cdata
                     if storage in self.storages:
                         yield storage
@@ -152,7 +155,7 @@ class ParamReads(TorchFunctionMode):
 
 
 def place_of_use() -> str:
-    """File, line and function of the innermost caller that is not torch, this package, or Python's library."""
+    """File, line and function of the innermost caller outside torch, this package, and Python's copy module."""
     own = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), f"{sysconfig.get_path('stdlib')}/copy")
     frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(own)]
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else "unknown"

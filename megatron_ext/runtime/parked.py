@@ -1,4 +1,4 @@
-"""Parameters whose values wait in host memory while nothing needs them on the device."""
+"""Parameters whose values are kept in host memory while they are not needed on the device."""
 
 from collections.abc import Iterable
 from math import nan
@@ -7,7 +7,7 @@ import torch
 
 
 class Parked:
-    """Of one rank; ``kind``: of the device whose memory is spared, ``cuda`` or ``cpu``.
+    """One instance per rank. ``kind``: ``cuda`` or ``cpu``, the kind of the device whose memory is saved.
 
     A parked parameter keeps its shape and device; a single NaN stands in for its values.
     """
@@ -17,8 +17,8 @@ class Parked:
         self._values: dict[torch.Tensor, torch.Tensor] = {}
 
     def park(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Put the values of ``parameters`` into host memory. A parameter that is a part of something larger keeps its
-        bytes, and so does one that lies elsewhere."""
+        """Move the values of ``parameters`` to host memory. A parameter that is part of a larger storage keeps its
+        bytes, and so does one on another device."""
         for parameter in parameters:
             storage = parameter.untyped_storage()
             alone = parameter not in self._values and storage.nbytes() == parameter.nbytes
@@ -34,5 +34,5 @@ class Parked:
             self._values.get(parameter, parameter.data).copy_(values)
 
     def take(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The values of ``parameter``, in host memory where it is parked; it is forgotten then."""
+        """Remove ``parameter`` and return its values, which are in host memory if it was parked."""
         return self._values.pop(parameter, parameter.data)

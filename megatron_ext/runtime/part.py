@@ -1,8 +1,8 @@
-"""What takes part in every iteration besides the program's own gathers: gradients, publishing, the host's optimizer."""
+"""Base class of the parts of an iteration besides the gathers: gradients, publishing, the host's optimizer."""
 
 
 class Part:
-    """The executor calls these on the training thread, of all parts in their order. Most parts need a few of them."""
+    """The executor calls these methods on the training thread, of all parts in order. Most parts need a few of them."""
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -11,19 +11,19 @@ class Part:
         """The last backward has ended; the optimizer may change gradients next."""
 
     def release(self, iterations: int) -> None:
-        """No group is whole any more, and shards may change next; ``iterations`` have ended on this rank."""
+        """All whole copies are dropped, and shards may change next; ``iterations`` have ended on this rank."""
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
-        """The shards have new values; not ``by_optimizer``: values that the host's optimizer does not know."""
+        """The shards have new values. ``by_optimizer`` False: the host's optimizer does not have these values."""
 
     def skipped(self) -> None:
-        """The optimizer does not step: parameters are as they were."""
+        """The optimizer does not step: parameters do not change."""
 
     def changed(self) -> None:
-        """Whole parameters have got values that no optimizer wrote."""
+        """Whole parameters have new values that no optimizer wrote."""
 
     def settled(self) -> None:
-        """Return when shards may change; between two iterations."""
+        """Wait until shards may change; called between two iterations."""
 
     def close(self) -> None:
-        """The run ends. Called in the reverse order."""
+        """The run ends. Called in reverse order of the parts."""

@@ -1,16 +1,16 @@
 """Compile one rank's part of a schedule into lists of callables.
 
 [Note: No decisions on the hot path]
-Everything that a schedule can say is turned into closures before the first step: what is left
-to do at a step is to call a (mostly empty) tuple of functions. Dictionary look-ups and tests
-per parameter cost about 1.5 us each in Python; an empty tuple costs nothing that can be seen.
+Everything that a schedule can say is turned into closures before the first step. At a step only a
+(mostly empty) tuple of functions is called. Dictionary look-ups and tests per parameter cost
+about 1.5 us each in Python; an empty tuple costs nothing measurable.
 
 [Note: Places inside a step]
 A chunk with n layers has n - 1 boundaries, numbered by the layer behind them. In a forward step
 boundary b lies between the end of layer b - 1 and the begin of layer b; in a backward step,
 where layers run in descending order, between the end of layer b and the begin of layer b - 1.
-Whatever stands at a layer is done at the boundary before or behind it, or, at the ends of the
-chunk, when the step begins or ends. Nothing is hooked into a layer where nothing happens.
+An action that belongs to a layer runs at the boundary before or after the layer, or, at the ends of
+the chunk, when the step begins or ends. Layers without actions get no hook.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,29 +38,29 @@ class Layers(Protocol):
     def num_layers(self, model_chunk_id: int) -> int: ...
 
     def block(self, model_chunk_id: int, layer: int) -> tuple[int, int]:
-        """The first and the last layer that are recomputed together with ``layer``: the backward of all of them begins
-        at the last one and has ended at the first one."""
+        """The first and the last layer that are recomputed together with ``layer``: the backward of these layers begins
+        at the last one and ends at the first one."""
         ...
 
     def arm(
         self, model_chunk_id: int, boundary: int, forward: tuple[Action, ...], backward: tuple[Action, ...]
     ) -> Action:
-        """A function that, called as a forward step begins, makes ``forward`` run at that boundary of
-        this step and ``backward`` at the same boundary of its micro-batch's backward."""
+        """A function to call when a forward step begins. It makes ``forward`` run at that boundary of
+        this step, and ``backward`` at the same boundary of the backward of the same micro-batch."""
         ...
 
 
 class Program(NamedTuple):
-    """One iteration of one rank, by the hooks that call it.
+    """One iteration of one rank, sorted by the hooks that call it.
 
-    There is no hook after a forward: what a schedule does after one happens at the next step's hook, before anything of
-    that step, or where the iteration ends.
+    There is no hook after a forward. Actions that the schedule places after a forward run in the hook of the next step,
+    before the actions of that step, or at the end of the iteration.
 
     Attributes:
         start: runs when fresh parameters are published.
-        forwards: by number the chunk, and what runs before the forward.
-        backwards: by number the chunk, and what runs before and behind the backward.
-        end: runs where the iteration ends.
+        forwards: chunk of each forward, and the actions before it.
+        backwards: chunk of each backward, the actions before it, and the actions after it.
+        end: runs at the end of the iteration.
     """
 
     start: tuple[Action, ...] = ()
@@ -79,13 +79,13 @@ class PlacedStep(NamedTuple):
     end: list[Action]
 
     def in_order(self) -> list[Action]:
-        """All of them, as layers run."""
+        """All actions, in the order in which layers run."""
         boundaries = sorted(self.at, reverse=self.step.kind == "B")
         return [*self.begin, *(action for boundary in boundaries for action in self.at[boundary]), *self.end]
 
 
 class PlacedActions(NamedTuple):
-    """What runs when fresh parameters are published, and at each step."""
+    """The actions that run when fresh parameters are published, and those of each step."""
 
     start: list[Action]
     steps: list[PlacedStep]
@@ -97,7 +97,7 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
     Args:
         placed: see :func:`place_actions`.
         layers: this rank's layers.
-        poll: called before the actions between two layers: issues what threads were waited for; None: nothing is.
+        poll: called before the actions between two layers; issues what threads have made ready. None: nothing is.
     """
     start, steps = placed
     backward_of = {(place.step.stage, place.step.microbatch): place.at for place in steps if place.step.kind == "B"}
@@ -128,18 +128,18 @@ def place_actions(
     check_uses: bool = False,
     reducer: Reducer | None = None,
 ) -> PlacedActions:
-    """The actions of a validated schedule.
+    """Place the actions of a validated schedule.
 
     Args:
         schedule, rank: the schedule and the entry of this pipeline rank.
         groups: this rank's groups by their index in the schedule.
-        routes: route objects by name, see :mod:`megatron_ext.runtime.routes`, and the gpu route's
-            algorithms under their names.
+        routes: route objects by name, see :mod:`megatron_ext.runtime.routes`; also the gpu route's
+            algorithms by their names.
         clock: the version that every gather must bring.
         layers: this rank's layers.
         recorder: where issues and waits are recorded.
         check_uses: check state and version of every group at every layer that uses it.
-        reducer: of the gradients that come and go, or None where all stay whole.
+        reducer: handles the gradients that come and go; None if all gradients stay whole.
     """
     compiler = _Compiler(schedule, groups, routes, clock, layers, recorder)
     gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
@@ -159,7 +159,7 @@ def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...
 
 
 class _GradientAction(NamedTuple):
-    """What happens to a gradient in a backward step: behind or before a layer."""
+    """An action on a gradient in a backward step, before or after a layer."""
 
     behind: bool
     layer: int
@@ -169,8 +169,8 @@ class _GradientAction(NamedTuple):
 def _gradient_actions(
     schedule: Schedule, rank: Rank, layers: Layers, reducer: Reducer
 ) -> dict[int, list[_GradientAction]]:
-    """By step of the rank: every gradient is allocated before the backward of its group's last layer and reduced behind
-    that of its first, in the order in which the layers run."""
+    """Actions by step of the rank. Every gradient is allocated before the backward of its group's last layer and
+    reduced after the backward of its first layer, in the order in which the layers run."""
     visits, found = schedule.parallel.num_microbatches, {}
     done: dict[int, int] = {}
     for number, entry in enumerate(rank.steps):
@@ -201,7 +201,7 @@ class _Compiler:
         self.clock, self.recorder = clock, recorder
 
     def waits_by_step(self, rank: Rank) -> dict[int, list[int]]:
-        """Groups that become whole at each step, in the order of their issue."""
+        """Groups that have to be whole at each step, in the order of their issue."""
         waits: dict[int, list[int]] = {}
         for action in rank.start.unshard:
             waits.setdefault(action.need_by, []).append(action.group)
@@ -211,7 +211,7 @@ class _Compiler:
         return waits
 
     def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> PlacedStep:
-        """Actions of one step, each where it happens: reduces, frees, then issues, then waits, then allocations."""
+        """Place the actions of one step, in this order: reduces, frees, issues, waits, allocations."""
         chunk = step.model_chunk_id(self.schedule.parallel.pp)
         place = PlacedStep(step, chunk, [*map(self.stage_in, entry.stage_in)], {}, [])
         for _, layer, action in (item for item in gradients if item.behind):
@@ -222,7 +222,7 @@ class _Compiler:
             else:
                 self._before(place, action.at).append(self.unshard(action))
         for index in waits:
-            # The layer that uses the group first waits for it, not the whole step.
+            # Not the whole step waits for the group, but the first layer that uses it.
             first, last = self.layers.uses(index)
             own = self.schedule.groups[index].model_chunk_id == chunk
             layer = -1 if not own else first if step.kind == "F" else self.layers.block(chunk, last)[1]
@@ -239,14 +239,14 @@ class _Compiler:
         return place
 
     def _before(self, place: PlacedStep, layer: int) -> list[Action]:
-        """Where something happens just before ``layer`` computes (-1: as the step begins)."""
+        """The list of actions just before ``layer`` computes (-1: at the begin of the step)."""
         if place.step.kind == "F":
             return place.begin if layer <= 0 else place.at.setdefault(layer, [])
         top = self.layers.num_layers(place.chunk) - 1
         return place.begin if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
 
     def _behind(self, place: PlacedStep, layer: int) -> list[Action]:
-        """Where something happens just after ``layer`` has computed (-1: as the step ends)."""
+        """The list of actions just after ``layer`` has computed (-1: at the end of the step)."""
         if place.step.kind == "B":
             return place.end if layer <= 0 else place.at.setdefault(layer, [])
         top = self.layers.num_layers(place.chunk) - 1

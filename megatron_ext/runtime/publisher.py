@@ -1,10 +1,10 @@
-"""Write fresh shards to the node's copies after the optimizer step, during the next forwards.
+"""Writes fresh shards to the node's copies after the optimizer step, during the next forwards.
 
 [Note: Streams and threads]
-A shard that goes from the device to the host copy of its own node is queued whole: the copy, then its flag. A drive,
-another node, or a shard that the host's optimizer holds need the host's processor. There a thread goes on behind the
-copy, for whose flag it polls, and stores the flag that others wait for. Where a data-parallel group spans nodes, a
-second thread waits for what the other nodes send, while the first already sends the next group (see the note in
+For a shard that goes from the device to the host copy of its own node, everything is queued: the copy, then its flag.
+A drive, another node, or a shard that the host's optimizer holds need the CPU. There a thread polls the flag of the
+copy, does its work, and stores the flag that others wait for. If a data-parallel group spans nodes, a second thread
+waits for the shards of the other nodes, while the first already sends the next group (see the note in
 node_exchange.py).
 """
 
@@ -27,10 +27,10 @@ from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class Target(NamedTuple):
-    """A group and where its shards go; ``nodes`` is the exchange with the other nodes that share them.
+    """A group and the copies that its shards are written to; ``nodes`` is the exchange with the nodes that share them.
 
-    ``offloaded``, where the optimizer steps on the host, gives ``(start, host tensor)`` of every
-    piece of the shard, or None where the device has the only copy.
+    ``offloaded``, if the optimizer steps on the host, gives ``(start, host tensor)`` of every piece of
+    the shard, or None if only the device has the shard.
     """
 
     group: Group
@@ -41,12 +41,12 @@ class Target(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether its shard is read in host memory."""
+        """Whether its shard is read from host memory."""
         return self.offloaded is not None or self.group.on_host
 
 
 def by_thread(targets: list[Target]) -> set[int]:
-    """Indices of the groups whose host copy threads write."""
+    """Indices of the groups whose host copy is written by threads."""
     return {target.group.index for target in targets if target.on_host or target.nodes.crosses_nodes}
 
 
@@ -54,11 +54,11 @@ class _Shard(NamedTuple):
     """A shard on its way through host memory.
 
     Attributes:
-        own: its place there.
-        pieces: of the host's optimizer, which the shard is made of; None: it is copied.
-        copied: value of the target's flag when a stream has copied it, or has written the shard in host memory; None:
-            the device has nothing to do with it.
-        bounce: its place is a bounce buffer.
+        own: where the shard is placed there.
+        pieces: tensors of the host's optimizer that make up the shard; None: the shard is copied.
+        copied: value of the target's flag after a stream has copied the shard, or has written it in host memory; None:
+            no stream is involved.
+        bounce: whether ``own`` is a bounce buffer.
     """
 
     number: int
@@ -86,28 +86,29 @@ class Publisher(Part):
         self.stream = device.stream("publish")
         self.stream.log = log_of(recorder, "publish", "to_host", "publish")
         self.copied = device.event()
-        """Behind the last copy of a shard on the device that is queued."""
+        """After the last queued copy of a shard on the device."""
         self._taken, self._flags = device.event(), private_flags(len(targets), device)
         self._jobs: list[Transfer] = []
         self._published = 0
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
-        # Copies on the drive alone bounce here, one after another.
+        # Shards that are copied only to the drive pass through these buffers, one after another.
         self._bounce = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
         self._bounced: deque[Transfer] = deque([], maxlen=IN_FLIGHT)
-        self._sent: deque[Transfer] = deque()  # exchanges in flight; of the thread
+        self._sent: deque[Transfer] = deque()  # exchanges in flight; used by the thread
         self._bounces = self._last_ns = 0
 
     def publish(self, iterations: int, from_shards: bool = False) -> None:
-        """Issue the write of every group's shard at the clock's version, behind :meth:`settled` for the version before.
+        """Issue the write of every group's shard at the clock's version, after :meth:`settled` for the previous
+        version.
 
         Args:
             iterations: training iterations that have ended on this rank. What they read is overwritten only when every
                 rank of the node has ended as many.
-            from_shards: the shards have values that the host's optimizer does not know.
+            from_shards: the shards have values that the host's optimizer does not have.
         """
         assert all(job.ended for job in self._jobs)
-        self._jobs = []  # only here: a thread that has not looked for them yet must find those that have ended, too
+        self._jobs = []  # only here: a thread that has not looked yet must also find jobs that have ended
         self._published += 1
         version, stream = self.clock.version, self.stream
         stream.wait(self.device.compute.record(self._taken))
@@ -131,7 +132,7 @@ class Publisher(Part):
         self.publish(iterations, from_shards=not by_optimizer)
 
     def _place(self, number: int, target: Target, from_shards: bool) -> _Shard:
-        """Where the own shard of ``target`` goes in host memory."""
+        """Where this rank's shard of ``target`` is placed in host memory."""
         group = target.group
         pieces = target.offloaded() if target.offloaded is not None and not from_shards else None
         copied = self._published if pieces is None else None
@@ -147,7 +148,7 @@ class Publisher(Part):
         return _Shard(number, target, own, pieces, copied)
 
     def _count(self, shard: _Shard) -> None:
-        """What a thread moves of a shard; its copy from the device is counted by its stream."""
+        """Count the bytes of a shard that a thread moves; the stream counts the copy from the device."""
         recorder, own, target = self.recorder, shard.own, shard.target
         if not recorder.counts:
             return
@@ -160,7 +161,7 @@ class Publisher(Part):
         recorder.moved("publish", "drive_write", nodes * own.nbytes if target.nvme else 0)
 
     def _copy(self, shard: _Shard, version: int) -> None:
-        """Queue the copy of a shard on the device, and its flags."""
+        """Queue the copy of a shard on the device, followed by its flags."""
         stream, target = self.stream, shard.target
         by_thread = target.nvme or self.pool.by_thread(target.group)
         if not target.group.on_host:
@@ -204,32 +205,32 @@ class Publisher(Part):
             raise
 
     def _bring(self, shard: _Shard, iterations: int) -> None:
-        """The shard lies in its place in host memory when this returns."""
+        """Wait until the shard lies in its place in host memory."""
         group, own = shard.target.group, shard.own
         if shard.copied is not None:
             poll(partial(self._flags[shard.number].reached, shard.copied))
             if not group.on_host:
                 return
-        for flag in self.pool.reads_done:  # a stream has waited for them before it copied
+        for flag in self.pool.reads_done:  # for a copy, the stream has waited for these flags
             poll(partial(flag.reached, iterations), partial(self.pool.check_reads_done, iterations))
         with torch.no_grad():
             if shard.pieces is not None:
                 if shard.bounce:
-                    own.zero_()  # what pieces leave out is padding
+                    own.zero_()  # the padding between pieces
                 for start, copy in shard.pieces:  # fp32 on the host; rounded here as on the device
                     own[start : start + copy.numel()].copy_(copy)
             elif own is not group.shard:
                 own.copy_(group.shard)
 
     def _places(self, shard: _Shard) -> list[torch.Tensor]:
-        """Where the shard is, and where those of the counterparts are to come: straight into the host copy."""
+        """Where this rank's shard is, and where those of the counterparts are received: directly in the host copy."""
         group, nodes = shard.target.group, shard.target.nodes
         if shard.target.host and nodes.dp_ranks:
             return [self.pool.slice_of(group, dp_rank) for dp_rank in nodes.dp_ranks]
         return nodes.places(shard.own, group.dp_rank)
 
     def _end(self, shard: _Shard, arriving: Arriving, version: int, start: int, transfer: Transfer) -> None:
-        """Wait for what the counterparts on other nodes have sent; write it on the drive where the group has a copy."""
+        """Wait for the shards of the counterparts on other nodes; write them to the copy on the drive, if any."""
         target = shard.target
         for dp_rank, part in arriving.wait():
             if target.nvme and self.nvme is not None:
@@ -239,7 +240,7 @@ class Publisher(Part):
         if target.nvme and self.nvme is not None:
             self.nvme.flush(target.group)
             self.pool.own_flag(target.group, DRIVE).store(version)
-        start, self._last_ns = max(start, self._last_ns), perf_counter_ns()  # in order, also where two are on their way
+        start, self._last_ns = max(start, self._last_ns), perf_counter_ns()  # no overlap, even with two in flight
         self.recorder.add("publish", f"publish {target.group.index}", start, self._last_ns)
 
     # When shards may change.
@@ -249,24 +250,24 @@ class Publisher(Part):
         self.end_reads(iterations)
 
     def settled(self) -> None:
-        """On the host for the threads, whose errors are raised, on the compute stream for copies."""
+        """Wait on the host for the threads, whose errors are raised, and on the compute stream for copies."""
         for job in self._jobs:
             self.issuer.join(job)
         self.device.compute.wait(self.copied)
 
     def wait_on_thread(self) -> None:
-        """What the host's optimizer holds may change, when this returns; for a thread."""
+        """Wait, on a thread, until the tensors of the host's optimizer may change."""
         for job in self._jobs:
             job.wait()
 
     def end_reads(self, iterations: int) -> None:
-        """Tell the other ranks that ``iterations`` have ended here, behind what the compute stream has been given: they
-        may overwrite what these read."""
+        """Tell the other ranks that ``iterations`` have ended here, after the queued work of the compute stream. They
+        may then overwrite what these iterations read."""
         for flag in self.pool.own_reads_done:
             self.device.compute.store(flag, iterations)
 
     def close(self) -> None:
-        """End the threads once writes in flight have ended: their files and memory are released next."""
+        """End the threads when writes in flight have ended, because their files and memory are released next."""
         self.worker.close()
         if self.arrivals is not None:
             self.arrivals.close()

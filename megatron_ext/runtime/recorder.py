@@ -1,16 +1,17 @@
 """Records what ran when on this rank, for traces and reports.
 
-Times are CLOCK_MONOTONIC, which all processes of one machine share. Between machines the
-clocks differ; each rank therefore stores the offset to the epoch once, and traces of several
+Times are CLOCK_MONOTONIC, which all processes of one machine share. The clocks of several
+machines differ. Each rank therefore stores the offset to the epoch once, and traces of several
 nodes are aligned by it (to the accuracy of their time synchronisation).
 
 [Note: Time on a device]
-On CUDA a call returns when its work is queued, and a wait when the stream has been told to wait.
-So what the device does (compute, waits, copies) is recorded between events on its stream, which
-are read when all has been recorded; what the training thread itself does (issuing) by the clock.
-The time between two events is a float32 of milliseconds: after an hour it is known to 250 us. So every iteration has
-a base event of its own, which is placed by the base before it, and a duration is read between its own two events.
-Source: cudaEventElapsedTime, whose result is a float. A GPU has run this for sampled iterations, and no full trace.
+On CUDA a call returns when its work is queued, and a wait returns when the stream has been told to wait.
+So the device's activity (compute, waits, copies) is recorded between events on its stream, which
+are read when all has been recorded. The training thread's own activity (issuing) is recorded by the clock.
+The time between two events is a float32 of milliseconds: after an hour its resolution is 250 us. So every iteration has
+a base event of its own, which is timed from the previous base, and a duration is read between its own two events.
+Source: cudaEventElapsedTime, whose result is a float. On a GPU this has run for sampled iterations, not for a full
+trace.
 """
 
 import time
@@ -26,13 +27,13 @@ class Recorder:
     """Appends ``(lane, name, start, end, iteration)``; safe from several threads.
 
     Args:
-        on_device: whether :meth:`now` is where the current CUDA stream is, see [Note: Time on a device].
-        iterations: those that are recorded, counted from 1; None records everything, and counts bytes.
+        on_device: :meth:`now` gives the time of the current CUDA stream, see [Note: Time on a device].
+        iterations: the iterations to record, counted from 1; None: record all, and count bytes.
 
     Attributes:
-        counts: whether it counts bytes.
-        began_ns: when the training thread began the iteration; on a device.
-        counted: by iteration, what was moved from the end of the optimizer step before it to the end of its own.
+        counts: whether bytes are counted.
+        began_ns: when the training thread began the iteration; only on a device.
+        counted: bytes moved by iteration, from the end of the previous optimizer step to the end of its own.
     """
 
     def __init__(self, rank: int, on_device: bool = False, iterations: range | None = None):
@@ -47,8 +48,8 @@ class Recorder:
         self._moved: list[Row] = []
 
     def now(self):
-        """The time at which the compute is now, for :meth:`add`: nanoseconds, or an event on the current stream. Call
-        it on the training thread."""
+        """The current time of the compute, for :meth:`add`: nanoseconds, or an event on the current stream. Call it on
+        the training thread."""
         if not self.on_device:
             return time.perf_counter_ns()
         if not self._bases:
@@ -57,7 +58,7 @@ class Recorder:
 
     def _add_base(self) -> None:
         base = event_here()
-        if not self._bases:  # the only one that the clock is read against
+        if not self._bases:  # only the first base is timed by the clock
             base.synchronize()
             self._first_base_ns = time.perf_counter_ns()
         self._bases[self.iteration] = base
@@ -76,8 +77,8 @@ class Recorder:
             self.rows.append((lane, name, start, end, self.iteration))
 
     def timed(self, lane: str, name: str, function):
-        """``function`` (no arguments), wrapped so that every call is recorded; waits are timed on the device,
-        everything else on the thread."""
+        """Wrap ``function`` (no arguments) so that every call is recorded. Waits are timed on the device, everything
+        else on the thread."""
         clock, rows = self.now if lane in WAITS else time.perf_counter_ns, self.rows
 
         def run():
@@ -91,20 +92,20 @@ class Recorder:
         return run
 
     def add_end(self, lane: str, name: str, start, handle) -> None:
-        """Record the collective of ``handle`` (one work, or several that were coalesced) from ``start`` on, when it
-        ends. Not on a device, where a work's future is done when it is queued."""
+        """Record the collective of ``handle`` (one work, or several that were coalesced) from ``start`` to its end. Not
+        on a device, where the future of a work is done when the work is queued."""
         if self.recording and not self.on_device:
             works = getattr(handle, "works", None) or [handle]
             ended = torch.futures.collect_all([work.get_future() for work in works])
             ended.add_done_callback(lambda _: self.add(lane, name, start, time.perf_counter_ns()))
 
     def moved(self, kind: Kind, link: Link, size_bytes: int) -> None:
-        """Count bytes that move once; where everything is recorded."""
+        """Count bytes that move once, if all iterations are recorded."""
         if self.counts:
             self._moved.append((kind, link, size_bytes))
 
     def end_count(self) -> None:
-        """The optimizer has made its step, or has skipped it: what moves from now on is of the next iteration."""
+        """The optimizer has stepped or skipped its step: bytes from now on count for the next iteration."""
         if self.counts and self.iteration not in self.counted:
             rows, self._moved = self._moved, []
             self.counted[self.iteration] = add_up(rows)
@@ -123,7 +124,7 @@ class Recorder:
         ]
 
     def _base_times_ns(self) -> dict[int, int]:
-        """When each base event was, by iteration."""
+        """Time of each base event, by iteration."""
         times, before = {}, None
         for iteration, base in self._bases.items():
             times[iteration] = self._first_base_ns if before is None else times[before] + _ns(self._bases[before], base)
@@ -154,7 +155,7 @@ class CopyLog(NamedTuple):
     """Counts and records the copies of one stream.
 
     Attributes:
-        lane, name: of their events; a copy may have a name of its own.
+        lane, name: lane and name of their events; a copy may have its own name.
     """
 
     recorder: Recorder
@@ -168,12 +169,12 @@ class CopyLog(NamedTuple):
         self.recorder.moved(self.kind, self.link, size_bytes)
 
     def add(self, name: str, begin, end) -> None:
-        """A copy was under way from ``begin`` to ``end``, as :meth:`Recorder.add` takes them."""
+        """A copy ran from ``begin`` to ``end``, given as for :meth:`Recorder.add`."""
         self.recorder.add(self.lane, name or self.name, begin, end)
 
 
 def log_of(recorder: Recorder, kind: Kind, link: Link, lane: Lane, name: str = "") -> CopyLog | None:
-    """For :attr:`Stream.log`; None where nothing is recorded."""
+    """A log for :attr:`Stream.log`; None if nothing is recorded."""
     return None if recorder is NOTHING else CopyLog(recorder, kind, link, lane, name)
 
 

@@ -3,8 +3,8 @@
 [Note: Parameters stay themselves]
 A parameter that went through hooks for saved tensors comes back as another tensor without its attributes. Linear layers
 that add weight gradients inside backward (Megatron's and Transformer Engine's, Megatron's default on a GPU) look for
-``grad_added_to_main_grad`` on it, and where it is not there give no gradient: Megatron then ends the run. While tensors
-are counted, Functions written in Python are therefore handed the parameters themselves, as they are without hooks.
+``grad_added_to_main_grad`` on it. Without this attribute they return no gradient, and Megatron ends the run. While
+tensors are counted, Functions written in Python therefore get the parameters themselves, as they do without hooks.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,17 +28,17 @@ class _Kept:
 class SavedTensors:
     """Bytes of storages that autograd keeps for backwards, each storage once, while this is entered as a context.
 
-    What was saved inside of the context is counted until it is freed, also after the context was left. Hooks cost a few
-    microseconds a saved tensor, so this counts in measuring programs and in one iteration of a run.
+    Tensors saved inside the context are counted until they are freed, even after the context was left. Hooks cost a few
+    microseconds per saved tensor, so they are used in measuring programs and in one iteration of a run.
 
     Args:
         not_counted: tensors whose storages are not activations: parameters, masks. See [Note: Parameters stay
             themselves].
-        on_saved: called after each tensor that adds bytes.
+        on_saved: called after each saved tensor that adds bytes.
 
     Attributes:
-        bytes: saved now.
-        peak: the most since :meth:`restart`.
+        bytes: bytes saved now.
+        peak: maximum of ``bytes`` since :meth:`restart`.
     """
 
     def __init__(self, not_counted: Iterable[torch.Tensor] = (), on_saved: Callable[[], None] | None = None):
@@ -56,14 +56,14 @@ class SavedTensors:
 
     def __exit__(self, *failure) -> None:
         self._hooks.__exit__(*failure)
-        del BackwardCFunction.saved_tensors  # torch's own, of the base class, is found again
+        del BackwardCFunction.saved_tensors  # the attribute of torch's base class is visible again
 
     def restart(self) -> None:
-        """Begin a new peak at what is saved now."""
+        """Restart the peak at the bytes saved now."""
         self.peak = self.bytes
 
     def _saved_of(self, node) -> tuple[torch.Tensor | None, ...]:
-        """What ``node`` saved, parameters themselves."""
+        """The tensors that ``node`` saved; parameters are returned themselves."""
         saved = getattr(super(BackwardCFunction, node), "saved_tensors")  # noqa: B009 - torch's types lack it
         return tuple(
             self._not_counted.get(_place(t), t) if t is not None and t.is_leaf and t.requires_grad else t for t in saved
@@ -81,7 +81,7 @@ class SavedTensors:
             self.peak = max(self.peak, self.bytes)
             if self._on_saved is not None:
                 self._on_saved()
-        # Detached: a node that saves its own output would otherwise keep itself alive.
+        # Detached, because a node that saves its own output would otherwise keep itself alive.
         return _Kept(tensor.detach(), self, key)
 
     def _release(self, key: int) -> None:

@@ -1,7 +1,7 @@
-"""New parameters of an optimizer on the device, on their way to shards that rest in host memory.
+"""Writes new parameters of an optimizer on the device to shards that rest in host memory.
 
-They are rounded to 16 bits on the device, in a buffer of fixed size, and copied from there to page-locked memory: half
-of the bytes cross the link, no processor rounds, and the training thread does not wait. (Megatron's own copy goes
+They are rounded to 16 bits on the device, in a buffer of fixed size, and copied from there to page-locked memory. Half
+of the bytes cross the link, the CPU does no rounding, and the training thread does not wait. (Megatron's own copy goes
 through memory that is not page-locked and is rounded by one thread: 4.7 s for 1.6 billion parameters on an H200.)
 """
 
@@ -32,9 +32,9 @@ class HostShards(Part):
         self._taken, self._written, self._begun = device.event(), device.event(), False
 
     def write(self, shard: torch.Tensor, parameter: torch.Tensor) -> None:
-        """Queue the copy of ``parameter``, fp32 on the device, to ``shard``, 1D and as long."""
+        """Queue the copy of ``parameter``, fp32 on the device, to ``shard``, 1D and of the same length."""
         stream, self._begun = self._stream, True
-        stream.wait(self._device.compute.record(self._taken))  # the optimizer's step, and what reads the shards
+        stream.wait(self._device.compute.record(self._taken))  # after the optimizer's step and reads of the shards
         flat = parameter.detach().view(-1)
         for target, source in zip(shard.split(len(self.buffer)), flat.split(len(self.buffer)), strict=True):
             rounded = self.buffer[: target.numel()]
@@ -42,7 +42,7 @@ class HostShards(Part):
             stream.copy(target, rounded)
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
-        """What is issued from now on finds the shards written."""
+        """Make later work wait until the shards are written."""
         if self._begun:
             self._device.compute.wait(self._stream.record(self._written))
             self._begun = False

@@ -2,8 +2,8 @@
 
 [Note: No name to leak]
 The block is an anonymous memory file (memfd): it has no name in /dev/shm or anywhere else, is private to the user
-(mode 0600), and is gone when its last process is, however that process ends. Ranks hand it to each other as
-/proc/<pid>/fd/<fd>, which only the same user may open. Containers limit the size of /dev/shm; they do not limit this.
+(mode 0600), and is freed when its last process ends, for whatever reason. Ranks hand it to each other as
+/proc/<pid>/fd/<fd>, which only the same user may open. Containers limit the size of /dev/shm, but not of this.
 """
 
 import os
@@ -28,16 +28,16 @@ def share(size: int, rank: int, exchange: Callable[[object], list], *, field: st
 def share_file(
     make: Callable[[], int], rank: int, exchange: Callable[[object], list], *, field: str
 ) -> tuple[int, int]:
-    """A descriptor of one file without a name, the same file on every rank, and the process that made it. Collective.
+    """A descriptor of one nameless file, the same file on every rank, and the process id of its maker. Collective.
 
     Args:
-        make: makes it, on rank 0, and returns its descriptor.
+        make: called on rank 0; makes the file and returns its descriptor.
         rank: this rank's index among those that share the file.
-        exchange: collective ``exchange(object) -> list`` over exactly these ranks.
-        field: what an error names: the option or variable that says which ranks share a node.
+        exchange: the collective ``exchange(object) -> list`` over exactly these ranks.
+        field: the option or variable that says which ranks share a node; errors name it.
 
     Raises:
-        InputError: it cannot be made, or a rank cannot open it; then on every rank.
+        InputError: the file cannot be made, or a rank cannot open it. Raised on every rank.
     """
     own = error = None
     if rank == 0:
@@ -52,11 +52,11 @@ def share_file(
     if own is None:
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
-            if _identity(descriptor) != identity:  # in another process namespace that number is another process
+            if _identity(descriptor) != identity:  # in another process namespace the same pid is another process
                 failed = "it is another file"
         except OSError as error:
             failed = error.strerror
-    if (failure := agreed_failure(failed, exchange)) is not None:  # nobody closes it before everybody has opened it
+    if (failure := agreed_failure(failed, exchange)) is not None:  # also keeps the file open until all have opened it
         if descriptor is not None:
             os.close(descriptor)
         raise InputError(
@@ -69,10 +69,10 @@ def share_file(
 
 
 def agreed_failure(failed: str | None, exchange: Callable[[object], list]) -> str | None:
-    """What went wrong on the first rank on which something did, so that all fail alike; collective.
+    """The failure of the first rank that has one, so that all ranks fail alike, or None; collective.
 
     Args:
-        failed: what went wrong on this one, or None.
+        failed: the failure of this rank, or None.
     """
     return next((text for text in exchange(failed) if text is not None), None)
 

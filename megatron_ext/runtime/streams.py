@@ -1,15 +1,15 @@
-"""Streams: work in the order in which it is given. The issuing thread alone gives work to them.
+"""Streams do work in the order in which it is submitted. Only the issuing thread submits work.
 
 [Note: One issuer]
-Only the training thread calls CUDA's driver (and autograd's thread, inside of a hook, while the training thread waits
-for it). It creates and frees everything that the driver knows: streams, events, page-locked memory. All other threads
-touch host memory and flags. Events are made once and recorded again and again: a wait that was issued keeps the record
-that it was issued for.
+Only the training thread calls CUDA's driver (and autograd's thread, inside a hook, while the training thread waits for
+it). It creates and frees all driver objects: streams, events, page-locked memory. All other threads touch host memory
+and flags. Events are made once and recorded again and again: a wait that was issued keeps the record that it was issued
+for.
 
 [Note: What a transfer costs the issuing thread]
-12 to 15 us for one copy with its events on an H200, whose copy of 4 KiB takes 5 us. ``measure`` issues transfers by the
-same streams and routes, the table holds how long that takes (``group_overhead.call_us``, ``issued_us``), and the
-simulator keeps the training thread busy for it at every step.
+One copy with its events takes 12 to 15 us of the issuing thread on an H200, where a copy of 4 KiB itself takes 5 us.
+``measure`` issues transfers with the same streams and routes. The table holds how long issuing takes
+(``group_overhead.call_us``, ``issued_us``), and the simulator keeps the training thread busy for it at every step.
 """
 
 from collections.abc import Callable
@@ -23,45 +23,45 @@ from megatron_ext.runtime.stream_flags import StreamFlags
 
 
 class Stream(Protocol):
-    """What both kinds of device offer.
+    """The interface of a stream, on both kinds of device.
 
     Attributes:
-        log: of its copies, or None.
+        log: the log of its copies, or None.
     """
 
     log: CopyLog | None
 
     def run(self, function: Callable[[], object], name: str | None = None) -> None:
-        """Queue the work that ``function`` gives to the current stream. ``name``: in traces, where a thread does it."""
+        """Queue the work that ``function`` submits to the current stream. ``name``: for traces, if a thread runs it."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
-        """Queue a copy between tensors of one dtype; host memory is page-locked. ``name``: in traces; None: it is
-        counted alone."""
+        """Queue a copy between tensors of one dtype; host memory is page-locked. ``name``: shown in traces; None: the
+        copy is counted but not traced."""
 
     def wait(self, event: Any) -> None:
-        """What is queued from now on comes behind ``event``; None: at once."""
+        """Make later work of this stream wait for ``event``; None: there is nothing to wait for."""
 
     def record(self, event: Any) -> Any:
-        """``event`` is what has been queued so far; returns it."""
+        """Record ``event`` after the work queued so far; returns it."""
 
     def store(self, flag: DeviceFlag, value: int) -> None:
         """Queue the store of ``flag``."""
 
     def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
-        """What is queued from now on waits until ``flag`` is at least ``value``. ``check`` raises where nobody stores
-        it any more; the watch calls it where a device waits."""
+        """Make later work of this stream wait until ``flag`` is at least ``value``. ``check`` raises if the flag will
+        never be stored; on a device the watch calls it."""
 
     def close(self) -> None: ...
 
 
 class Device:
-    """What CUDA devices and the host processor offer, as far as there is anything to do on the host. Every method
-    belongs to the issuing thread, see the note above.
+    """The interface of a CUDA device or the CPU; the defaults are those of the CPU. Only the issuing thread calls its
+    methods, see the note above.
 
     Attributes:
         kind: ``cpu`` or ``cuda``.
         compute: the stream that the calling thread computes on.
-        why_no_flags: why streams of this device cannot store flags and wait for them; empty: they can.
+        why_no_flags: why streams of this device cannot store flags and wait for them; empty if they can.
     """
 
     kind: str
@@ -70,19 +70,19 @@ class Device:
     why_no_flags: str = ""
 
     def stream(self, name: str) -> Stream:
-        """A new one."""
+        """A new stream."""
         raise NotImplementedError
 
     def event(self) -> Any:
-        """A new one, for streams of this device."""
+        """A new event for streams of this device."""
         raise NotImplementedError
 
     def host_tensor(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in host memory, page-locked where copies need it."""
+        """Zeros in host memory, page-locked if copies need it."""
         return torch.zeros(numel, dtype=dtype)
 
     def address_offset(self, memory: torch.Tensor) -> int:
-        """What to add to a host address in page-locked ``memory`` to get the device's address of the same byte."""
+        """Difference between the device's address of a byte in page-locked ``memory`` and its host address."""
         return 0
 
     def synchronize(self, event: Any) -> None:
@@ -90,25 +90,24 @@ class Device:
         event.synchronize()
 
     def settle(self) -> None:
-        """Block this thread until the compute stream has done what it has been given."""
+        """Block this thread until the compute stream has done its queued work."""
 
     def pin(self, tensor: torch.Tensor) -> None:
         """Page-lock memory that torch did not allocate, so that copies are asynchronous.
 
         Raises:
-            InputError: the driver refuses; says the bytes and the limit.
+            InputError: the driver refuses; the error gives the bytes and the limit.
         """
 
     def unpin(self, tensor: torch.Tensor) -> None:
         """Undo :meth:`pin`."""
 
     def close(self) -> None:
-        """Unlock the memory that nobody uses any more."""
+        """Unlock the memory that is not used any more."""
 
 
 class CudaStream:
-    """A stream of a CUDA device, in which copies come before kernels of other streams: they are short, and a step waits
-    for them."""
+    """A stream of a CUDA device with high priority: its copies are short, and a step waits for them."""
 
     log: CopyLog | None = None
 
@@ -120,10 +119,10 @@ class CudaStream:
             function()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
-        assert destination.dtype is source.dtype  # or torch takes more of the device to cast in
+        assert destination.dtype is source.dtype  # otherwise torch allocates device memory for the cast
         with torch.no_grad(), torch.cuda.stream(self.stream):
             log = self.log
-            timed = log is not None and name is not None and log.recorder.recording  # events cost microseconds each
+            timed = log is not None and name is not None and log.recorder.recording  # each event costs microseconds
             begin = event_here() if timed else None
             destination.copy_(source, non_blocking=True)
             if log is not None:
@@ -148,11 +147,11 @@ class CudaStream:
         self._flags.wait(self.stream, flag.device_address, value)
 
     def close(self) -> None:
-        """Nothing: what is queued ends before memory is unlocked."""
+        """Does nothing: queued work ends before memory is unlocked."""
 
 
 class ComputeStream(CudaStream):
-    """The stream on which the calling thread computes now."""
+    """The current stream of the calling thread."""
 
     def __init__(self, device: torch.device, flags: StreamFlags | None):
         self._device, self._flags = device, flags
@@ -163,11 +162,11 @@ class ComputeStream(CudaStream):
 
 
 class Arrival:
-    """The end of a transfer on a stream, used again by the next transfer of the same group.
+    """The end of a transfer on a stream; reused by the next transfer of the same group.
 
     Attributes:
         taken: recorded on the compute stream when the transfer may begin.
-        event: recorded on the transfer's stream behind it.
+        event: recorded on the transfer's stream after the transfer.
     """
 
     __slots__ = ("taken", "event", "issued", "_compute", "_issuer")
@@ -177,19 +176,19 @@ class Arrival:
         self._compute, self._issuer = device.compute, issuer
 
     def begin(self) -> "Arrival":
-        """The destination belongs to the transfer, behind what the compute stream has been given."""
+        """The destination belongs to the transfer, after the work given to the compute stream so far."""
         self._compute.record(self.taken)
         self.issued = False
         return self
 
     def end(self, stream: Stream) -> "Arrival":
-        """Everything of the transfer is queued on ``stream``."""
+        """All work of the transfer has been queued on ``stream``."""
         stream.record(self.event)
         self.issued = True
         return self
 
     def wait(self) -> None:
-        """What the compute stream is given from now on finds the transfer done."""
+        """Make later work of the compute stream wait for the end of the transfer."""
         if not self.issued:
             assert self._issuer is not None
             self._issuer.wait(self._is_issued)

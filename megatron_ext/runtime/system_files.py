@@ -1,10 +1,10 @@
-"""Files in which the kernel says what this machine and this process are."""
+"""Reads files in which the kernel describes this machine and this process."""
 
 from pathlib import Path
 
 
 def text_of(path: Path) -> str:
-    """What the file says; nothing where there is none, or it may not be read."""
+    """The content of the file; an empty string if it does not exist or may not be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,15 +1,15 @@
-"""Ends a run that cannot go on: a background thread has failed, or no step ends any more.
+"""Ends a run that cannot go on: a background thread has failed, or steps do not end any more.
 
 [Note: Who hears of a failure]
-The error of a background thread is raised where its transfers are waited for. The training thread may never get there:
-it may be in a collective with a rank that waits, through others, for the thread that has failed, and a
-collective cannot be broken off from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure.
-That closes its connections: ranks that wait for it get an error, and the launcher ends all others. Streams that wait
-for a flag get none, so the watch of each rank also looks for ranks that cannot publish any more.
+The error of a background thread is raised where its transfers are waited for. The training thread may never get there.
+It may be in a collective with a rank that waits, through other ranks, for the failed thread, and a collective cannot be
+aborted from Python. So the process ends by itself, :data:`GRACE_SECONDS` after the failure. That closes its
+connections: ranks that wait for it get an error, and the launcher ends all others. A stream that waits for a flag gets
+no error, so the watch of each rank also looks for ranks that can no longer publish.
 
 [Note: Who is to blame]
-A rank that ends because another one has gone ends with the exit code :data:`PEER_LOST_CODE`, so that a launcher can
-tell it from the rank that went first.
+A rank that ends because another one has ended exits with the code :data:`PEER_LOST_CODE`, so that a launcher can
+tell it from the rank that ended first.
 """
 
 import sys
@@ -26,10 +26,10 @@ from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.host_pool import COPY, PeerLost
 
 GRACE_SECONDS = 0.2
-"""Seconds that the training thread has, after a background thread has failed, to end the process by its own error."""
+"""Seconds that the training thread has, after a background thread has failed, to end the process with its own error."""
 
 LOOK_SECONDS = 1.0
-"""Seconds between two looks whether a step has ended."""
+"""Seconds between two checks whether a step has ended."""
 
 OTHERS_SECONDS = 2.0
 """Seconds that a stalled rank stays alive after its message, so that the other ranks can print theirs."""
@@ -41,11 +41,11 @@ FRAMES = 6
 """Frames of each thread that are printed, the innermost first."""
 
 CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "Connection refused")
-"""Parts of what a collective's error says when a peer has ended."""
+"""Parts of the text of a collective's error when a peer has ended."""
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` tells that another rank has gone, and not what is wrong with this one."""
+    """Whether ``error`` says that another rank has ended, rather than what is wrong with this one."""
     return isinstance(error, PeerLost) or (
         isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in CLOSED)
     )
@@ -57,13 +57,13 @@ def exit_code(error: BaseException) -> int:
 
 
 class Watch:
-    """Watches over one rank, on a thread of its own; one instance a process. It begins before the other threads do.
+    """Watches one rank, on its own thread; one instance per process. It starts before the other threads do.
 
     Args:
-        step_seconds: after so long without the end of a step, while an iteration runs, the process ends; 0: never.
+        step_seconds: if no step ends for so long while an iteration runs, the process ends; 0: never.
 
     Attributes:
-        executor: whose steps are to end; None while it is being prepared.
+        executor: the executor whose steps are watched; None during preparation.
     """
 
     def __init__(self, rank: int, step_seconds: float = DEFAULT_STEP_SECONDS):
@@ -84,7 +84,7 @@ class Watch:
     def _run(self) -> None:
         try:
             self._look()
-        except BaseException as error:  # nobody would watch any more
+        except BaseException as error:  # nothing else would watch any more
             self._end(error, "megatron_ext-watch")
 
     def _look(self) -> None:
@@ -100,7 +100,7 @@ class Watch:
             if executor is not None and executor.pool is not None:
                 executor.pool.check_peers(executor.clock.version)
             progress = executor.progress() if executor is not None else None
-            # Not by the clock: a process that was stopped and goes on has not waited.
+            # Counted in looks, not by the clock: a process that was stopped and continued has not waited.
             waited = waited + LOOK_SECONDS if progress is not None and progress == seen else 0.0
             seen = progress
             if self.step_seconds and waited >= self.step_seconds:
@@ -121,7 +121,7 @@ class Watch:
         worker.leave(1)
 
     def close(self) -> None:
-        """End the watch after training. Raises RuntimeError where a background thread has failed meanwhile."""
+        """End the watch after training. Raises RuntimeError if a background thread has failed meanwhile."""
         worker.on_failure = None
         if self._failure is not None:
             raise RuntimeError(f"the thread {self._failed_in} failed") from self._failure
@@ -131,7 +131,7 @@ class Watch:
 
 
 def state_of(executor: Executor) -> list[str]:
-    """Where a rank is: its step, and every group with its state and who has published it; one line each."""
+    """State of a rank: its step, and every group with its state and published versions; one line each."""
     lines = [executor.where()]
     for group in executor.groups.values():
         line = f"{group}: {group.state.value}, version {group.version} of {executor.clock.version}"
@@ -142,7 +142,7 @@ def state_of(executor: Executor) -> list[str]:
 
 
 def state_of_threads() -> list[str]:
-    """Where every thread is, the innermost frame first; a line for all that are alike, as those that move blocks."""
+    """Stack of every thread, innermost frame first; threads with the same stack, such as block movers, share a line."""
     frames, known = sys._current_frames(), threading.enumerate()
     said = Counter(f"thread {one.name}: {_stack(frames[one.ident])}" for one in known if one.ident in frames)
     return [line if number == 1 else f"{number} x {line}" for line, number in said.items()]

@@ -1,7 +1,7 @@
-"""A thread that does, in order, what needs the processor and no device: begin reads of a drive, network, host memory.
+"""A thread that runs, in order, work that needs the CPU and no device: begin reads of a drive, network, host memory.
 
-Reads end on threads of their own (drive.py); errors of both end the run (watch.py). No such thread calls the
-device's driver, nor holds what the driver knows: see [Note: One issuer] in streams.py.
+Reads end on other threads (drive.py). A failure of either kind of thread ends the run (watch.py). No such thread calls
+the device's driver or holds driver objects: see [Note: One issuer] in streams.py.
 """
 
 import atexit
@@ -23,7 +23,7 @@ _exiting = threading.Event()
 
 
 class Exiting(RuntimeError):
-    """Raised in place of waiting where the process is about to end."""
+    """Raised instead of waiting when the process is about to end."""
 
 
 def exiting() -> bool:
@@ -32,17 +32,17 @@ def exiting() -> bool:
 
 
 def begin_exit() -> None:
-    """This process is about to end and says why: its threads stop waiting for other ranks, and say nothing more."""
+    """This process is about to end and reports why. Its threads stop waiting for other ranks, and report no more."""
     _exiting.set()
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, and what it has started: workers of a data loader would outlive it, and hold what it
+    """End this process and its children at once: data loader workers would outlive it, and keep the files open that it
     writes to."""
     try:
         for child in multiprocessing.active_children():
             child.kill()
-    finally:  # whatever another thread does with them
+    finally:  # even if another thread changes the list of children
         os._exit(code)
 
 
@@ -51,20 +51,20 @@ on_failure: Callable[[BaseException], None] | None = None
 
 
 def tell_watch(error: BaseException) -> None:
-    """Tell the watch, where one runs, that a background thread has failed. It ends the run."""
+    """Tell the watch, if one runs, that a background thread has failed. The watch ends the run."""
     if on_failure is not None and not isinstance(error, Exiting):
         on_failure(error)
 
 
 def report_failure(error: BaseException) -> None:
-    """As :func:`tell_watch`, for an error that no caller gets: it is printed where no watch runs."""
+    """Like :func:`tell_watch`, for an error that no caller gets: it is printed if no watch runs."""
     if on_failure is None and not isinstance(error, Exiting):
         traceback.print_exception(error, file=sys.stderr)
     tell_watch(error)
 
 
 def guarded(function: Callable) -> Callable:
-    """``function`` for a background thread: what it raises is reported, because no caller could catch it."""
+    """Wrap ``function`` for a background thread: its errors are reported, because no caller could catch them."""
 
     def run(*arguments) -> None:
         try:
@@ -77,8 +77,8 @@ def guarded(function: Callable) -> Callable:
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread that the interpreter ends inside a copy of torch's aborts the process, and with it the
-    exit code and the error that was to be seen."""
+    """End the threads. If the interpreter ended a thread inside a copy of torch, the process would abort
+    and lose the exit code and the error."""
     _exiting.set()
     for worker in list(_alive):
         worker._queue.put(None)
@@ -87,22 +87,23 @@ def _end_threads() -> None:
 
 
 class Waitable(Protocol):
-    """A handle: on a device the current stream waits, not the host."""
+    """A handle. On a device, ``wait`` makes the current stream wait, not the host."""
 
     def wait(self) -> object: ...
 
 
 class Transfer:
-    """Handle of what a thread does; ``wait`` returns when it is done and raises what it raised.
+    """Handle of work on a thread; ``wait`` returns when the work is done and raises its error.
 
-    The issuing thread waits by :meth:`Issuer.join` instead: the thread may wait for what it has still to issue.
+    The issuing thread waits with :meth:`Issuer.join` instead, because the thread may wait for work that it has to
+    issue.
     """
 
     __slots__ = ("_done", "ended", "error")
 
     def __init__(self) -> None:
-        # A lock that is held until the transfer is done: an Event costs the training thread ten times
-        # as much to make.
+        # A lock that is held until the transfer is done: making an Event would cost the training thread ten times
+        # as much.
         self._done = threading.Lock()
         self._done.acquire()
         self.ended = False
@@ -115,7 +116,7 @@ class Transfer:
             raise self.error
 
     def check(self) -> None:
-        """Raise what it raised; it has ended."""
+        """Raise the error of the transfer, if any; the transfer has ended."""
         assert self.ended
         if self.error is not None:
             raise self.error
@@ -125,25 +126,25 @@ class Transfer:
         if self.ended:
             return
         self.error = error
-        self.ended = True  # behind the error: pollers look at it first
+        self.ended = True  # set after the error, because pollers read ``ended`` first
         self._done.release()
 
 
 LATER = object()
-"""Returned by a function that only began its transfer: it calls ``transfer.finish`` itself."""
+"""Returned by a function that only began its transfer; it calls ``transfer.finish`` later."""
 
 
 class _WorkerThread(threading.Thread):
-    """Of a :class:`Worker`."""
+    """The thread of a :class:`Worker`."""
 
 
 def on_worker() -> bool:
-    """Whether the calling thread is one of a :class:`Worker`, and not the issuing one."""
+    """Whether the calling thread belongs to a :class:`Worker`."""
     return isinstance(threading.current_thread(), _WorkerThread)
 
 
 class Worker:
-    """FIFO of ``(function, transfer)``; after a failure every later transfer fails too, and a run that is watched
+    """FIFO queue of ``(function, transfer)``. After a failure every later transfer fails too, and a run with a watch
     ends."""
 
     def __init__(self, name: str):
@@ -171,17 +172,17 @@ class Worker:
                 try:
                     if function(transfer) is LATER:
                         continue
-                except BaseException as error:  # handed to whoever waits
+                except BaseException as error:  # raised by the waiters of the transfer
                     failure = error
             transfer.finish(failure)
             if failure is not None:
                 tell_watch(failure)
 
     def close(self) -> None:
-        """End the thread after what is queued.
+        """End the thread after the queued work.
 
         Raises:
-            RuntimeError: it does not end; what it writes to or reads from must stay.
+            RuntimeError: the thread does not end; the memory that it uses must stay.
         """
         self._queue.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)

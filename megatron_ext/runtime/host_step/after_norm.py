@@ -1,5 +1,5 @@
-"""Steps of the host's optimizer when the gradient norm is known: gradients of the next units arrive, and parameters of
-the last ones leave, while one is stepped."""
+"""Steps of the host's optimizer once the gradient norm is known. While one unit is stepped, the gradients of the next
+units arrive and the parameters of the previous ones leave."""
 
 from collections import deque
 from time import perf_counter_ns
@@ -9,25 +9,25 @@ from megatron_ext.runtime.host_step.unit import HostUnit
 
 
 class AfterNorm:
-    """Of one rank; on the training thread, which steps and issues.
+    """Runs on one rank, on the training thread, which steps and issues.
 
     Args:
-        link: of the rooms of all units.
+        link: the streams that all units' rooms use.
     """
 
     def __init__(self, link: Link):
         self._link, self._device, self._computed = link, link.device, link.device.event()
         self._expected: deque[HostUnit] = deque()
-        self._left = 0  # units that are not stepped yet
+        self._left = 0  # number of units that are not stepped yet
 
     def expect(self, units: list[HostUnit]) -> None:
-        """``units`` are stepped next, in this order, on what their gradients are when the compute stream has done its
-        work. Copies to the device may still read shards in host memory: a step writes a unit's behind the flag of its
-        gradients, and so behind them."""
+        """``units`` are stepped next, in this order. Their gradients are final when the compute stream has done its
+        work. Copies to the device may still read shards in host memory. A step writes the shards of a unit only after
+        the flag of its gradients, and so after these copies."""
         assert not self._expected
         self._expected.extend(units)
         self._left = len(units)
-        self._device.compute.record(self._computed)  # of the stream that Megatron copies gradients on, behind compute
+        self._device.compute.record(self._computed)  # on the stream on which Megatron copies gradients, after compute
         for unit in units:
             unit.stepped = self._stepped
         self._fill()

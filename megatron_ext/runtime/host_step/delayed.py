@@ -3,14 +3,14 @@
 [Note: Delayed parameter update]
 w[t+1] = w[t] - f(gradient at w[t-1]): the step on the gradient of one iteration is made while the next iteration
 computes, and its parameters are used from the iteration after that on. The training thread reduces, checks and clips
-gradients as ever and queues their copies to rooms (room.py), one for each unit. A thread makes the step and leaves the
+gradients as usual and queues their copies to rooms (room.py), one room per unit. A thread makes the step and puts the
 new parameters where the gradients were. At the end of the next iteration the training thread waits for that step and
-lets the parameters leave for the shards, before the next gradients arrive. An iteration whose step is skipped hands
-nothing over; the update that is pending is applied all the same.
+copies the parameters from the rooms to the shards, before the next gradients arrive. An iteration whose step is skipped
+submits no step; the pending update is applied all the same.
 
-Whatever needs parameters between two iterations (evaluation, a checkpoint, a hash, the end of training) has the pending
-update applied first. The iteration that follows then computes with all updates so far, and its own is delayed again.
-Source: ZeRO-Offload (arXiv 2101.06840), section 5.2, one-step delayed parameter update. The rule is the one of
+If parameters are needed between two iterations (evaluation, a checkpoint, a hash, the end of training), the pending
+update is applied first. The iteration that follows then computes with all updates so far, and its own is delayed again.
+Source: ZeRO-Offload (arXiv 2101.06840), section 5.2, one-step delayed parameter update. The rule is that of
 PipeDream-2BW (arXiv 2006.09503).
 """
 
@@ -33,10 +33,10 @@ class DelayedUpdate(Part):
     """Makes the steps of one rank during the next iteration, see the note above.
 
     Args:
-        link: of the rooms of all units.
-        begun: training iterations that have ended before this run.
-        after: updates of so many first iterations are not delayed.
-        publisher: what it publishes of the update before is read before a step changes it; None: nothing is published.
+        link: the streams that all units' rooms use.
+        begun: training iterations that ended before this run.
+        after: the updates of the first ``after`` iterations are not delayed.
+        publisher: has read the previous update before a step changes it; None: nothing is published.
     """
 
     def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
@@ -45,7 +45,7 @@ class DelayedUpdate(Part):
         self._publisher, self._link, self._issuer = publisher, link, issuer
         self._worker, self._computed = Worker("delayed-update"), link.device.event()
         self._taken: list[tuple[list[HostUnit], Callable[[], None]]] = []
-        self._pending: list[HostUnit] = []  # of the job
+        self._pending: list[HostUnit] = []  # units of the job
         self._job: Transfer | None = None
         self._counted = False
 
@@ -63,29 +63,29 @@ class DelayedUpdate(Part):
 
     @property
     def pending(self) -> bool:
-        """Whether an update is handed over and not applied."""
+        """Whether an update has been submitted and is not applied yet."""
         return self._job is not None
 
     @property
     def unknown(self) -> bool:
-        """Whether the shards have values that somebody else has given them, and no update has been applied since."""
+        """Whether the shards were changed by something other than the optimizer, and no update was applied since."""
         return self.delays and self._changed_at == self.applied
 
     def take(self, units: list[HostUnit], stepped: Callable[[], None] = lambda: None) -> None:
-        """Step ``units``, which have a room each, when the shards are published: on what their gradients are when the
-        compute stream has done what it has been given. ``stepped`` is called behind the steps, on the thread."""
+        """Step ``units``, which have a room each, when the shards are published. Their gradients are final when the
+        compute stream has done what it has been given. The thread calls ``stepped`` after the steps."""
         self._link.device.compute.record(self._computed)
         if any(piece.gradient_on_host for unit in units for piece in unit.pieces):
-            # The processor copies these to where parameters of the update before may still leave from.
+            # The CPU copies these into rooms from which parameters of the previous update may still be leaving.
             self._link.device.synchronize(self._link.left)
         for unit in units:
             unit.arrive([self._computed], [piece.gradient() for piece in unit.pieces])
-            unit.begin()  # the next iteration changes gradients in host memory
-        self._link.wait_for_arrivals()  # and those on the device
+            unit.begin()  # now, because the next iteration changes gradients in host memory
+        self._link.wait_for_arrivals()  # the next iteration changes gradients on the device as well
         self._taken.append((units, stepped))
 
     def updated(self, iterations: int, by_optimizer: bool) -> None:
-        """Let the thread make the steps that were taken, if any."""
+        """Let the thread make the submitted steps, if any."""
         self._counted = False
         if self._taken:
             assert self._job is None
@@ -95,14 +95,14 @@ class DelayedUpdate(Part):
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Wait for the pending update, if there is one, and give the shards its values."""
+        """Wait for the pending update, if there is one, and write it to the shards."""
         if self._job is None:
             return
         begin = perf_counter_ns()
         self._issuer.join(self._job)
         self._job, link = None, self._link
         waited = perf_counter_ns()
-        link.leaving.wait(link.device.compute.record(self._computed))  # what is queued may still read shards
+        link.leaving.wait(link.device.compute.record(self._computed))  # queued work may still read the shards
         if link.device.kind == "cuda" and any(piece.shard_on_host for unit in self._pending for piece in unit.pieces):
             link.device.synchronize(self._computed)
         for unit in self._pending:
@@ -114,7 +114,7 @@ class DelayedUpdate(Part):
         link.recorder.add("issue", "apply the delayed update", waited, perf_counter_ns())
 
     def _step(self, taken: list[tuple[list[HostUnit], Callable[[], None]]], transfer: Transfer) -> None:
-        """On the thread."""
+        """Runs on the thread."""
         for units, _ in taken:
             for unit in units:
                 unit.wait_for_gradients()

@@ -1,4 +1,4 @@
-"""Host memory, slot by slot, through which pieces of a drive's file pass to the host's optimizer and back."""
+"""Slots in host memory through which pieces of a file on a drive pass to the host's optimizer and back."""
 
 from collections import deque
 from time import perf_counter_ns
@@ -12,18 +12,18 @@ from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class DriveSlots:
-    """Slots that are read into, used, and written out or left.
+    """Slots that are read into, used, and then written out or released.
 
     Args:
-        file: to read and write.
-        count: of slots.
+        file: the file that is read and written.
+        count: number of slots.
         piece_bytes: room for a piece of the file in each slot, a multiple of the drive's block.
         recorder: where reads and writes are recorded.
 
     Attributes:
         pieces: 1D uint8 tensors by slot.
-        free: slots that nobody uses any more but their last write, in the order in which they were left.
-        bytes: in all.
+        free: released slots, in the order of release. The last write out of a slot may still be running.
+        bytes: size of all slots.
     """
 
     def __init__(self, file: DriveFile, count: int, piece_bytes: int, recorder=NOTHING):
@@ -34,11 +34,11 @@ class DriveSlots:
         self.pieces = list(self._everything.split(piece_bytes))
         self.free = deque(range(count))
         self._file, self._recorder = file, recorder
-        self._writes: list[Transfer | None] = [None] * count  # the last one out of each slot
+        self._writes: list[Transfer | None] = [None] * count  # the last write out of each slot
         self._worker = Worker("states-read")
 
     def read(self, slot: int, place: int, size_bytes: int, what: str, after: Transfer | None) -> Transfer:
-        """Begin to read what lies at ``place``, behind ``after`` and the last write out of the slot."""
+        """Begin to read the bytes at ``place``, after ``after`` and after the last write out of the slot."""
         before = self._writes[slot], after
         self._recorder.moved("states", "drive_read", size_bytes)
 
@@ -61,7 +61,7 @@ class DriveSlots:
         return transfer
 
     def wait_for_write(self, slot: int) -> None:
-        """For the last write out of the slot."""
+        """Wait for the last write out of the slot."""
         transfer = self._writes[slot]
         if transfer is not None:
             transfer.wait()
@@ -74,7 +74,7 @@ class DriveSlots:
         return lambda: self._recorder.add("nvme", name, begin, perf_counter_ns())
 
     def close(self) -> None:
-        """Give up the memory, when all reads and writes have ended."""
+        """Wait until all reads and writes have ended, and free the memory."""
         self._worker.close()
         self._file.end_transfers()
         del self.pieces, self._everything, self._memory, self._map

@@ -1,21 +1,21 @@
 """Optimizer states that rest on a drive and pass through a fixed number of slots in host memory.
 
 [Note: A step through slots]
-What a unit keeps (its parameters, fp32, and their moments) lies in one piece of a file. Before a unit is stepped its
-piece is read into a slot, and its tensors are pointed there. After the step the slot is written back. Meanwhile the
-next units are read into the other slots: at the end of an iteration those that are left, before that in the order of
-the last iteration. One slot is kept for a unit that comes out of order. Beside each slot is a room, through which the
-gradients of its unit arrive and the parameters leave (room.py). The arithmetic is the optimizer's own on the same
-values, so training is the same to the last bit as with states in memory.
+The states of a unit (its parameters, fp32, and their moments) lie in one piece of a file. Before a unit is stepped, its
+piece is read into a slot, and its tensors are made views of the slot. After the step the slot is written back.
+Meanwhile the next units are read into the other slots. At the end of an iteration these are the units still to be
+stepped; before that, the units follow the order of the last iteration. One slot is kept free for a unit that comes out
+of order. Each slot has a room, through which the gradients of its unit arrive and the parameters leave (room.py). The
+arithmetic is the optimizer's own on the same values, so training is bitwise the same as with states in memory.
 
 The issuing thread gives slots to units and takes them back. A thread may step, read and write.
 
-Units that are stepped before it is known whether the step counts (see early.py) have two places in the file. A
-step reads the one that counts and writes the other, which counts from then on, or when the early step is validated.
-What counts is never overwritten before.
+Units that may be stepped before it is known whether the step counts (see early.py) have two places in the file. A step
+reads the valid place and writes the other. The other place becomes the valid one at once, or, after an early step, when
+that step is validated. The valid place is never overwritten before.
 
-Between its steps a unit's tensors point at one NaN: they keep their shapes, take no memory, and whoever computes
-with them by mistake sees it.
+Between its steps, a unit's tensors are views of a single NaN: they keep their shapes and take no memory, and code that
+computes with them by mistake gets NaN.
 Source: ZeRO-Infinity (arXiv 2104.07857), section 5.2.2, which pipelines the optimizer's reads, step and writes.
 """
 
@@ -40,9 +40,9 @@ class DriveUnit(HostUnit):
     """A unit of :class:`DriveStates`.
 
     Attributes:
-        slot, read: the slot that it has been given and the read into it, or None.
+        slot, read: the slot that the unit has been given and the read into it, or None.
         written: the last write of its piece, or None.
-        before: its step counts as they were before an early step that is not validated; None: there is no such step.
+        before: its step counts from before an early step that is not validated; None: there is no such step.
     """
 
     def __init__(self, states: "DriveStates", group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]):
@@ -55,7 +55,7 @@ class DriveUnit(HostUnit):
         self.read: Transfer | None = None
         self.written: Transfer | None = None
         self.before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self.fetched = False  # its tensors point at the slot
+        self.fetched = False  # whether its tensors are views of the slot
         self._states = states
 
     def _before_step(self) -> None:
@@ -80,7 +80,7 @@ class DriveUnit(HostUnit):
         self._states.read_ahead()
 
     def write_shards(self) -> None:
-        """In an iteration that is skipped."""
+        """For an iteration that is skipped: fetches the unit first."""
         self._states.hold(self)
         self._states.fetch(self)
         super().write_shards()
@@ -105,19 +105,20 @@ class DriveUnit(HostUnit):
 
 
 class DriveStates:
-    """Lets host optimizers step with their parameters and moments on a drive, see the note above.
+    """Lets host optimizers step with parameters and moments that rest on a drive, see the note above.
 
     Args:
         directory: on the drive.
-        moments: tensors of a parameter's shape that the optimizer keeps for it: 2 for Adam.
-        slots: pieces in host memory at once, at least 2; with 3 a read, a step and a write run at the same time.
+        moments: number of tensors of a parameter's shape that the optimizer keeps for it: 2 for Adam.
+        slots: pieces that fit in host memory at once, at least 2; with 3 a read, a step and a write run at the same
+            time.
         settings: how to read and write.
-        link: of the rooms.
+        link: the streams that the rooms use.
         early: units have two places, so that they may be stepped early.
-        rooms: one for each unit, where updates are delayed; None: there is one for each slot.
+        rooms: one room per unit, if updates are delayed; None: there is one room per slot.
 
     Attributes:
-        begun: units that were stepped early in this iteration, in this order.
+        begun: units that were stepped early in this iteration, in the order of their steps.
     """
 
     def __init__(
@@ -138,15 +139,15 @@ class DriveStates:
         self._link, self._issuer, self._two_places = link, issuer, early
         self.units: list[DriveUnit] = []
         self._rooms: list[Room] = []
-        self._coming: dict[DriveUnit, None] = {}  # units that are read ahead, in this order
+        self._coming: dict[DriveUnit, None] = {}  # units to read ahead, in this order
         self.begun: dict[DriveUnit, None] = {}
-        self._counted: set[DriveUnit] = set()  # units whose step of this iteration counts
+        self._counted: set[DriveUnit] = set()  # units whose step in this iteration counts
 
     def open(self, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Write the states of all units to the drive; once they have been added to :attr:`units`.
+        """Write the states of all units to the drive; call it when all units have been added to :attr:`units`.
 
         Args:
-            initial: tensors with the values of parameters that have none yet.
+            initial: parameters that have no values yet, and tensors with their values.
 
         Raises:
             InputError: the drive cannot hold the states.
@@ -165,7 +166,7 @@ class DriveStates:
             self._rooms = [Room(self._link, own) for own in memory.split(room_bytes)]
             self.slots_bytes += len(memory)
         self._places = {one.parameter: (unit, one) for unit in self.units for one in unit.regions.regions}
-        self._order = list(self.units)  # of the last iteration
+        self._order = list(self.units)  # the order of the last iteration
         for unit in self.units:
             slot = self._slots.free.popleft()
             self._slots.wait_for_write(slot)
@@ -183,12 +184,12 @@ class DriveStates:
         return unit.slot is not None or bool(self._slots.free)
 
     def take(self, unit: DriveUnit) -> Room:
-        """The room of the slot of ``unit``."""
+        """The room that belongs to the slot of ``unit``."""
         return self._rooms[self.hold(unit)]
 
     def free(self, unit: DriveUnit) -> None:
         assert unit.slot is not None
-        if not unit.fetched:  # it was not stepped, and is being read already
+        if not unit.fetched:  # it was not stepped: its read may still be running
             if self._slots.free:
                 return
             self._wait(unit.read)
@@ -196,7 +197,7 @@ class DriveStates:
         unit.slot, unit.read, unit.fetched = None, None, False
 
     def hold(self, unit: DriveUnit) -> int:
-        """The slot of ``unit``, into which it is read or being read from now on."""
+        """The slot of ``unit``. If it has none, give it one and begin the read into it."""
         self._coming.pop(unit, None)
         if unit.slot is None:
             unit.slot, regions = self._slots.free.popleft(), unit.regions
@@ -216,7 +217,7 @@ class DriveStates:
     # Around a step, on the thread that steps.
 
     def fetch(self, unit: DriveUnit) -> None:
-        """Point a unit at its slot, once it has been read."""
+        """Make a unit's tensors views of its slot, once the slot has been read."""
         if unit.fetched:
             return
         if self.rooms is not None:
@@ -227,11 +228,11 @@ class DriveStates:
         unit.regions.point_at(self._slots.pieces[unit.slot])
 
     def put_back(self, unit: DriveUnit) -> None:
-        """The step of ``unit`` has ended: begin to write it."""
+        """The step of ``unit`` has ended: begin to write its piece."""
         assert unit.slot is not None
         if not all(region.names for region in unit.regions.regions):
             with torch.no_grad():
-                unit.regions.adopt(self._slots.pieces[unit.slot])  # the optimizer has made its moments in this step
+                unit.regions.adopt(self._slots.pieces[unit.slot])  # the optimizer has created its moments in this step
         self._write(unit, unit.slot)
 
     def _write(self, unit: DriveUnit, slot: int) -> None:
@@ -247,7 +248,7 @@ class DriveStates:
     # Iterations.
 
     def restored(self, unit: DriveUnit) -> None:
-        """The shards have the values of the unit's parameters, in an iteration that is skipped."""
+        """The shards again have the values of the unit's parameters, in an iteration that is skipped."""
         unit.regions.let_go()
         self.free(unit)
         if all(one.before is None for one in self.units):
@@ -263,7 +264,7 @@ class DriveStates:
         self.read_ahead()
 
     def _begin_iteration(self) -> None:
-        """All units are as the next iteration finds them."""
+        """All units are in the state in which the next iteration needs them."""
         self._counted.clear()
         self._order = [*dict.fromkeys((*self.begun, *self._order))]
         self.begun.clear()
@@ -272,13 +273,13 @@ class DriveStates:
     # For checkpoints.
 
     def unit_of(self, parameter: torch.Tensor) -> DriveUnit | None:
-        """The unit of ``parameter``; None where it does not rest on the drive."""
+        """The unit of ``parameter``; None if the parameter does not rest on the drive."""
         unit, _ = self._places.get(parameter, (None, None))
         return unit
 
     def read_tensors(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """``parameter`` (as "param") and its moments by name, in memory that the system may take back. They hold until
-        the next step; changing them changes nothing on the drive. Raises DriveError."""
+        """``parameter`` (as "param") and its moments by name, in memory that the system may reclaim. They are valid
+        until the next step; changing them changes nothing on the drive. Raises DriveError."""
         unit, region = self._places[parameter]
         assert unit.before is None
         self._wait(unit.written)
@@ -290,8 +291,8 @@ class DriveStates:
         }
 
     def close(self) -> None:
-        """Wait for what is on its way and give up the slots. The file can still be read, for a checkpoint after
-        training; it is gone with this object."""
+        """Wait for reads and writes in flight and free the slots. The file can still be read, for a checkpoint after
+        training; it is deleted with this object."""
         for unit in self.units:
             unit.close()
         self._slots.close()

@@ -1,12 +1,12 @@
-"""torch's fused AdamW in few calls: tensors that lie behind each other in memory are one tensor to it.
+"""torch's fused AdamW in few calls: tensors that lie next to each other in memory are passed as one tensor.
 
 [Note: Tensors that are one]
-torch's fused AdamW goes from parameter to parameter, and its threads meet behind each. A model has many small ones:
-norms and biases, and shards of many data-parallel ranks. So parameters and states of a unit get memory of their own, in
-the order of its gradients, and what then lies behind each other is stepped as one tensor. The same kernel works on the
-same values, so all results are those of ``torch.optim.AdamW(fused=True)``, to the last bit, under one condition: the
-kernel computes the last elements of a tensor, those that fill no vector, without vector instructions, and rounds the
-second moment otherwise there (measured). Only tensors of a multiple of :data:`LANES` elements have another one behind.
+torch's fused AdamW processes one parameter after another, and its threads synchronize after each. A model has many
+small parameters: norms, biases, and the shards of many data-parallel ranks. So the parameters and states of a unit get
+memory of their own, in the order of its gradients, and neighbours are stepped as one tensor. The same kernel works on
+the same values, so all results are bitwise those of ``torch.optim.AdamW(fused=True)``, under one condition. The kernel
+computes the last elements of a tensor, which do not fill a vector, without vector instructions, and rounds their second
+moment differently (measured). So only tensors of a multiple of :data:`LANES` elements are joined with the next one.
 Source: ATen, ``native/cpu/FusedAdamKernel.cpp``.
 """
 
@@ -26,12 +26,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class FlatAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` on the host with ``fused=True``, without ``amsgrad``, ``maximize`` and closures; see the
-    note above. States have the names, shapes and dtypes of torch's.
+    note above. States have the same names, shapes and dtypes as torch's.
 
     Attributes:
-        whole: behind :func:`lay_out`, all parameters, moments and step counts, a 1D tensor each.
-        gradients_at: set for one step: all gradients are there, and where they were when it was set to the same object
-            before, so that what is one tensor needs not be found again.
+        whole: after :func:`lay_out`, all parameters, each kind of moment, and the step counts, as one 1D tensor each.
+        gradients_at: set for one step. It says that all gradients are present and lie where they lay when it was last
+            set to the same object, so that the joined tensors need not be found again.
     """
 
     def __init__(self, *args, **settings):
@@ -41,7 +41,7 @@ class FlatAdamW(torch.optim.AdamW):
         self._calls: dict[tuple[object, int], _Call] = {}
 
     def state_of(self, parameter: torch.Tensor) -> dict:
-        """The states of ``parameter``, made where it has none."""
+        """The states of ``parameter``; creates them if it has none."""
         state = self.state[parameter]
         if MOMENTS[0] not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -78,12 +78,12 @@ class FlatAdamW(torch.optim.AdamW):
 
 
 class _Call(NamedTuple):
-    """What a parameter group gives the kernel.
+    """What is passed to the kernel for a parameter group.
 
     Attributes:
         columns: tensors of parameters, gradients and moments.
-        steps: step count of the first parameter of each tensor, which the kernel counts.
-        others: those of the others.
+        steps: step count of the first parameter of each tensor; the kernel increases it.
+        others: step counts of the other parameters.
     """
 
     columns: list[list[torch.Tensor]]
@@ -115,11 +115,11 @@ def _make(call: _Call, group: dict) -> None:
 
 @torch.no_grad()
 def lay_out(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-    """Move the parameters of ``optimizer``, fp32, to memory where they lie behind each other, and where they are
-    stepped as one tensor their states, too.
+    """Move the parameters of ``optimizer``, fp32, next to each other in memory. If it is a :class:`FlatAdamW`, move
+    their states in the same way.
 
     Args:
-        make: memory for the parameters, 1D, of so many elements.
+        make: returns memory for the parameters, 1D, of a given number of elements and dtype.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sizes = [parameter.numel() for parameter in parameters]
@@ -136,10 +136,10 @@ def lay_out(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype],
 
 
 def runs(rows: Sequence[tuple[torch.Tensor, ...]], keys: Sequence | None = None) -> Iterator[tuple[int, int]]:
-    """First row and end of those that are one tensor, column by column, and have the same key.
+    """Begin and end of each run of rows that are one tensor in every column and have the same key.
 
     Args:
-        rows: contiguous tensors, all of a row with as many elements.
+        rows: contiguous tensors; all tensors of a row have the same number of elements.
     """
     begin, ends = 0, _ends(rows[0])
     for number in range(1, len(rows)):
@@ -160,7 +160,7 @@ def _ends(row: tuple[torch.Tensor, ...]) -> list[int]:
 
 
 def _behind(before: torch.Tensor, now: torch.Tensor, end: int) -> bool:
-    """Whether ``now`` lies right behind ``before``, in a storage that ends at ``end``: two may be neighbours."""
+    """Whether ``now`` starts where ``before`` ends, in the same storage, which ends at ``end``."""
     return before.data_ptr() + before.nbytes == now.data_ptr() and now.data_ptr() + now.nbytes <= end
 
 

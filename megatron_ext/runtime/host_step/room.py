@@ -1,20 +1,21 @@
 """Page-locked memory through which the gradients of a unit arrive at the host's optimizer and its parameters leave.
 
 [Note: A step through a room]
-1. The issuing thread queues copies of the unit's gradients into the room (``arrive``), and behind them a flag.
-2. Whoever steps polls for the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16 bits in
-   the room (``end``). That needs host memory and the processor alone, so any thread may do it.
-3. The issuing thread queues copies of the parameters to the device (``leave``). They need no order of their own behind
-   what read the shards there in this iteration: the gradients were made behind it, and have arrived. What is published
-   of them may not have been read, see early.py.
-The two directions have a stream each. The 16-bit parameters lie where the gradients were, or in memory of their own.
+1. The issuing thread queues copies of the unit's gradients into the room (``arrive``), followed by a flag.
+2. The thread that steps polls the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16
+bits
+   in the room (``end``). This needs only host memory and the CPU, so any thread may do it.
+3. The issuing thread queues copies of the parameters to the device (``leave``). These need no order of their own after
+   the reads of the shards in this iteration: the gradients were computed after these reads, and have arrived. But the
+   previous parameters may not have been published yet, see early.py.
+Each direction has its own stream. The 16-bit parameters lie where the gradients were, or in memory of their own.
 
-Parameters become 16-bit on the host, or on the device: then the optimizer's fp32 parameters, which are page-locked, are
-copied to a staging buffer on the device, part by part, and rounded there; shards that rest in host memory are copied
-back from there. That costs the host less and the link more. Gradients in 16 bits become fp32 on the device in the same
-way. Otherwise shards that rest in host memory are written, and gradients read, where they are.
+Parameters become 16-bit on the host or on the device. To round them on the device, the optimizer's fp32 parameters,
+which are page-locked, are copied part by part to a staging buffer on the device and rounded there. For shards that rest
+in host memory, the result is copied back. That costs the host less and the link more. 16-bit gradients become fp32 on
+the device in the same way. Otherwise, shards in host memory are written, and gradients in host memory read, in place.
 
-The arithmetic is the optimizer's own on the same values, so training is the same to the last bit.
+The arithmetic is the optimizer's own on the same values, so training is bitwise the same.
 Source: ZeRO-Offload (arXiv 2101.06840), section 4.1, and SuperOffload (arXiv 2509.21271) on where casts are cheapest.
 """
 
@@ -29,17 +30,17 @@ from megatron_ext.runtime.host_step.flat_adamw import joined, runs
 from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
 
 HALF_PER_WIDE = 2
-"""fp32 bytes for each byte of 16 bits."""
+"""fp32 bytes per byte in 16 bits."""
 
 
 class Piece(NamedTuple):
     """One parameter of a unit.
 
     Attributes:
-        parameter: the host optimizer's, fp32, in host memory.
-        gradient: returns what the optimizer steps on, of any float dtype and shape, or None.
+        parameter: the host optimizer's parameter, fp32, in host memory.
+        gradient: returns the gradient for the step, of any float dtype and shape, or None.
         shard: 16-bit tensor that a step writes.
-        gradient_on_host, shard_on_host: whether these rest in host memory.
+        gradient_on_host, shard_on_host: whether the gradient or the shard rests in host memory.
     """
 
     parameter: torch.Tensor
@@ -50,13 +51,13 @@ class Piece(NamedTuple):
 
 
 class Unit(Protocol):
-    """What a room needs to know of a unit, see unit.py.
+    """The properties of a unit that a room uses, see unit.py.
 
     Attributes:
-        starts: by piece, byte at which its gradient begins in a room.
-        bytes: of all gradients, in fp32.
-        stay: its parameters never move.
-        later: its shards are written when it leaves its room, those in host memory, too.
+        starts: for each piece, the byte at which its gradient begins in a room.
+        bytes: size of all gradients in fp32.
+        stay: whether its parameters never move.
+        later: whether all its shards, including those in host memory, are written only when it leaves its room.
     """
 
     pieces: list[Piece]
@@ -69,13 +70,14 @@ class Unit(Protocol):
 
 
 class Link:
-    """The streams of all rooms of a rank, and the device's staging buffers.
+    """The streams that all rooms of a rank use, and the device's staging buffers.
 
     Args:
         device: see :mod:`megatron_ext.runtime.device`.
         place: the device of shards and gradients.
-        inward_bytes, outward_bytes: of fp32 in the staging buffers there: of parameters that become 16-bit on the
-            device, in parts of that size, and of whole gradients that become fp32 there; 0: none do.
+        inward_bytes, outward_bytes: sizes of the staging buffers on ``place``, in fp32. The first is for parameters
+            that become 16-bit on the device, in parts of this size; the second for whole gradients that become fp32
+            there. 0: there are none.
         recorder: where copies and steps are recorded.
     """
 
@@ -90,17 +92,17 @@ class Link:
         self.returning = device.stream("parameters-return")
         self.returning.log = log_of(recorder, "shard", "to_host", "publish", "parameters")
         self.arrived, self.left = device.event(), device.event()
-        # One a direction: each direction's copies have an order on their stream.
+        # One per direction: the stream orders the copies of each direction.
         self._inward, self._outward = (
             torch.empty(size // 4, dtype=torch.float32, device=place) for size in (inward_bytes, outward_bytes)
         )
         self._rounded = torch.empty(inward_bytes // HALF_PER_WIDE, dtype=torch.uint8, device=place)
         self._is_rounded, self.returned = device.event(), device.event()
-        """Behind the last rounding of what rests in host memory, and behind its way back there."""
+        """After the last rounding of a shard that rests in host memory, and after its copy back to host memory."""
         self.device_bytes = self._inward.nbytes + self._outward.nbytes + self._rounded.nbytes
 
     def staging(self, shape: torch.Size) -> torch.Tensor:
-        """fp32: for a gradient on its way to the host."""
+        """fp32 buffer for a gradient on its way to the host."""
         return self._outward[: shape.numel()].view(shape)
 
     def cast(self, piece: Piece) -> None:
@@ -114,18 +116,18 @@ class Link:
                 stream.run(partial(target.copy_, staged))
                 continue
             rounded = self._rounded[: target.nbytes].view(target.dtype)
-            stream.wait(self.returned)  # the part before
+            stream.wait(self.returned)  # the copy back of the previous part
             stream.run(partial(rounded.copy_, staged))
             self.returning.wait(stream.record(self._is_rounded))
             self.returning.copy(target, rounded)
             self.returning.record(self.returned)
 
     def wait_for_arrivals(self) -> None:
-        """Gradients may change behind what the compute stream waits for now."""
+        """Make the compute stream wait for the arrivals; afterwards it may change gradients."""
         self.device.compute.wait(self.arrived)
 
     def wait_for_leaves(self) -> None:
-        """The compute stream finds the parameters on the device."""
+        """Make the compute stream wait until the parameters are on the device."""
         self.device.compute.wait(self.left)
 
     def close(self) -> None:
@@ -139,9 +141,9 @@ class Room:
 
     Args:
         wide: 1D uint8, for the unit's gradients in fp32.
-        half: 1D uint8 of half the size, for 16-bit gradients and parameters; None: parameters take the place of the
-            gradients, and 16-bit gradients become fp32 on the device.
-        cast_on_device: parameters become 16-bit there; they stay where they are until they have left.
+        half: 1D uint8 of half the size, for 16-bit gradients and parameters; None: parameters replace the gradients,
+            and 16-bit gradients become fp32 on the device.
+        cast_on_device: parameters become 16-bit on the device; they must not change until they have left.
     """
 
     def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
@@ -151,21 +153,21 @@ class Room:
         self._arrivals = 0
         self._last_left = link.device.event()
         self._places: dict[Unit, list[torch.Tensor]] = {}
-        self._rounded: dict[Unit, list[tuple[torch.Tensor, ...]]] = {}  # where to, and the parameter
-        self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []  # a gradient's place, and where it is in 16 bits
+        self._rounded: dict[Unit, list[tuple[torch.Tensor, ...]]] = {}  # destination and parameter
+        self._narrow: list[tuple[torch.Tensor, torch.Tensor]] = []  # fp32 place of a gradient, and its 16-bit place
 
     def _place(self, memory: torch.Tensor, start: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """``start``: byte at which the gradient begins in fp32."""
+        """``start``: byte at which the gradient would begin in fp32."""
         start = start * dtype.itemsize // torch.float32.itemsize
         return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     # On the issuing thread.
 
     def arrive(self, unit: Unit, gradients: Sequence[torch.Tensor | None], behind: Sequence[Any]) -> None:
-        """Queue the copies of those of ``gradients`` that lie on the device; they are ready behind the events
+        """Queue copies into the room of those ``gradients`` that lie on the device. They are ready after the events
         ``behind``."""
         link, stream = self._link, self._link.arriving
-        for event in (*behind, self._last_left):  # parameters may leave from the same place
+        for event in (*behind, self._last_left):  # parameters may still be leaving from the same memory
             stream.wait(event)
         for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
             if gradient is None or piece.gradient_on_host:
@@ -187,7 +189,7 @@ class Room:
         stream.store(self._arrived, self._arrivals)
 
     def clear(self) -> None:
-        """What has arrived is not stepped on any more."""
+        """Forget the gradients that have arrived: they are not used for a step any more."""
         self._narrow.clear()
 
     def leave(self, unit: Unit) -> None:
@@ -214,13 +216,13 @@ class Room:
     # On the thread that steps.
 
     def wait(self) -> None:
-        """Until everything that was given to :meth:`arrive` is in the room."""
+        """Wait until everything that was given to :meth:`arrive` is in the room."""
         poll(partial(self._arrived.reached, self._arrivals))
 
     @torch.no_grad()
     def begin(self, unit: Unit, gradients: Sequence[torch.Tensor | None], in_place: bool) -> bool:
-        """Give the parameters their gradients, behind :meth:`wait`. ``in_place``: those that are fp32 in host memory
-        are stepped on where they are; otherwise they are copied. Returns whether all are there, in the room."""
+        """Set the gradients of the parameters; call it after :meth:`wait`. ``in_place``: gradients that are fp32 in
+        host memory are used in place; otherwise they are copied. Returns whether all exist and lie in the room."""
         for own, half in self._narrow:
             own.copy_(half)
             self._count_passes(own, half)
@@ -243,13 +245,13 @@ class Room:
         return in_room
 
     def _count_passes(self, *tensors: torch.Tensor) -> None:
-        """The processor has gone through ``tensors``."""
+        """Count that the CPU has read or written ``tensors`` once."""
         self._link.recorder.moved("step", "host_memory", sum(tensor.nbytes for tensor in tensors))
 
     @torch.no_grad()
     def end(self, unit: Unit) -> None:
-        """Round what leaves for the device. What left from the same place before has arrived there: the gradients came
-        behind it."""
+        """Round the parameters that leave for the device. Parameters that left from the same memory before have arrived
+        on the device by now, because the gradients came after them."""
         rounded = self._rounded.get(unit) or self._to_round(unit)
         if unit.stay:
             self._rounded[unit] = rounded
@@ -268,10 +270,10 @@ class Room:
 
 
 class OwnRooms:
-    """A room for each unit, in memory that it has for its gradients anyway.
+    """One room per unit, whose memory counts as gradients.
 
     Attributes:
-        kind, bytes: how the memory is counted, and how much it is.
+        kind, bytes: the kind of memory in the memory bill, and its size.
     """
 
     kind = "gradients"
@@ -280,7 +282,7 @@ class OwnRooms:
         self._link, self._rooms, self.bytes = link, {}, 0
 
     def make(self, unit: Unit) -> None:
-        """Take the memory of the room of ``unit``; before the first step."""
+        """Allocate the room of ``unit``; call it before the first step."""
         self._rooms[unit] = Room(self._link, self._link.device.host_tensor(unit.bytes, torch.uint8))
         self.bytes += unit.bytes
 
@@ -291,17 +293,17 @@ class OwnRooms:
         return self._rooms[unit]
 
     def free(self, unit: Unit) -> None:
-        """It stays the unit's."""
+        """The room stays with the unit."""
 
 
 class SharedRooms:
-    """Rooms of a fixed number, taken in turn.
+    """A fixed number of rooms, taken in turn.
 
     Args:
-        count, room_bytes: how many, at least 2, and bytes of each, which hold the gradients of any unit.
+        count, room_bytes: number of rooms, at least 2, and size of each, enough for the gradients of any unit.
 
     Attributes:
-        kind, bytes: as of :class:`OwnRooms`.
+        kind, bytes: as in :class:`OwnRooms`.
     """
 
     kind = "staging_slots"

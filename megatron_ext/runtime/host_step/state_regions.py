@@ -1,4 +1,4 @@
-"""Parameters of a host optimizer that rest on a drive with their moments: how they lie there, and in a slot."""
+"""Parameters of a host optimizer that rest on a drive with their moments: their layout in the file and in a slot."""
 
 from math import nan
 
@@ -30,11 +30,11 @@ class Region:
 
 
 class Regions:
-    """Of the parameters of a unit, which are read, stepped and written together.
+    """The regions of the parameters of a unit, which are read, stepped and written together.
 
     Attributes:
-        place, other: bytes of the file at which its piece lies and at which the next step writes it. They are the same
-            where a step always counts.
+        place, other: byte of the file at which the unit's piece lies, and byte at which the next step writes it. They
+            are the same if a step always counts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, moments: int, start: int):
@@ -48,8 +48,8 @@ class Regions:
         self.bytes = offset
 
     def adopt(self, slot: torch.Tensor, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Copy the tensors that are in memory of their own into ``slot``, and point them there. ``initial``:
-        parameters that have no values yet, and the tensors that do."""
+        """Copy the tensors that have memory of their own into ``slot``, and make them views of it. ``initial``:
+        parameters that have no values yet, and tensors with their values."""
         for region in self.regions:
             state = self.optimizer.state.get(region.parameter, {})
             region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
@@ -66,11 +66,11 @@ class Regions:
                 tensor.data = region.view(slot, index)
 
     def swap(self) -> None:
-        """What was written last counts."""
+        """Make the piece that was written last the valid one."""
         self.place, self.other = self.other, self.place
 
     def counts(self) -> list[torch.Tensor]:
-        """The states that stay in memory: how often each parameter was stepped."""
+        """The states that stay in memory: the step count of each parameter."""
         states = [(region, self.optimizer.state[region.parameter].items()) for region in self.regions]
         chosen = [v for region, own in states for n, v in own if n not in region.names and v is not region.parameter]
         assert all(isinstance(value, torch.Tensor) for value in chosen)

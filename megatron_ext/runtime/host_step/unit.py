@@ -10,11 +10,11 @@ from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 from megatron_ext.runtime.host_step.room import HALF_PER_WIDE, Piece, Room
 
 ALIGNMENT = 64
-"""Bytes at which each copy of a state begins."""
+"""Alignment in bytes of each copy of a state."""
 
 
 class Rooms(Protocol):
-    """Where units get a room from; on the issuing thread."""
+    """Provides rooms for units; used on the issuing thread."""
 
     def has_room(self, unit: Any) -> bool: ...
 
@@ -27,15 +27,15 @@ class HostUnit:
     """Parameters of one optimizer, whose states are in memory.
 
     Args:
-        group: index in the schedule of the group in which they lie, or of one of several.
+        group: index in the schedule of the group that holds the parameters, or of one of several.
         rooms: where gradients arrive and parameters leave.
-        alignment: bytes at which each gradient begins in a room.
-        later: the shards are written when the unit leaves its room, and not before; those in host memory, too.
+        alignment: alignment in bytes of each gradient in a room.
+        later: all shards, including those in host memory, are written only when the unit leaves its room.
 
     Attributes:
-        stepped: called behind each step of the optimizer, on the thread that has made it.
+        stepped: called after each step of the optimizer, on the thread that stepped.
         begun_ns: when the last step began.
-        read_ns: how long it has waited for its states.
+        read_ns: how long the last step waited for its states.
     """
 
     begun_ns = read_ns = 0
@@ -59,7 +59,7 @@ class HostUnit:
         self.room: Room | None = None
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._in_place = self._begun = False
-        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, and what it was before an early step
+        self._saved: list[tuple[torch.Tensor, torch.Tensor]] = []  # each tensor, and its copy from before an early step
         self.stepped: Callable[[HostUnit], None] = lambda unit: None
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._before_step()),
@@ -77,31 +77,31 @@ class HostUnit:
         return self.rooms.has_room(self)
 
     def arrive(self, behind: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Let the gradients arrive, which are ready behind the events ``behind``.
+        """Queue the copies of the gradients, which are ready after the events ``behind``.
 
         Args:
-            gradients: copied in any case, and stepped on in place of those of the pieces. None: those of the pieces,
-                in place where they are fp32 in host memory.
+            gradients: copied in any case, and used instead of the gradients of the pieces. None: use those of the
+                pieces, in place if they are fp32 in host memory.
         """
         self.room, self._in_place = self.rooms.take(self), gradients is None
         self._gradients = [piece.gradient() for piece in self.pieces] if gradients is None else gradients
         self.room.arrive(self, self._gradients, behind)
 
     def leave(self) -> None:
-        """Let the parameters leave, and give the room up."""
+        """Queue the copies of the parameters to the device, and release the room."""
         assert self.room is not None
         self.room.leave(self)
         self.give_up()
 
     def give_up(self) -> None:
-        """Give the room up: the unit was stepped, or will not be."""
+        """Release the room: the unit was stepped, or will not be."""
         assert self.room is not None
         self.room.clear()
         self.room, self._gradients, self._begun = None, (), False
         self.rooms.free(self)
 
     def write_shards(self) -> None:
-        """Give the shards, on the device or on the host, the values of the parameters."""
+        """Copy the values of the parameters to the shards, on the device or on the host."""
         with torch.no_grad():
             for piece in self.pieces:
                 piece.shard.copy_(piece.parameter)
@@ -109,12 +109,12 @@ class HostUnit:
     # On the thread that steps.
 
     def wait_for_gradients(self) -> None:
-        """Until the gradients from the device are in the room."""
+        """Wait until the gradients from the device are in the room."""
         assert self.room is not None, "a unit is stepped whose gradients nobody has brought"
         self.room.wait()
 
     def begin(self) -> None:
-        """Give the parameters their gradients, behind :meth:`wait_for_gradients`; the step follows."""
+        """Set the gradients of the parameters, after :meth:`wait_for_gradients`; the step follows."""
         assert self.room is not None
         in_room = self.room.begin(self, self._gradients, self._in_place)
         if self._flat is not None:
@@ -142,7 +142,7 @@ class HostUnit:
         self.stepped(self)
 
     def _step_bytes(self, cast_on_device: bool) -> int:
-        """Gradients are read, states read and written, 16-bit parameters written where the host makes them."""
+        """Gradients are read; states are read and written; 16-bit parameters are written if the host rounds them."""
         total = 0
         for piece in self.pieces:
             if piece.parameter.grad is not None:
@@ -156,7 +156,7 @@ class HostUnit:
     # Steps that may not count, see early.py.
 
     def rollback_bytes(self) -> int:
-        """Of the copy of the states."""
+        """Size of the copy of the states."""
         return sum(_aligned(tensor) for tensor in self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -171,11 +171,11 @@ class HostUnit:
         return found
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is all step counts, which no bill has."""
+        """Whether ``tensor`` holds only step counts, which the byte bill does not count."""
         return self._flat is not None and any(tensor is own for own in self._flat.whole[-1:])
 
     def step_early(self, memory: torch.Tensor) -> None:
-        """Copy the states into ``memory`` (1D uint8), and step; on the thread."""
+        """Copy the states into ``memory`` (1D uint8), and step; runs on the thread."""
         assert self.room is not None
         start = 0
         for tensor in self._tensors():
@@ -192,20 +192,20 @@ class HostUnit:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Give the states the values from before the early step."""
+        """Restore the states from before the early step."""
         for tensor, copy in self._saved:
             tensor.copy_(copy)
         self._saved = []
 
     def close(self) -> None:
-        """Leave the optimizer to itself."""
+        """Remove the hooks from the optimizer."""
         for hook in self._hooks:
             hook.remove()
 
 
 def held_bytes(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
-    """Of ``parameter`` and its states, without numbers that are kept as tensors. Megatron's host optimizer lists the
-    parameter itself among them."""
+    """Bytes of ``parameter`` and its states, without scalars that are kept as tensors. Megatron's host optimizer lists
+    the parameter itself among its states."""
     held = {id(t): t.nbytes for t in optimizer.state[parameter].values() if torch.is_tensor(t) and t.dim()}
     return sum((held | {id(parameter): parameter.nbytes}).values())
 

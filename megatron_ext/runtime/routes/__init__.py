@@ -1,18 +1,18 @@
-"""Routes: how a whole group reaches the device. One file a route.
+"""Routes: how a whole group reaches the device. One file per route.
 
-Issuing never blocks. Waiting returns when the bytes are there for the compute that follows: on CUDA the compute stream
-waits and not the host, but for what a thread has to bring first (a drive, another node, the host's optimizer).
+Issuing never blocks. A wait returns when the bytes are there for the compute that follows. On CUDA the compute stream
+waits, not the host, unless a thread has to bring something first (a drive, another node, the host's optimizer).
 
 [Note: One order over all communicators]
-NCCL wants the collectives of all communicators in one order on all ranks that share them. A rank has several: the data-
-parallel one of the ``gpu`` route and of gradients, those of the hierarchical all-gather (two), of ``cpu_shard``, the
-same again for experts, which other ranks share, and Megatron's for tensor, expert and pipeline parallelism. The
-training thread issues every one of them, when the program says so. All data-parallel ranks run the same program,
-compiled from one file (they compare its sha256) for their pipeline rank, and Megatron's steps, between which it issues,
-are the same on them. So the order is the same; nothing in it depends on what has arrived. The debug mode (debug.py)
-counts all of them and compares the order after every iteration.
-On a machine without a GPU threads issue those that go by a stream of their own; their communicators are used by nobody
-else, and there is no order between process groups.
+NCCL requires the collectives of all communicators in one order on all ranks that share them. A rank has several: the
+data-parallel communicator of the ``gpu`` route and of gradients, two of the hierarchical all-gather, one of
+``cpu_shard``, the same again for experts, which other ranks share, and Megatron's for tensor, expert and pipeline
+parallelism. The training thread issues all of these collectives at the places that the program gives. All data-parallel
+ranks run the same program, compiled from one file (they compare its sha256) for their pipeline rank. Megatron's steps,
+between which it issues, are the same on them as well. So the order is the same, and does not depend on what has
+arrived. The debug mode (debug.py) counts all collectives and compares the order after every iteration.
+On a machine without a GPU, threads issue the collectives that use a stream of their own. No other thread uses their
+communicators, and no order between process groups is needed.
 """
 
 from typing import Protocol

@@ -7,8 +7,8 @@ from megatron_ext.runtime.group import Group
 
 
 class AllGather:
-    """All-gather over ``process_group``, in place. A shard that rests in host memory is copied to its place in the
-    whole group first."""
+    """All-gather over ``process_group``, in place. A shard that rests in host memory is first copied to its place in
+    the whole group."""
 
     def __init__(self, process_group):
         self.process_group = process_group

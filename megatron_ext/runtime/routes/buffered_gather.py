@@ -1,4 +1,4 @@
-"""Gathers that go through a buffer or in pieces: on a stream, and with a process group, of their own."""
+"""Gathers that go through a buffer or in pieces, on their own stream and with their own process group."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -13,10 +13,10 @@ from megatron_ext.runtime.streams import Arrival
 
 
 class BufferedGather(StreamRoute):
-    """Gathers whole groups from shards; one instance a rank.
+    """Gathers whole groups from shards; one instance per rank.
 
     Args:
-        process_groups: used by nobody else, and destroyed with the route.
+        process_groups: used only by this route, and destroyed with it.
         device: see :mod:`megatron_ext.runtime.device`.
         recorder: where gathers are recorded.
     """
@@ -28,14 +28,14 @@ class BufferedGather(StreamRoute):
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def issue(self, group: Group) -> Arrival:
-        """Gather the group; as a route does."""
+        """Gather the group; the route's ``issue``."""
         arrival = self.arrival(group.index)
         return self.gather(group.whole, group.shard, group.shard_start, arrival, f"unshard {group.index}")
 
     def gather(
         self, whole: torch.Tensor, shard: torch.Tensor, start: int, arrival: Arrival | None = None, name: str = ""
     ) -> Arrival:
-        """Fill ``whole`` (1D) from all ranks' shards; returns at once. The own shard belongs at element ``start``."""
+        """Fill ``whole`` (1D) from all ranks' shards; returns at once. ``start``: place of this rank's shard."""
         arrival = arrival or Arrival(self.device).begin()
         self.stream.wait(arrival.taken)
         self._queue(whole, shard, start, arrival.taken, name)
@@ -44,42 +44,42 @@ class BufferedGather(StreamRoute):
         return arrival.end(self.stream)
 
     def _queue(self, whole: torch.Tensor, shard: torch.Tensor, start: int, taken, name: str) -> None:
-        """Queue everything on :attr:`stream`, which has waited for ``taken``: ``whole`` may be written to."""
+        """Queue all work on :attr:`stream`, which has waited for ``taken``: ``whole`` may be written."""
         self.stream.run(partial(self._gather, whole, shard), name)
 
     def _gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
-        """By the device, or by the stream's thread."""
+        """Gather on the device, or on the stream's thread."""
         raise NotImplementedError
 
     def make_buffers(self, groups: Iterable[Group]) -> None:
-        """Take the memory of the buffers of ``groups`` from the device; before the first step."""
+        """Allocate the buffers for ``groups`` on the device; call it before the first step."""
         for group in groups:
             self._buffer(group.whole, group.shard.numel())
 
     def connect(self) -> None:
-        """Connect the ranks, behind :meth:`make_buffers` and before the first step. Collective: on CUDA a rank waits
-        here for all others, so all must have what they need."""
-        self.stream.wait(self.device.compute.record(self.device.event()))  # behind who had their memory before
+        """Connect the ranks, after :meth:`make_buffers` and before the first step. Collective: on CUDA a rank waits
+        here for all others, so all must have their memory by now."""
+        self.stream.wait(self.device.compute.record(self.device.event()))  # after users of the buffers' memory
         for process_group in self._process_groups:
             self.stream.run(partial(self._connect, process_group))
 
     def _connect(self, process_group: dist.ProcessGroup) -> None:
-        """The first gather of all: torch makes NCCL's communicator in it, and NCCL what such gathers take."""
+        """Run the first gather. In it torch makes NCCL's communicator, and NCCL allocates what such gathers need."""
         ranks = dist.get_world_size(process_group)
         memory = max((torch.empty(ranks + 1, device=self.device.device), *self._buffers.values()), key=torch.numel)
         numel = memory.numel() // (ranks + 1)
         dist.all_gather_into_tensor(memory[: ranks * numel], memory[ranks * numel :][:numel], group=process_group)
 
     def _buffer(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
-        """For ``whole``, of shards of ``numel``. Kept from gather to gather, which run one after another; where it is
-        too small another is made: only for ``measure``, which does not time that."""
+        """The buffer for ``whole`` with shards of ``numel``. It is kept for all gathers, which run one after another. A
+        buffer that is too small is replaced; this happens only in ``measure``, which does not time it."""
         size, buffer = self._elements(whole, numel), self._buffers.get(whole.dtype)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[whole.dtype] = torch.empty(size, dtype=whole.dtype, device=whole.device)
         return buffer
 
     def _elements(self, whole: torch.Tensor, numel: int) -> int:
-        """Of the buffer: the whole group beside what is sent for it."""
+        """Number of elements of the buffer: the whole group, and the shard that is sent."""
         return whole.numel() + numel
 
     @property
@@ -88,7 +88,7 @@ class BufferedGather(StreamRoute):
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     def close(self) -> None:
-        """NCCL's communicators take device memory for as long as they live. A script may have ended them all."""
+        """Destroy the process groups, whose communicators hold device memory, unless a script has destroyed all."""
         super().close()
         for group in self._process_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)

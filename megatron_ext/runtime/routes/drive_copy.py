@@ -1,4 +1,4 @@
-"""Route ``nvme``: from the node's copy on the drive through a staging slot onto the device."""
+"""Route ``nvme``: from the node's copy on the drive, through a staging slot, to the device."""
 
 from functools import partial
 from time import perf_counter_ns
@@ -16,17 +16,17 @@ from megatron_ext.runtime.worker import LATER, Transfer, Worker
 class DriveCopy(CopyRoute):
     """``stage_in`` begins the read into a slot, ``issue`` the copy out of it.
 
-    A slot is filled anew only when the copy out of it has ended, which its stream says by a flag. The copy is issued
-    when the slot is full, which the issuing thread polls. Reads go to the drive without waiting for those before them;
-    in the trace each begins where the one before ended.
+    A slot is filled again only when the copy out of it has ended, which the copy's stream signals with a flag. The copy
+    is issued when the slot is full; the issuing thread polls for that. Reads are submitted to the drive without waiting
+    for earlier ones. In the trace, each read begins where the previous one ended.
     """
 
     def __init__(self, copies: NodeCopies):
-        assert copies.nvme is not None  # some group has a copy there
+        assert copies.nvme is not None  # a group has a copy there
         super().__init__("nvme-copy", copies)
         self.pool, self.flags, self.recorder = copies.nvme, copies.pool, copies.recorder
         self.reader = Worker("nvme-read")
-        # Copies out of each slot so far, those that are not issued yet included.
+        # Number of copies out of each slot so far, including those that are not issued yet.
         self._copied_out = [0] * len(self.pool.copied_out)
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
@@ -38,7 +38,7 @@ class DriveCopy(CopyRoute):
         self.recorder.moved("gather", "drive_read", drive.aligned(group.bytes))
 
     def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
-        """On the thread that reads."""
+        """Runs on the thread that reads."""
         poll(partial(self.pool.copied_out[slot].reached, copied_out))
         published = partial(self.flags.is_published, group, version, DRIVE)
         poll(published, partial(self.flags.check_published, group, version, DRIVE))
@@ -64,7 +64,7 @@ class DriveCopy(CopyRoute):
         self.stream.store(self.pool.copied_out[slot], number)
 
     def drop(self) -> None:
-        """Waits for reads that nobody has taken."""
+        """Wait for staged reads that were not used."""
         while self._staged:
             self.issuer.join(self._staged.popitem()[1][1])
 

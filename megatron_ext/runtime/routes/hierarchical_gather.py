@@ -1,10 +1,10 @@
 """All-gather in two legs, for data-parallel groups that span nodes.
 
 [Note: Two legs]
-A flat ring over N nodes of L ranks carries all but 1/(N*L) of a group over every link, those
-between nodes as well. In two legs, counterparts (ranks with the same index on their nodes) gather
-each other's shards first, so that every byte enters a node once, all but 1/N of the group; then
-the ranks of a node gather from each other what their counterparts sent. What arrives is in the
+A flat ring over N nodes of L ranks carries all but 1/(N*L) of a group over every link, including
+those between nodes. With two legs, counterparts (ranks with the same index on their nodes) first
+gather each other's shards, so that every byte enters a node once: all but 1/N of the group. Then
+the ranks of a node gather from each other what their counterparts sent. The result is in the
 order of (index, node) and is copied into the bucket's order.
 Source: BlueConnect (Cho et al., MLSys 2019).
 """
@@ -37,5 +37,5 @@ class HierarchicalGather(BufferedGather):
         mine, all_of_node = buffer[: number * numel], buffer[number * numel :][: whole.numel()]
         dist.all_gather_into_tensor(mine, shard, group=self.groups.across)
         dist.all_gather_into_tensor(all_of_node, mine, group=self.groups.local)
-        # Data-parallel ranks of a node are neighbours, see nodes_of_replicas.
+        # Data-parallel ranks of a node are consecutive, see nodes_of_replicas.
         whole.view(number, per_node, numel).copy_(all_of_node.view(per_node, number, numel).transpose(0, 1))

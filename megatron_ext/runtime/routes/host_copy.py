@@ -22,12 +22,12 @@ class CopyRoute(StreamRoute):
 
 
 class HostCopy(CopyRoute):
-    """The whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
+    """Copies the whole group at the clock's version; see :mod:`megatron_ext.runtime.host_pool` for who publishes it."""
 
     def __init__(self, copies: NodeCopies):
         super().__init__("cpu-route", copies)
         self.pool = copies.pool
-        self._waited: dict[int, int] = {}  # version that the stream has waited for, by group
+        self._waited: dict[int, int] = {}  # by group, the version that the stream has waited for
 
     def issue(self, group: Group) -> Arrival:
         version, arrival, pool = self.clock.version, self.arrival(group.index), self.pool

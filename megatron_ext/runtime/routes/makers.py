@@ -1,7 +1,7 @@
-"""The routes of training by their names: how each is made on a rank.
+"""The routes of training by name, and how each is made on a rank.
 
-A route that reads published copies is one of :data:`READERS`, one that gathers shards one of :data:`GATHERERS`. What
-planning knows of it is in :mod:`megatron_ext.workload.route`; docs/architecture.md says how to add one.
+A route that reads published copies is in :data:`READERS`; a route that gathers shards is in :data:`GATHERERS`. What
+planning needs to know about a route is in :mod:`megatron_ext.workload.route`; docs/architecture.md says how to add one.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,15 +32,15 @@ READERS: dict[str, Callable[[NodeCopies], CopyRoute]] = {"cpu": HostCopy, "nvme"
 
 
 class OfKind(NamedTuple):
-    """Groups whose shards as many ranks share: dense ones, or experts.
+    """Groups whose shards are shared by the same number of ranks: dense groups, or experts.
 
     Attributes:
-        schedules: of all numbers of micro-batches; they have their groups in common.
-        ranks: that share a group's shards.
-        indices: of those of all ranks.
-        groups: this rank's.
-        backend: of the process groups.
-        shared: Megatron's process group of the ranks that share this rank's; None where it has no groups.
+        schedules: those of all numbers of micro-batches; they have the same groups.
+        ranks: number of ranks that share a group's shards.
+        indices: indices of such groups on all ranks.
+        groups: this rank's groups.
+        backend: backend of the process groups.
+        shared: Megatron's process group of the ranks that share this rank's shards; None if this rank has no groups.
     """
 
     schedules: list[Schedule]
@@ -52,26 +52,26 @@ class OfKind(NamedTuple):
     shared: Any
 
     def wanted(self, name: str) -> set[int]:
-        """Of all ranks, those that go by the route, or by the algorithm of one, ``name``."""
+        """Indices of the groups, on all ranks, that use the route ``name`` or the algorithm ``name`` of a route."""
         planned, unshards = self.schedules[0].groups, [one for schedule in self.schedules for one in schedule.unshards]
         by_name = {one.group for one in unshards if (planned[one.group].algorithm_by(one.route) or one.route) == name}
         return by_name & self.indices
 
 
-# Process groups are made by all ranks together as soon as any rank has a group that goes by them. Each of these returns
-# the route of this rank's groups ``own``, or None where it has none.
+# All ranks together make process groups as soon as any rank has a group that uses them. Each of these functions
+# returns the route of this rank's groups ``own``, or None if it has none.
 
 
 def _hierarchical(of: OfKind, own: list[Group]) -> BufferedGather | None:
     node_groups = make_node_groups(of.schedules[0].parallel, of.backend, of.ranks)
-    assert node_groups is not None  # validation lets such groups pass only where nodes make two legs
+    assert node_groups is not None  # validation accepts such groups only if the nodes allow two legs
     return HierarchicalGather(node_groups, device_of(own[0].whole), of.recorder) if own else None
 
 
 def _symmetric(of: OfKind, own: list[Group]) -> BufferedGather | None:
     device: Any = next((device_of(group.whole) for group in of.groups.values()), None)
     how = {}
-    if device is not None:  # or this rank holds nothing, and gathers nothing
+    if device is not None:  # otherwise this rank holds no groups, and gathers nothing
         why = symmetric_gather.missing(device.kind, of.ranks, 1)
         if why is not None:
             first = min(index for index in of.indices if of.schedules[0].groups[index].algorithm == SYMMETRIC)
@@ -92,17 +92,18 @@ GATHERERS: dict[str, Callable[[OfKind, list[Group]], BufferedGather | None]] = {
     SYMMETRIC: _symmetric,
     "cpu_shard": _shard_gather,
 }
-"""Beside the plain all-gather; its algorithms by their names. Each raises InputError where it cannot be had here."""
+"""Makers of the routes, and of the algorithms of ``gpu``, besides the plain all-gather. They raise InputError if one is
+unavailable here."""
 
 
 class CollectiveRoutes(NamedTuple):
-    """Of one rank.
+    """The collective routes of one rank.
 
     Attributes:
         gather: the plain all-gather.
-        by_name: as they are recorded and counted.
+        by_name: the routes, with recording and counting.
         order: counts collectives in debug mode, or None.
-        buffered: those that go through buffers, and which groups; to be closed.
+        buffered: the routes with buffers, each with its groups; the caller closes them.
     """
 
     gather: Route
@@ -117,11 +118,11 @@ def collective_routes(
     process_groups: dict[int, dist.ProcessGroup],
     recorder: Recorder,
 ) -> CollectiveRoutes:
-    """Make the routes of this rank's ``groups``; collective. Raises InputError where one cannot be had here.
+    """Make the routes of this rank's ``groups``; collective. Raises InputError if one is unavailable here.
 
     Args:
-        schedules: by number of micro-batches; they have their groups in common.
-        process_groups: Megatron's, by the number of ranks that share a group's shards.
+        schedules: by number of micro-batches; they have the same groups.
+        process_groups: Megatron's process groups, by the number of ranks that share a group's shards.
     """
     gathers: dict[int, Route] = {}
     schedule = next(iter(schedules.values()))
@@ -129,7 +130,7 @@ def collective_routes(
     made: dict[str, dict[int, BufferedGather]] = {}  # by group
     buffered: dict[BufferedGather, list[Group]] = {}
     for ranks in sorted({group.ranks for group in schedule.groups}, reverse=True):
-        # Experts have communicators of their own.
+        # Experts have their own communicators.
         parts = [range(len(schedule.groups)), groups]
         all_of_kind, own = ({index for index in part if schedule.groups[index].ranks == ranks} for part in parts)
         how = (all_of_kind, {index: groups[index] for index in own}, backend, recorder)
@@ -152,7 +153,7 @@ def collective_routes(
 
 
 class _ByGroup:
-    """Each group by a route of its own kind."""
+    """Uses the route of each group's kind."""
 
     def __init__(self, routes: Mapping[int, Route]):
         self._routes = routes

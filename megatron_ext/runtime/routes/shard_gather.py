@@ -1,12 +1,12 @@
-"""Route ``cpu_shard``: the own shard from host memory, then an all-gather.
+"""Route ``cpu_shard``: this rank's shard from host memory, then an all-gather.
 
 Each rank copies 1/DP of the group over its own PCIe link, and the all-gather does the rest. The shard is the one that
 rests in host memory, so nothing is published for this route.
 Source: bandwidth-centric partitioning of ZeRO-Infinity (Rajbhandari et al., SC 2021).
 
-Large groups come in pieces (:func:`megatron_ext.workload.route.shard_pieces`): one is gathered while the next is
-copied, and the next group is copied during this one's last all-gather. The route has a process group of its own. Groups
-that one rank holds whole are only copied: their shard is the copy in host memory.
+Large groups are split into pieces (:func:`megatron_ext.workload.route.shard_pieces`): one piece is gathered while the
+next is copied, and the next group is copied during this one's last all-gather. The route has its own process group.
+Groups that one rank holds whole are only copied: their shard is the copy in host memory.
 """
 
 import itertools
@@ -24,7 +24,7 @@ class ShardGather(BufferedGather):
     """Copies shards into whole groups on one stream and gathers them on another.
 
     Args:
-        process_group: None where shards are whole groups.
+        process_group: None if shards are whole groups.
     """
 
     def __init__(self, process_group, device, recorder=NOTHING):

@@ -1,4 +1,4 @@
-"""What every route with a stream of its own has."""
+"""The base of every route with a stream of its own."""
 
 import torch
 
@@ -7,12 +7,12 @@ from megatron_ext.runtime.streams import Arrival
 
 
 class StreamRoute:
-    """Base of routes that queue transfers on a stream; one instance a rank.
+    """Base of routes that queue transfers on a stream; one instance per rank.
 
     Args:
-        name: of the stream.
+        name: name of the stream.
         device: see :mod:`megatron_ext.runtime.device`.
-        issuer: None where every transfer is issued at once.
+        issuer: None if every transfer is issued at once.
     """
 
     def __init__(self, name: str, device, issuer: Issuer | None = None):
@@ -20,20 +20,20 @@ class StreamRoute:
         self._arrivals: dict[int, Arrival] = {}
 
     def arrival(self, index: int) -> Arrival:
-        """Of the group ``index``: its memory belongs to the transfer from now on."""
+        """The arrival of the group ``index``. From now on, the group's memory belongs to the transfer."""
         found = self._arrivals.get(index)
         if found is None:
             found = self._arrivals[index] = Arrival(self.device, self._issuer)
         return found.begin()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, arrival: Arrival, name: str = "") -> Arrival:
-        """Issue a copy behind what the stream has been given, whose end is ``arrival``. ``name``: in traces."""
+        """Issue a copy after the work given to the stream; ``arrival`` is its end. ``name``: shown in traces."""
         self.stream.wait(arrival.taken)
         self.stream.copy(destination, source, name)
         return arrival.end(self.stream)
 
     def drop(self) -> None:
-        """Empty the staging slots, where the route has some."""
+        """Empty the staging slots, if the route has any."""
 
     def close(self) -> None:
         self.stream.close()

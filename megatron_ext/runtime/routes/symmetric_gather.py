@@ -1,12 +1,12 @@
 """All-gather by copy engines, through memory that all ranks of a node have registered with NCCL (symmetric memory).
 
 [Note: Registered buffers]
-Copy engines leave the device's multiprocessors to compute. NCCL takes them for an all-gather where the communicator
-asks for no thread blocks (zero-CTA policy) and both the buffer that is sent and the one that is received lie in windows
-that all ranks have registered, at the same offset on each. Elsewhere it takes its usual kernels and says nothing. What
-the caching allocator gives lies elsewhere on each rank, and comes and goes. So groups are gathered in one buffer, which
-is registered once, and copied from there. The memory bill has the buffer. The cost table has the time of the copies,
-too: ``measure`` gathers by this class.
+Copy engines leave the device's multiprocessors to compute. NCCL uses them for an all-gather if two conditions hold. The
+communicator must ask for no thread blocks (zero-CTA policy). Both the send and the receive buffer must lie in windows
+that all ranks have registered, at the same offset on each rank. Otherwise NCCL uses its usual kernels without a
+message. The caching allocator returns different offsets on each rank, and its blocks come and go. So groups are
+gathered in one buffer, which is registered once, and copied from there. The memory bill includes the buffer. The cost
+table includes the time of the copies, because ``measure`` gathers with this class.
 Source: NCCL, ncclCommWindowRegister and NCCL_CTA_POLICY_ZERO; PyTorch, torch.distributed._symmetric_memory.
 
 Not yet run between GPUs.
@@ -29,8 +29,8 @@ LEAST_NCCL, LEAST_CUDA = (2, 28), (12, 5)
 
 
 def missing(kind: str, ranks: int, nodes: int) -> str | None:
-    """Why copy engines cannot gather here, as far as it can be told before; None: try. The same on all ranks that run
-    the same software.
+    """Why copy engines cannot gather here, as far as it can be told in advance; None: try. The answer is the same on
+    all ranks that run the same software.
 
     Args:
         kind: of the device.
@@ -60,13 +60,13 @@ def missing(kind: str, ranks: int, nodes: int) -> str | None:
 
 
 def _memory() -> Any:
-    """torch's module, of which older releases lack names."""
+    """torch's module. Older releases lack some of its names."""
     return import_module("torch.distributed._symmetric_memory")
 
 
 def without_thread_blocks(device: torch.device) -> dict[str, Any]:
-    """Arguments of ``dist.new_group`` for a communicator that takes copy engines."""
-    backend: Any = dist.ProcessGroupNCCL  # names that older releases of torch lack
+    """Arguments of ``dist.new_group`` for a communicator that uses copy engines."""
+    backend: Any = dist.ProcessGroupNCCL  # older releases of torch lack the names used here
     options = backend.Options(is_high_priority_stream=True)
     options.config.cta_policy = backend.NCCL_CTA_POLICY_ZERO
     return {"pg_options": options, "device_id": device}
@@ -77,15 +77,16 @@ class SymmetricGather(BufferedGather):
 
     Args:
         process_group: made with :func:`without_thread_blocks`.
-        largest: by dtype, elements of the largest whole group; the same on all ranks.
-        everyone: process group of the same ranks for objects; None: of all ranks.
+        largest: elements of the largest whole group by dtype; the same on all ranks.
+        everyone: process group of the same ranks for exchanging objects; None: the group of all ranks.
 
     Raises:
-        RuntimeError: NCCL or torch refuses; on all ranks, where one has no memory: the others would wait for it.
+        RuntimeError: NCCL or torch refuses. If one rank has not enough memory, raised on all ranks: they would wait for
+            it.
     """
 
     def __init__(self, process_group, device, largest: dict[torch.dtype, int], everyone=None, recorder=NOTHING):
-        super().__init__("symmetric", (), device, recorder)  # torch keeps the windows, and they the communicator
+        super().__init__("symmetric", (), device, recorder)  # torch keeps the windows, which keep the communicator
         self.process_group = process_group
         memory, why = _memory(), ""
         try:
