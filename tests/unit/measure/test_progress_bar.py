@@ -1,6 +1,5 @@
 """What people read while something is measured, where nothing can be drawn."""
 
-import os
 import sys
 import time
 
@@ -55,7 +54,7 @@ def test_lines_come_also_where_nothing_new_is_told(monkeypatch, capsys):
 def test_a_terminal_has_one_line_that_changes(monkeypatch, capsys):
     monkeypatch.setattr(progress_bar, "DRAWN_SECONDS", 0.02)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(progress_bar.shutil, "get_terminal_size", lambda: os.terminal_size((20, 24)))
+    monkeypatch.setenv("COLUMNS", "20")  # pytest asks for the width, too, while this holds
     with bar(40.0, sys.stderr) as progress:
         progress(3, 9, "optimizer 2 GiB")
         time.sleep(0.15)
