@@ -65,7 +65,7 @@ class Collectives:
             return "\n".join([f"rank {self.rank} of {ranks} waits for ranks {absent} to connect", *stacks])
 
         store.set(key(self.rank), "")
-        ends = engine._ends(list(engine.streams))
+        ends = engine.ends(list(engine.streams))
         engine.hold("ncclCommInitRank", ends, lambda: all(map(here, ranks)), joins=False, missing=missing)
 
     def _objects(self, original):

@@ -98,15 +98,13 @@ class StrictDevice:
         self._kinds: dict = {}
         self._launched: set = set()
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
-        self._locks = locks if rank else None
-        self.symmetric = SymmetricStandIn()
+        self._locks, self.symmetric = locks if rank else None, SymmetricStandIn()
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
 
     def findings(self) -> dict:
         """What this rank has to say, for the judgement over all."""
         engine = self.engine
-        kinds = ("entries", "errors", "misplaced", "host_waits", "stacks")
-        found = {kind: getattr(engine, kind) for kind in kinds}
+        found = {kind: getattr(engine, kind) for kind in ("entries", "errors", "misplaced", "host_waits", "stacks")}
         found |= {"dear": self.dear.seen, "dear_looked_at": self.dear.looked_at}
         return found | {"stopped": engine.lock.circles, "gathers": self.symmetric.gathers}
 

@@ -213,13 +213,13 @@ class Engine:
         """Block until ``streams`` have done what they were given; None: all."""
         streams = list(self.streams) if streams is None else streams
         done = lambda: not any(stream.items for stream in streams)
-        self.hold(what, self._ends(streams), done, keeps_interpreter)
+        self.hold(what, self.ends(streams), done, keeps_interpreter)
 
     def might_synchronize(self, what: str, keeps_interpreter: bool = False) -> None:
         """A call that may wait for the whole device, and orders nothing."""
-        self.hold(what, self._ends(list(self.streams)), lambda: True, keeps_interpreter, joins=False)
+        self.hold(what, self.ends(list(self.streams)), lambda: True, keeps_interpreter, joins=False)
 
-    def _ends(self, streams: list[Stream]) -> list:
+    def ends(self, streams: list[Stream]) -> list:
         tokens = [self.token() for _ in streams]
         for stream, token in zip(streams, tokens):
             self.log_on(stream, ("out", token))
