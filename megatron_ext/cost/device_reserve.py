@@ -8,7 +8,7 @@
 its inner size that were not saved, which is half of what the layer saves. ``library_bytes``: workspaces of cuBLAS and
 Transformer Engine. In ten runs of a GPT of 1.6 billion parameters on one H200, with micro-batches of 2,048 to 16,384
 tokens, with and without recompute, ``max_memory_allocated`` was 0.07 to 1.05 GB above the bill. With the temporary
-tensors, the bill is within 1.2 % of it, and at most 0.16 GB below, which is attributed to workspaces
+tensors, the bill is within 1.2 % of that value, and at most 0.16 GB below, which is attributed to workspaces
 (benchmarks/results/gpu.json).
 
 ``nccl_bytes``: each communicator has buffers for each channel and neighbour: 10 MiB for all protocols

@@ -1,10 +1,10 @@
-"""What the host's memory and processors take, from a data sheet, as straight lines in bytes.
+"""Times of the host's memory and processors from a data sheet, as straight lines in bytes.
 
 [Note: Bytes of the optimizer's step]
-AdamW reads a float32 gradient and reads and writes the main parameter and both moments: 28 bytes a parameter. Around it
-Megatron reads all gradients for their norm, reads and writes them to clip them, writes zeroes into their buffer, and
-reads the main parameter to write the whole one. In a run's own step gradients arrive and parameters leave during the
-steps of others, so the slowest of the three sets the time; what is copied crosses host memory as well.
+AdamW reads a float32 gradient, and reads and writes the main parameter and both moments: 28 bytes per parameter. In
+addition, Megatron reads all gradients for their norm, reads and writes them to clip them, writes zeros into their
+buffer, and reads the main parameter to write the whole one. In a run's own step, gradients arrive and parameters leave
+while other groups are stepped, so the slowest of the three determines the time. Copied bytes cross host memory as well.
 """
 
 from typing import Literal
@@ -16,17 +16,17 @@ GRADIENT_BYTES = 4
 """Megatron reduces gradients in float32."""
 ADAM_BYTES = 28
 CAST_BYTES = 4
-"""Reading the main parameter; writing the new one comes on top."""
+"""Reading the main parameter. Writing the new parameter is counted separately."""
 
 
 class HostWork:
-    """Work of one rank on its host, next to the other ranks of its node doing the same.
+    """Work of one rank on its host while the other ranks of its node do the same.
 
     Args:
         item: bytes of one whole parameter.
 
     Attributes:
-        memory_bytes_per_s: read and written by copies and processors of this rank together.
+        memory_bytes_per_s: bytes that this rank's copies and processors together read and write per second.
     """
 
     def __init__(self, sheet: HardwareSheet, links: Links, item: int):
@@ -43,11 +43,12 @@ class HostWork:
         self._item, self._call_us = item, sheet.device.kernel_us.value
 
     def add(self) -> Line:
-        """A float32 gradient shard added to another, by bytes of the shard: both are read, one is written."""
+        """Time to add a float32 gradient shard to another, by bytes of the shard. Two shards are read, one is
+        written."""
         return Line(self._call_us, 3 * self._us_per_byte)
 
     def step(self, cast: Literal["host", "device"]) -> Line:
-        """As a run makes it: gradients to the host, AdamW, new parameters back; by bytes of the whole group."""
+        """Time of a run's step, by bytes of the whole group: gradients to the host, AdamW, new parameters back."""
         on_host, back = (CAST_BYTES + self._item, self._item) if cast == "host" else (0, GRADIENT_BYTES)
         stepped, copied = (ADAM_BYTES + on_host) * self._joined_us_per_byte, GRADIENT_BYTES + back
         crossed = (ADAM_BYTES + on_host + copied) * 1e6 / self.memory_bytes_per_s
@@ -55,8 +56,8 @@ class HostWork:
         return Line(2 * self._copy.us, moved * self._per_byte)
 
     def own_step(self) -> Line:
-        """Megatron's host optimizer without what it does on the device, one after the other. It sends float32
-        parameters back, from memory that is not page-locked."""
+        """Time of Megatron's host optimizer, without its work on the device. Its parts run one after the other. It
+        sends float32 parameters back, from memory that is not page-locked."""
         moved = ADAM_BYTES * self._adam_us_per_byte
         moved += GRADIENT_BYTES * (self._copy.us_per_byte + self._pageable.us_per_byte)
         return Line(2 * self._copy.us, moved * self._per_byte)

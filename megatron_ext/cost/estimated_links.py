@@ -1,11 +1,12 @@
-"""Times of links from a data sheet, as straight lines in bytes: what they take for a run's parallel sizes.
+"""Times of links from a data sheet, as straight lines in bytes, for the parallel sizes of a run.
 
 [Note: A ring over nodes]
-An all-gather of ``n`` ranks brings every rank ``(n - 1) / n`` of the group over its NVLink (or, without it, over its
-host link). Where the ranks are on several nodes, ``(n - 1) / n`` of the group enters every node, too, through the
-network cards of its ranks: NCCL's ring passes every part on from rank to rank, so those of a node's own ranks go round
-as well. The slower of the two is what it takes. All groups of a node gather at once, each through its own ranks' cards.
-Published all-gathers of 16 ranks on two nodes: 351 GB/s by cards of 400 GB/s, 201 by 200, 54 by 50.
+An all-gather of ``n`` ranks brings ``(n - 1) / n`` of the group to every rank over its NVLink (or, without NVLink, over
+its host link). If the ranks are on several nodes, ``(n - 1) / n`` of the group also enters every node through the
+network cards of its ranks. NCCL's ring passes every part on from rank to rank, so the parts of a node's own ranks go
+around the ring as well. The slower of the two transfers determines the time. All groups of a node are gathered at the
+same time, each through the cards of its own ranks. Published all-gathers of 16 ranks on two nodes: 351 GB/s with cards
+of 400 GB/s, 201 with 200, 54 with 50.
 """
 
 from math import inf
@@ -19,7 +20,7 @@ from megatron_ext.workload.parallel import Parallel
 
 
 class Line(NamedTuple):
-    """``us`` and microseconds a byte."""
+    """A straight line: a latency ``us`` plus ``us_per_byte``."""
 
     us: float
     us_per_byte: float
@@ -28,12 +29,12 @@ class Line(NamedTuple):
         return self.us + size_bytes * self.us_per_byte
 
     def scaled(self, factor: float) -> "Line":
-        """Of ``factor`` times the bytes."""
+        """The line for ``factor`` times the bytes."""
         return Line(self.us, self.us_per_byte * factor)
 
 
 class Links:
-    """The links of ``sheet`` as ``parallel`` uses them.
+    """The links of ``sheet``, as a run with ``parallel`` uses them.
 
     Raises:
         InputError: the ranks do not fit the machine's nodes.
@@ -52,7 +53,7 @@ class Links:
         """Nodes that one data-parallel group spans."""
 
     def _peer(self) -> Line:
-        """One rank to the next on its node."""
+        """From one rank to the next on its node."""
         nvlink, host = self.sheet.nvlink, self.sheet.host_link
         if nvlink is not None:
             return Line(nvlink.hop_us.value, 1e6 / nvlink.bytes_per_s.value / nvlink.efficiency.value)
@@ -60,13 +61,13 @@ class Links:
         return Line(host.hop_us.value, 1e6 * shared / host.bytes_per_s.value / host.collective_efficiency.value)
 
     def _network(self) -> Line:
-        """One rank to one on another node."""
+        """From one rank to a rank on another node."""
         network = self.sheet.network
         assert network is not None
         return Line(network.hop_us.value, 1e6 / network.bytes_per_s.value / network.efficiency.value)
 
     def ring(self, ranks: int, nodes: int) -> Line:
-        """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole."""
+        """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole group."""
         if ranks == 1:  # a copy within the device
             device = self.sheet.device
             return Line(device.kernel_us.value, 2e6 / device.memory_bytes_per_s.value / device.memory_efficiency.value)
@@ -83,13 +84,14 @@ class Links:
         return max(nodes_spanned(self.parallel, pp_rank, ranks) for pp_rank in range(self.parallel.pp))
 
     def gather(self, ranks: int | None = None) -> Line:
-        """All-gather of a group whose shards ``ranks`` share (default: DP), or its reduce-scatter."""
+        """All-gather, or reduce-scatter, of a group that is sharded over ``ranks`` ranks (default: DP)."""
         return self.ring(ranks or self.parallel.dp, self._nodes_of(ranks or self.parallel.dp))
 
     def all_to_all(self) -> Line:
-        """Tokens on their way to experts, or back: by the bytes that one rank has for all expert-parallel ranks.
+        """Tokens on their way to experts, or back, by the bytes that one rank has for all expert-parallel ranks.
 
-        Each rank sends an equal part to each: those on its node over the links inside it, the others through its card.
+        Each rank sends an equal part to every rank: over the links inside the node to ranks of its node, and through
+        its card to the others.
         """
         parallel, ep = self.parallel, self.parallel.ep
         nodes = max(
@@ -106,11 +108,12 @@ class Links:
         return Line(us, slowest)
 
     def expert_tensor_gather(self) -> Line:
-        """Tokens of the expert-tensor-parallel ranks to each of them, or their sums back, by the bytes of all."""
+        """Tokens of the expert-tensor-parallel ranks gathered on each of them, or their sums sent back, by the bytes of
+        all."""
         return self.ring(self.parallel.etp, -(-self.parallel.etp // self.ranks_per_node))
 
     def sequence_gather(self, ranks: int) -> Line:
-        """Keys and values of the context-parallel ranks to each of them, by the bytes of all."""
+        """Keys and values of the context-parallel ranks gathered on each of them, by the bytes of all."""
         tp = self.parallel.tensor_model_parallel_size
         return self.ring(ranks, -(-tp * ranks // self.ranks_per_node))
 
@@ -124,8 +127,8 @@ class Links:
         return Line(2 * half.us - self.sheet.collective_us.value, 2 * half.us_per_byte)
 
     def reduce(self, ranks: int) -> Line:
-        """Reduce-scatter of a group whose shards ``ranks`` share, and where there are several instances the all-reduce
-        of the shard among the ranks that hold it in each of them."""
+        """Reduce-scatter of a group that is sharded over ``ranks`` ranks. If there are several instances, it is
+        followed by the all-reduce of the shard among the ranks that hold it in each instance."""
         scatter, parallel = self.gather(ranks), self.parallel
         if parallel.instances == 1:
             return scatter
@@ -134,20 +137,20 @@ class Links:
         return Line(scatter.us + shard.us, scatter.us_per_byte + shard.us_per_byte)
 
     def p2p(self) -> Line:
-        """One activation message; the slowest between two pipeline ranks."""
+        """One activation message, at the slowest link between two pipeline ranks."""
         nodes = self.parallel.nodes_of(self.parallel.global_rank(rank, 0) for rank in range(self.parallel.pp))
         way = self._network() if len(set(nodes)) > 1 else self._peer()
         return Line(way.us + self.sheet.collective_us.value / 2, way.us_per_byte)
 
     def host_copy(self) -> Line:
-        """A whole group from host memory; all ranks of the node copy at once."""
+        """A whole group from host memory, if all ranks of the node copy at the same time."""
         link, host = self.sheet.host_link, self.sheet.host
         shared = min(link.gpus_per_link.value, self.ranks_per_node)
         own = link.bytes_per_s.value * link.efficiency.value / shared
         return Line(link.copy_us.value, 1e6 / min(own, host.memory_bytes_per_s.value / self.ranks_per_node))
 
     def drive_read(self) -> Line | None:
-        """A whole group from the drive to the device; all ranks of the node read at once."""
+        """A whole group from the drive to the device, if all ranks of the node read at the same time."""
         drive, copy = self.sheet.drive, self.host_copy()
         if drive is None:
             return None
@@ -155,7 +158,7 @@ class Links:
         return Line(drive.latency_us.value + copy.us, read + copy.us_per_byte)
 
     def drive_write(self) -> Line | None:
-        """Every rank of the node writes its shard to the drive, by bytes of the whole group."""
+        """A shard from every rank of the node to the drive at the same time, by bytes of the whole group."""
         drive = self.sheet.drive
         if drive is None:
             return None
@@ -163,7 +166,7 @@ class Links:
         return Line(drive.latency_us.value, 1e6 * share / drive.write_bytes_per_s.value)
 
     def between_nodes(self) -> Line | None:
-        """Exchange of published shards, by the bytes that enter a node; None where a group is on one node."""
+        """Exchange of published shards, by the bytes that enter a node; None if a group is on one node."""
         if self.nodes == 1:
             return None
         network = self._network()
@@ -171,15 +174,15 @@ class Links:
         return Line(us, network.us_per_byte / max(self.parallel.dp // self.nodes, 1))
 
     def contention(self) -> tuple[Contention, ...]:
-        """What activities do to each other: by the links that they share, otherwise as the sheet says."""
+        """Slowdowns of activities by each other: from the links that they share, or else from the sheet."""
         sheet, given = self.sheet, self.sheet.disturbance
         beside_copy, network = given.collective_beside_copy.value, sheet.network
         crosses, on_host_link = self.nodes > 1, sheet.nvlink is None and self.parallel.dp > self.nodes
         copy_beside = 1.0
-        if on_host_link:  # one link, fairly shared
+        if on_host_link:  # they share one link evenly
             beside_copy = copy_beside = 2.0
         elif crosses and network is not None and network.shares_host_link:
-            # The card's bytes come first; a copy gets what is left of the link, at least half of it.
+            # The card's bytes have priority. A copy gets the rest of the link, at least half of it.
             copy_beside = 1 / max(1 - self.host_copy().us_per_byte / self._network().us_per_byte, 0.5)
         publishing = 2.0 if crosses or on_host_link else given.collective_beside_copy.value
         rows = [(*pair, given.copy_beside_publish.value) for pair in (("cpu", "publish"), ("publish", "cpu"))]

@@ -1,7 +1,7 @@
-"""A cost table from a data sheet and a workload, by counting: for machines that nobody has measured yet.
+"""A cost table that is estimated from a data sheet and a workload, for machines that nobody has measured yet.
 
-``p50_us`` is by the sheet's values, ``p95_us`` with every figure at the slow end of its range. The table says that it
-is estimated (``metadata.synthetic``); measured parts replace its parts by ``megatron-ext cost combine``.
+``p50_us`` uses the sheet's values, ``p95_us`` has every figure at the slow end of its range. The table is marked as
+estimated (``metadata.synthetic``). `megatron-ext cost combine` replaces its parts by measured ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,29 +20,29 @@ from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 from megatron_ext.workload.workload import SCHEMA_VERSION, Workload, expert_ranks
 
 SIZES = tuple(1 << power for power in range(8, 41, 4))
-"""256 bytes to 1 TiB. The curves are straight lines, so that a few points say all of it."""
+"""256 bytes to 1 TiB. The curves are straight lines, so a few points define them."""
 
 KERNELS = 20
-"""Of one layer's forward, and of an optimizer's step: as many are launched, whatever their size."""
+"""Number of kernels in one layer's forward, and in an optimizer's step, whatever their size."""
 TORCH_PASSES = 13
-"""Over 32 bits of a parameter that PyTorch's AdamW makes more than a fused kernel, an operation after the other over
-lists of tensors (``_multi_tensor_adamw``): two over the parameter, one over the gradient, ten over moments and their
-root. Scaling gradients takes two more. Megatron takes it where neither Transformer Engine nor Apex is installed; local
-layers are taken for a machine without."""
+"""Number of additional passes over 32 bits of a parameter in PyTorch's AdamW, compared with a fused kernel. PyTorch
+runs one operation after the other over lists of tensors (``_multi_tensor_adamw``): two passes over the parameter, one
+over the gradient, ten over moments and their root. Scaling gradients takes two more. Megatron uses it if neither
+Transformer Engine nor Apex is installed. Local layers are taken as a sign of this."""
 LAYERS = (None, "transformer", "moe")
-"""Kinds of layers that are recomputed."""
+"""Kinds of layers that can be recomputed."""
 LEAST_US = 1.0
-"""A chunk without parameters takes so long."""
+"""Time of a chunk without parameters."""
 
 
 def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, name: str = "") -> cost_table.CostTable:
     """The cost table of ``workload`` on the machine of ``sheet``.
 
     Args:
-        name: by which the sheet was given, for the table's source.
+        name: name by which the sheet was given, for the table's source.
 
     Raises:
-        InputError: the ranks do not fit the machine, or it says no FLOP/s for the workload's dtype.
+        InputError: the ranks do not fit the machine, or the sheet has no FLOP/s for the workload's dtype.
     """
     parallel, dtype = workload.parallel, _dtype(workload)
     middle, slow = (_Estimates(each, workload, batch, dtype) for each in (sheet, drawn(sheet, slow_end)))
@@ -98,10 +98,10 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
 
 
 def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
-    """Refuse a batch that the workload was not described with, as far as it says so: by the bytes of a message.
+    """Refuse a batch that differs from the batch in the workload. Only the bytes of a message show a difference.
 
     Raises:
-        InputError: no size of the model makes messages of so many bytes.
+        InputError: no size of the model gives messages of this many bytes.
     """
     used = [parameter for chunk in workload.chunks for parameter in chunk.parameters]
     normed = [parameter for parameter in used if len(parameter.shape) == 1 and "norm" in parameter.name]
@@ -114,7 +114,7 @@ def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
 
 
 def _experts(workload: Workload, curve: Callable[..., cost_table.Curve | None]) -> cost_table.ExpertCurves | None:
-    """Where experts are sharded among other ranks, the collectives of those; ``curve`` makes one of a line."""
+    """Collectives of experts, if they are sharded over other ranks. ``curve`` makes a curve from a line."""
     ranks = expert_ranks(workload)
     if ranks in (None, workload.parallel.dp):
         return None
@@ -124,7 +124,7 @@ def _experts(workload: Workload, curve: Callable[..., cost_table.Curve | None]) 
 
 
 class _Estimates:
-    """Times by one sheet's values."""
+    """Times from the values of one sheet."""
 
     def __init__(self, sheet: HardwareSheet, workload: Workload, batch: MicroBatch, dtype: str):
         if dtype not in sheet.device.flop_per_s:
@@ -143,12 +143,12 @@ class _Estimates:
         self._share = experts_share(workload)
 
     def reduce(self, ranks: int) -> Line:
-        """Of a group whose shards ``ranks`` share, by bytes of its parameters."""
+        """Reduce of a group that is sharded over ``ranks`` ranks, by bytes of its parameters."""
         return self.links.reduce(ranks).scaled(GRADIENT_BYTES / self._item)
 
     def optimizer(self) -> Line:
-        """The step of one rank's shards with norm and clipping, by bytes of its whole parameters. Around it a gradient
-        is read for the norm, read and written to be clipped, and zeroed."""
+        """The optimizer's step of one rank's shards with norm and clipping, by bytes of the rank's whole parameters. In
+        addition to the step, a gradient is read for the norm, read and written to be clipped, and zeroed."""
         around_bytes = (6 if self.batch.local else 4) * self.workload.optimizer.gradient_item_bytes
         if not self.workload.optimizer.on_host:
             return self._on_device(self._adam_bytes + around_bytes)
@@ -161,7 +161,8 @@ class _Estimates:
 
     @property
     def _adam_bytes(self) -> int:
-        """Of one parameter, whose main parameter and states are read and written; one of 32 bits is its own."""
+        """Bytes moved per parameter: its main parameter and states are read and written. A 32-bit parameter is its own
+        main parameter."""
         settings = self.workload.optimizer
         main = ITEM_BYTES[settings.main_parameter_dtype] if self._item < GRADIENT_BYTES else 0
         stepped = 2 * (settings.state_item_bytes + (main or self._item))
@@ -173,7 +174,7 @@ class _Estimates:
         return Line(self.device.kernel_us.value * KERNELS, moved * self._us_per_byte)
 
     def us(self, work: Work, again: int) -> float:
-        """One layer's forward or backward, which has ``again`` times the kernels of a forward."""
+        """Time of one layer's forward or backward that has ``again`` times the kernels of a forward."""
         products = sum(max(flop * self._us_per_flop, size * self._us_per_byte) for flop, size in work.products)
         us_per_score = self._us_per_flop if self.batch.score_heads else self._us_per_score
         exchange_us = self._exchange.at(work.exchanged_bytes) if work.exchanged_bytes else 0.0
@@ -185,7 +186,7 @@ class _Estimates:
         )
 
     def _tokens(self, routed: tuple[float, ...]) -> Iterator[tuple[Line, tuple[float, ...]]]:
-        """What bringing tokens to their experts and back takes, each of ``routed`` bytes on the rank of an expert."""
+        """Times to bring tokens to their experts and back, with ``routed`` bytes each on the rank of an expert."""
         parallel = self.workload.parallel
         if parallel.ep > 1:
             yield self.links.all_to_all(), tuple(size / parallel.etp for size in routed)
@@ -193,7 +194,7 @@ class _Estimates:
             yield self.links.expert_tensor_gather(), routed
 
     def _layer_us(self, kind: str | None, used, tp: int, recompute: str | None) -> tuple[float, float, float, float]:
-        """Forward and backward, on the device and of the thread that launches them."""
+        """Forward and backward of a layer: two times on the device, then two times of the thread that launches them."""
         work = forward_work(kind, used, self.batch, tp, self._share)
         again, launch_us = 2 if recompute == "full" else 1, self._layer_launch_us
         anew = recomputed_work(work, kind, used, self.batch._replace(recompute=recompute), tp, self._share)
@@ -201,7 +202,8 @@ class _Estimates:
         return self.us(work, 1), backward_us, launch_us, again * launch_us
 
     def compute(self) -> list[cost_table.Compute]:
-        """A row for every chunk, and one for every kind of layer (the mean, where layers of a kind differ)."""
+        """A row for every chunk and a row for every kind of layer. If layers of a kind differ, its row is their
+        mean."""
         tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
         for chunk in self.workload.chunks:
             times, number = [(LEAST_US, LEAST_US, 0.0, 0.0)][bool(chunk.parameters) :], 0

@@ -1,4 +1,4 @@
-"""What a cost table says something takes: the one place that planner, simulator and report ask."""
+"""Times according to a cost table. Planner, simulator and report get them only here."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -8,12 +8,13 @@ from megatron_ext.cost.curve import Estimate, has_points, lookup
 from megatron_ext.formats.errors import InputError
 
 STEP = "step"
-"""The row of ``compute`` with this ``layer_kind`` is no layer: what a step takes besides its layers."""
+"""The row of ``compute`` with this ``layer_kind`` is not a layer. It is the time of a step in addition to its
+layers."""
 
 
 class Costs:
-    """Fast, cached look-ups in one cost table. All times are microseconds, all sizes bytes of
-    the whole (gathered) group.
+    """Fast, cached look-ups in one cost table. All times are in microseconds, all sizes are bytes of the whole
+    (gathered) group.
 
     Args:
         table: as :func:`megatron_ext.cost.cost_table.load` returns it.
@@ -38,8 +39,8 @@ class Costs:
         return has_points(getattr(self.table.routes, route))
 
     def issued_us(self, route: str, size_bytes: int) -> float | None:
-        """Time the calling thread is kept by issuing, at the nearest measured size not below;
-        None where the table does not tell it apart."""
+        """Time for which issuing blocks the calling thread, at the nearest measured size that is not smaller. None if
+        the table does not have it."""
         curve = getattr(self.table.routes, route)
         known = [point for point in (curve.points if curve else ()) if point.issued_us is not None]
         return next(
@@ -48,7 +49,7 @@ class Costs:
         )
 
     def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
-        """A transfer while the links named in ``busy`` work; ``alone`` is the same without them.
+        """A transfer while the links named in ``busy`` work. ``alone`` is the same transfer without them.
 
         Raises:
             InputError: a pair was never measured.
@@ -62,14 +63,15 @@ class Costs:
             factors.append(self.slowdown(route, name, size_bytes))
         if not factors:
             return alone
-        # Links that disturb each other add their delays; at best they hide in each other.
+        # Delays by several links add up. At best they overlap with each other.
         return alone.scaled(1 + sum(factor - 1 for factor in factors), low=max(factors), high=prod(factors))
 
     def slowdown(self, measured: str, busy: str, size_bytes: int | None = None) -> float:
-        """How many times longer ``measured`` takes while ``busy`` works; 1.0 without a row.
+        """The factor by which ``measured`` takes longer while ``busy`` works; 1.0 without a row.
 
-        Rows of several sizes are read linearly between, and at the nearest one outside them
-        (a ratio does not go on growing). Without ``size_bytes``, the largest of them.
+        Between rows of several sizes the factor is linear. Outside of them the nearest row is used, because a ratio
+        does not keep growing. Without ``size_bytes`` it is the row without a size, or else the
+        largest factor of all rows.
         """
         by_size = self._contention.get((measured, busy))
         if by_size is None:
@@ -93,15 +95,16 @@ class Costs:
         return self.estimate("p2p", size_bytes).us
 
     def optimizer_us(self, size_bytes: int) -> float | None:
-        """One optimizer step, by bytes of the whole parameters of one rank; None where the table lacks it."""
+        """One optimizer step in microseconds, by bytes of the whole parameters of one rank; None if the table lacks
+        it."""
         return self.estimate("optimizer", size_bytes).us if has_points(self.table.optimizer) else None
 
     def estimate(self, what: str, size_bytes: int) -> Estimate:
-        """Any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with its interval and (of
-        several) its algorithm.
+        """The estimate from any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with
+        its interval and, if there are several, its algorithm.
 
         Raises:
-            InputError: it has no points, or the size is outside their range.
+            InputError: the curve has no points, or the size is outside their range.
         """
         key = (what, size_bytes)
         found = self._estimates.get(key)
@@ -116,14 +119,14 @@ class Costs:
     def layer_us(
         self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = (), num_layers: int | None = None
     ) -> list[tuple[float, float]]:
-        """(forward, backward) of each layer of a chunk, in execution order.
+        """(forward, backward) of each layer of a chunk in microseconds, in execution order.
 
-        Where the table has a row for the whole chunk it is shared out in proportion to the rows of the layers' kinds;
-        layers without a row take evenly what those of the others leave. Without such a row those of its layers'
-        kinds count, with the row of kind :data:`STEP` where there is one.
+        If the table has a row for the whole chunk, it is divided in proportion to the rows of the layers' kinds. Layers
+        without a row share equally what the other layers leave. Without a row for the chunk, the rows of its layers'
+        kinds are used, plus the row of kind :data:`STEP` if there is one.
 
         Raises:
-            InputError: naming the chunk, and the layer kind that has no row.
+            InputError: a layer kind has no row. The message names the chunk and the kind.
         """
         row = self._by_place.get((pp_rank, model_chunk_id))
         if row is None:
@@ -131,7 +134,7 @@ class Costs:
                 (layer.forward_us, layer.backward_us) for layer in self._rows(pp_rank, model_chunk_id, layer_kinds)
             ]
             step = self._by_kind.get(STEP)
-            if step is not None:  # what comes before the first layer of a forward, and of a backward
+            if step is not None:  # work before the first layer of a forward and of a backward
                 layers[0] = (layers[0][0] + step.forward_us, layers[0][1])
                 layers[-1] = (layers[-1][0], layers[-1][1] + step.backward_us)
             return layers
@@ -142,8 +145,8 @@ class Costs:
     def launches_us(
         self, pp_rank: int, model_chunk_id: int, layer_kinds: Sequence[str] = ()
     ) -> tuple[float, float] | None:
-        """(forward, backward): what launching one micro-batch through a chunk keeps the training thread for; None where
-        the table does not say it of all layers."""
+        """(forward, backward): microseconds for which launching one micro-batch through a chunk keeps the training
+        thread busy; None if the table does not have it for all layers."""
         row = self._by_place.get((pp_rank, model_chunk_id))
         kinds = (*layer_kinds, *[STEP] * (STEP in self._by_kind))
         rows = [row] if row is not None else [self._by_kind.get(kind) for kind in kinds]
@@ -167,8 +170,8 @@ class Costs:
 
 
 def _shared_out(whole_us: float, known: Sequence[float | None]) -> list[float]:
-    """What each layer of a chunk takes; None: its kind is not known, and takes as much as the others where these leave
-    nothing."""
+    """Time of each layer of a chunk. None in ``known``: the layer's kind has no row. If the known layers leave no time,
+    such a layer takes as much as their mean."""
     rows = [us for us in known if us is not None]
     missing = len(known) - len(rows)
     left_us = whole_us - sum(rows)

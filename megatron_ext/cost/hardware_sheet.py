@@ -1,7 +1,9 @@
-"""The data sheet of a machine that nobody has measured yet: rates, latencies and how much of them is reached.
+"""The data sheet of a machine that nobody has measured yet: its rates and latencies, and the share of them that
+programs reach.
 
-Sheets of common machines lie in ``hardware/`` next to this file and go by their names. Rates are bytes (or floating-
-point operations) a second, in one direction, as a data sheet gives them; ``efficiency`` is what programs reach of it.
+Sheets of common machines are in ``hardware/`` next to this file and are selected by name. Rates are bytes (or
+floating-point operations) per second in one direction, as in the manufacturer's data sheet. ``efficiency`` is the share
+that programs reach.
 """
 
 import math
@@ -21,7 +23,7 @@ FOLDER = Path(__file__).parent / "hardware"
 
 
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One figure with the range that it may lie in (``low`` and ``high``; without them it is taken as exact).
+    """One figure with the range that it may lie in (``low`` and ``high``). Without a range it counts as exact.
 
     ``origin``: ``published`` by the source, ``derived`` from published figures as ``source`` says, ``measured`` on such
     a machine, or ``assumed``.
@@ -48,8 +50,8 @@ class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One GPU. ``flop_per_s``: dense matrix products by dtype. ``attention_efficiency``: the share of it that fused
-    attention reaches; left out, ``flop_efficiency``. ``kernel_us``: the least that one kernel takes."""
+    """One GPU. ``flop_per_s``: dense matrix products by dtype. ``attention_efficiency``: the share that fused attention
+    reaches (default: ``flop_efficiency``). ``kernel_us``: the shortest time of one kernel."""
 
     memory_bytes: Figure
     memory_bytes_per_s: Figure
@@ -61,7 +63,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """NVLink of one GPU; with more, the network. ``hop_us``: what one further rank in a ring adds to a collective."""
+    """NVLink of one GPU; with more fields, the network. ``hop_us``: time that one more rank in a ring adds to a
+    collective."""
 
     bytes_per_s: Figure
     efficiency: Figure
@@ -69,21 +72,21 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Pcie(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The slot of one GPU; its rate must be that of the link."""
+    """The PCIe slot of one GPU. Its rate must be equal to the rate of the link."""
 
     generation: Figure
     lanes: Figure
 
     @property
     def bytes_per_s(self) -> float:
-        """In one direction: generation 3 moves 1 GB/s a lane, each later one twice as much."""
+        """Bytes per second in one direction: generation 3 moves 1 GB/s per lane, each later one twice as much."""
         return 1e9 * 2 ** (self.generation.value - 3) * self.lanes.value
 
 
 class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The link of a GPU to its host's memory (PCIe, or NVLink-C2C). ``gpus_per_link`` GPUs share its way to memory.
-    ``copy_us`` is the latency of a copy; ``efficiency`` is of copies of page-locked memory, ``pageable_efficiency`` of
-    others; ``collective_efficiency`` and ``hop_us`` are of collectives without NVLink."""
+    """The link of a GPU to its host's memory (PCIe, or NVLink-C2C). ``gpus_per_link`` GPUs share the path to memory.
+    ``copy_us`` is the latency of a copy. ``efficiency`` is for copies of page-locked memory, ``pageable_efficiency``
+    for copies of other memory. ``collective_efficiency`` and ``hop_us`` are for collectives without NVLink."""
 
     bytes_per_s: Figure
     efficiency: Figure
@@ -96,7 +99,7 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Network(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One GPU's share of the network between nodes. ``shares_host_link``: its card and host copies use one link."""
+    """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies."""
 
     shares_host_link: bool
 
@@ -104,11 +107,12 @@ class Network(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Memory and processors of one node's host.
 
-    ``memory_bytes_per_s`` is what all processors and devices of a node read and write together, ``core_bytes_per_s``
-    what one core does while all work. A rank's memory lies on one of ``numa_nodes``. ``adam_efficiency`` is the share
-    of these rates that Megatron's host optimizer reaches, ``joined_efficiency`` that a run does, whose tensors lie
-    behind each other. ``layer_us`` is what launching one layer's forward, or its backward, from
-    Python keeps the training thread for, ``tensor_us`` what Megatron's optimizer does for one parameter there.
+    ``memory_bytes_per_s``: bytes that all processors and devices of a node together read and write per second.
+    ``core_bytes_per_s``: bytes of one core while all cores work. A rank's memory is on one of ``numa_nodes``.
+    ``adam_efficiency``: the share of these rates that Megatron's host optimizer reaches. ``joined_efficiency``: the
+    share that a run reaches, whose tensors are adjacent in memory. ``layer_us``: time for which launching one layer's
+    forward, or its backward, from Python keeps the training thread busy. ``tensor_us``: time that Megatron's optimizer
+    keeps it busy for one parameter.
     """
 
     memory_bytes: Figure
@@ -123,8 +127,8 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many times as long one activity takes beside another, where they do not share a link; 1 is as long as
-    alone."""
+    """The factor by which one activity takes longer while another one runs, if they do not share a link; 1 means no
+    slowdown."""
 
     collective_beside_copy: Figure
     copy_beside_publish: Figure
@@ -133,8 +137,9 @@ class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class HardwareSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A machine. ``extends`` names the sheet of the package that gives what this one does not say; ``collective_us`` is
-    the latency of a collective besides its hops, ``call_us`` what issuing one keeps the training thread for."""
+    """A machine. ``extends`` names the package's sheet that provides all figures that this sheet lacks.
+    ``collective_us`` is the latency of a collective in addition to its hops. ``call_us`` is the time for which issuing
+    a collective keeps the training thread busy."""
 
     schema_version: int
     kind: Literal["hardware_sheet"]
@@ -158,17 +163,18 @@ def names() -> list[str]:
 
 
 def load(name_or_path) -> HardwareSheet:
-    """Read and check a sheet by its name or its path; ``NAME:2`` is a part of a node of the sheet, with two GPUs.
+    """Read and check a sheet by its name or its path. ``NAME:2`` is a part of a node with two of its GPUs.
 
     Raises:
-        InputError: no such sheet (the line lists the known ones), or its content, naming file, field and value.
+        InputError: there is no such sheet (the message lists the known ones), or its content is wrong (the message
+            names file, field and value).
     """
     known = ", ".join(names())
     whole, _, gpus = str(name_or_path).rpartition(":")
     if whole in names():
         return _part(load(whole), int(gpus) if gpus.isdecimal() else 0, name_or_path)
     path = FOLDER / f"{name_or_path}.json" if str(name_or_path) in names() else Path(name_or_path)
-    if not os.path.isfile(path):  # Path.is_file raises where the name is too long
+    if not os.path.isfile(path):  # Path.is_file raises if the name is too long
         said = f"is neither a file nor a known machine; known: {known}"
         raise InputError(said, field="hardware", value=str(name_or_path))
     raw = json_files.load(path, dict[str, Any])
@@ -184,9 +190,9 @@ def load(name_or_path) -> HardwareSheet:
 
 
 def _part(sheet: HardwareSheet, gpus: int, name) -> HardwareSheet:
-    """A machine with ``gpus`` of a node's GPUs and as large a part of its cores and memory, as they are rented. Of the
-    rates of memory and drives it gets that part where its neighbours work, and all (of its NUMA nodes) where they rest:
-    the value is the mean by factors."""
+    """A machine with ``gpus`` of a node's GPUs and an equal share of its cores and memory, as such machines are rented.
+    The rates of memory and drives are this share if the neighbours work, and the full rate (of its NUMA nodes) if they
+    are idle. The value is the geometric mean of both."""
     if not 1 <= gpus <= sheet.gpus_per_node:
         raise InputError(f"is no part of a node of {sheet.gpus_per_node} GPUs", field="hardware", value=str(name))
     own, numa_nodes = gpus / sheet.gpus_per_node, sheet.host.numa_nodes.value
@@ -207,7 +213,7 @@ def _part(sheet: HardwareSheet, gpus: int, name) -> HardwareSheet:
 
 
 def _merged(base: dict, over: dict) -> dict:
-    """``over`` with what it lacks from ``base``; a figure replaces a figure as a whole."""
+    """``over`` with missing keys taken from ``base``. A figure is replaced as a unit, not field by field."""
     merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict) and "value" not in value
@@ -242,7 +248,7 @@ def _check(sheet: HardwareSheet, path) -> HardwareSheet:
 
 
 def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
-    """Every figure of a sheet with its field."""
+    """Every figure of a sheet, with the name of its field."""
     found: list[tuple[str, Figure]] = []
 
     def note(field: str, figure: Figure) -> float:
@@ -254,17 +260,17 @@ def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
 
 
 def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> HardwareSheet:
-    """The sheet with ``choose(field, figure)`` as the value of every figure."""
+    """The sheet with the value of every figure replaced by ``choose(field, figure)``."""
     return _replaced(sheet, "", lambda field, figure: msgspec.structs.replace(figure, value=choose(field, figure)))
 
 
 def slow_end(field: str, figure: Figure) -> float:
-    """The end of a figure's range at which everything takes longest."""
+    """The end of a figure's range at which times are longest."""
     return figure.ends[more_is_slower(field)]
 
 
 def more_is_slower(field: str) -> bool:
-    """Whether a larger figure means longer times: latencies, disturbances, and how many parts share something."""
+    """Whether a larger figure means longer times. This holds for latencies, disturbances, and numbers of sharers."""
     return field.endswith(("_us", "gpus_per_link", "numa_nodes")) or field.startswith("disturbance.")
 
 
@@ -297,8 +303,8 @@ HOW_TO_FIND = {
 
 
 def template(name: str) -> dict[str, Any]:
-    """A sheet that extends the package's ``name``; what is not filled in is refused by its field, and what is deleted
-    is as on ``name``.
+    """A sheet that extends the package's sheet ``name``. Reading it refuses fields that are not filled in. Fields that
+    are deleted are taken from ``name``.
 
     Raises:
         InputError: there is no such sheet.
@@ -312,7 +318,7 @@ def template(name: str) -> dict[str, Any]:
         if field in known:
             source = f"FILL IN, or delete for {known[field].value:g}: {how}"
             made.setdefault(section, {})[figure] = {"value": None, "origin": "measured", "source": source}
-    if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets that have a network
+    if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets with a network
         source = f"FILL IN, or delete network where there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
         source += "; shares_host_link: whether nvidia-smi topo -m has PIX or PXB between GPU and card; efficiency and "
         source += "hop_us are those of RDMA: over Ethernet take those of h100-ethernet"

@@ -1,4 +1,4 @@
-"""Other tools' figures as a cost table: which formats are known, and who reads them."""
+"""Figures of other tools as cost tables: the known formats and their readers."""
 
 from megatron_ext.cost import curves_file, nccl_tests, nvbandwidth
 from megatron_ext.cost.cost_table import CostTable
@@ -8,10 +8,10 @@ READERS = {"nccl-tests": nccl_tests.read, "nvbandwidth": nvbandwidth.read, "curv
 
 
 def read(format: str, path, **options) -> CostTable:
-    """Read another tool's log into a cost table, with options of this format's reader.
+    """Read another tool's log into a cost table. ``options`` are the options of the format's reader.
 
     Raises:
-        InputError: the log is broken, in another unit, cut off or empty; the line is named.
+        InputError: the log is broken, in another unit, cut off or empty. The message names the line.
     """
     if format not in READERS:
         raise InputError(f"known formats: {', '.join(READERS)}", file="--import", value=format)

@@ -1,20 +1,21 @@
-"""What a layer computes: floating-point operations and bytes, counted from its parameters and the micro-batch.
+"""The work of a layer: floating-point operations and bytes, counted from its parameters and the micro-batch.
 
 [Note: What is counted]
-* A matrix of ``n`` parameters takes ``2 n`` operations a token forward and twice that backward.
-* Attention scores take ``4 seq width`` operations a token; a fused kernel leaves out the half behind the causal mask,
-  and computes the scores again in backward: five products where forward has two.
-* What lies between the matrices (norms, activation functions, residuals) moves bytes alone: one pass reads or writes an
-  activation once. Backward moves twice what forward does.
-* Scores that are not fused are written to memory and read again, :data:`SCORE_PASSES` times in all.
-* Of a rank's experts each computes on the tokens that a balanced router sends it: ``tokens topk / experts`` of every
-  rank. Those travel to the ranks of their experts and back, forward and backward: all-to-all between expert-parallel
-  ranks, then gathered and summed among expert-tensor-parallel ranks, whatever ``--moe-token-dispatcher-type`` does.
-  Not counted: choosing and sorting tokens, an uneven router, dropping, and overlap of a shared expert with this.
-* With context parallelism a rank's queries meet the keys and values of whole sequences. They go round the ring of its
-  ranks during the scores; backward sends them once more, with their gradients.
+* A matrix of ``n`` parameters takes ``2 n`` operations per token in the forward and twice as many in the backward.
+* Attention scores take ``4 seq width`` operations per token. A fused kernel omits the half that the causal mask hides.
+  It computes the scores again in the backward: five products where the forward has two.
+* Everything between the matrices (norms, activation functions, residuals) only moves bytes. One pass reads or writes an
+  activation once. The backward moves twice as much as the forward.
+* Scores that are not fused are written to memory and read again, :data:`SCORE_PASSES` times in total.
+* Each expert of a rank computes on the tokens that a balanced router sends to it: ``tokens topk / experts`` of every
+  rank. These tokens travel to the ranks of their experts and back, in the forward and in the backward. They travel by
+  all-to-all between expert-parallel ranks, and are then gathered and summed among expert-tensor-parallel ranks,
+  whatever ``--moe-token-dispatcher-type`` does. Not counted: choosing and sorting tokens, an uneven router, dropped
+  tokens, and the overlap of a shared expert with this.
+* With context parallelism, a rank's queries need the keys and values of whole sequences. These go around the ring of
+  context-parallel ranks while scores are computed. The backward sends them once more, with their gradients.
 * Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
-Recomputing adds forward work to backward.
+Recomputing adds forward work to the backward.
 """
 
 from math import prod
@@ -26,20 +27,29 @@ from megatron_ext.workload.gpt_shapes import MicroBatch
 from megatron_ext.workload.workload import EXPERTS, Chunk, Parameter, Workload
 
 SCORE_PASSES = 7
-"""Scores written, read and written by the softmax and by dropout with its mask, read by the second product."""
+"""The scores are written, read and written by the softmax and by dropout with its mask, and read by the second
+product."""
 FUSED_BACKWARD = 2.5
-"""Of fused attention: FlashAttention-2 (arXiv 2307.08691), section 4.1."""
+"""Operations of the backward of fused attention, relative to its forward. Source: FlashAttention-2 (arXiv 2307.08691),
+section 4.1."""
 LOSS_BYTES = {None: 18, "native": 10, "te": 4}
-"""Bytes moved for one logit by forward, and half of backward's, by ``--cross-entropy-fusion-impl``. Megatron's loss
-reads 16 bits and passes over 32 bits in nine kernels, 52 bytes in all; compiled, some 30. Transformer Engine's kernels
-stay in 16 bits: two passes that read, gradients in place of logits, which are scaled: 10."""
+"""Bytes that the forward moves per logit, by ``--cross-entropy-fusion-impl``; the backward moves twice as many.
+Megatron's loss reads 16 bits and makes passes over 32 bits in nine kernels, 52 bytes in total; compiled it takes about
+30. Transformer Engine's kernels stay in 16 bits: two passes that read, and gradients that replace logits and are
+scaled, 10 in total."""
 
 
 class Work(NamedTuple):
-    """``products``: (operations, bytes) of each matrix product. ``score_flop``, ``score_bytes``: of core attention,
-    whose backward has ``score_backward`` times as many operations. ``moved_bytes``: between the products.
-    ``reduced_bytes``: of each tensor-parallel all-reduce. ``routed``: of tokens on a rank of their experts, for each
-    time that they travel. ``exchanged_bytes``: keys and values of whole sequences, from all context-parallel ranks."""
+    """Work of one layer.
+
+    Attributes:
+        products: (operations, bytes) of each matrix product.
+        score_flop, score_bytes: of core attention. Its backward has ``score_backward`` times as many operations.
+        moved_bytes: moved between the products.
+        reduced_bytes: of each tensor-parallel all-reduce.
+        routed: bytes of tokens on a rank of their experts, one entry for each time that they travel.
+        exchanged_bytes: keys and values of whole sequences, from all context-parallel ranks.
+    """
 
     products: tuple[tuple[float, float], ...] = ()
     score_flop: float = 0.0
@@ -55,7 +65,7 @@ class Work(NamedTuple):
         return self._replace(**sums | {"score_backward": max(self.score_backward, other.score_backward)})
 
     def backward(self, again: "Work") -> "Work":
-        """The work of backward behind this forward; ``again``: what of the forward it recomputes."""
+        """The work of the backward that follows this forward. ``again``: the part of the forward that it recomputes."""
         return self._replace(
             products=tuple((2 * flop, 2 * size) for flop, size in self.products),
             score_flop=self.score_backward * self.score_flop,
@@ -72,14 +82,14 @@ MODULES = {
     "shared_experts": ("shared_experts.",),
     "mla_up_proj": ("_up_proj.",),
 }
-"""By a name of ``--recompute-modules``, parts of the names of the parameters that it computes with. ``core_attn`` has
-none, and what ``moe_act`` takes is not counted."""
+"""By name of a ``--recompute-modules`` module: parts of the names of the parameters that it computes with.
+``core_attn`` has no parameters, and the work of ``moe_act`` is not counted."""
 
 
 def recomputed_work(
     forward: Work, kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int, share: "ExpertsShare | None"
 ) -> Work:
-    """What backward computes again of a layer whose forward is ``forward``."""
+    """The work that the backward recomputes in a layer whose forward is ``forward``."""
     if batch.recompute != "selective":
         return forward if batch.recompute == "full" else Work()
     again = Work()
@@ -95,7 +105,7 @@ def recomputed_work(
 
 
 def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
-    """Kind and parameters of every layer of a chunk; a matrix that a layer borrows is among its parameters."""
+    """Kind and parameters of every layer of a chunk. A matrix that a layer borrows is one of its parameters."""
     found: list[list[Parameter]] = [[] for _ in range(chunk.num_layers)]
     for parameter in chunk.parameters:
         for layer in parameter.uses:
@@ -104,15 +114,15 @@ def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
 
 
 class ExpertsShare(NamedTuple):
-    """``copies``: of a token that one rank's experts compute on, of those of its micro-batch; a part of it in each of
-    ``number`` experts."""
+    """``copies``: copies of tokens that one rank's experts compute on, per token of its micro-batch. They are divided
+    among ``number`` experts."""
 
     copies: float
     number: int
 
 
 def experts_share(workload: Workload) -> ExpertsShare | None:
-    """What the experts of one rank get from a balanced router; None where the workload does not say."""
+    """The share of the experts of one rank with a balanced router; None if the workload does not describe experts."""
     parallel, experts = workload.parallel, workload.experts
     if experts is None:
         return None
@@ -123,15 +133,15 @@ def experts_share(workload: Workload) -> ExpertsShare | None:
 def forward_work(
     kind: str | None, used: list[Parameter], batch: MicroBatch, tp: int, share: ExpertsShare | None = None
 ) -> Work:
-    """Forward of one layer for one micro-batch, on one tensor-parallel rank.
+    """Work of the forward of one layer for one micro-batch, on one tensor-parallel rank.
 
     Args:
-        kind, used: as :func:`layers_of` gives them; one rank's part.
+        kind, used: from :func:`layers_of`, one rank's part.
         tp: tensor-parallel size.
-        share: what its experts compute on.
+        share: the tokens that its experts compute on.
 
     Raises:
-        InputError: the layer has experts, and nothing says what they compute on.
+        InputError: the layer has experts, and the workload does not say how many tokens they compute on.
     """
     total, normed = Work(), any("q_layernorm" in p.name for p in used)
     for parameter in used:
@@ -142,7 +152,7 @@ def forward_work(
         total = total.plus(_work_of_experts(routed, hidden or min(routed[0].shape), batch, share))
     if kind == "output" and (rows := [p.shape[0] for p in used if len(p.shape) == 2]):
         total = total._replace(moved_bytes=total.moved_bytes + LOSS_BYTES[batch.loss_fusion] * batch.tokens * max(rows))
-    if batch.context_parallel > 1 and used:  # rows of queries, keys and values, less the queries'
+    if batch.context_parallel > 1 and used:  # rows of queries, keys and values, minus the queries' rows
         width = sum(p.shape[0] for p in used if p.name.endswith("linear_qkv.weight"))
         width -= sum(p.shape[1] for p in used if p.name.endswith("linear_proj.weight"))
         size = batch.tokens * batch.context_parallel * max(width, 0) * ITEM_BYTES[used[0].dtype]
@@ -158,9 +168,9 @@ def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, shar
         raise InputError("says of no experts, which its layers have: describe the model anew", field="experts")
     item, tokens = ITEM_BYTES[used[0].dtype], batch.tokens * share.copies
     numel = sum(p.numel for p in used if len(p.shape) > 1) / share.number  # of one expert
-    columns = numel / hidden  # between its two matrices, before and behind the activation function
+    columns = numel / hidden  # between its two matrices, before and after the activation function
     read = item * (numel * share.number + tokens * (2 * hidden + columns))  # every expert's matrices
-    sorted_bytes = 4 * item * tokens * hidden  # by expert, and back: read and written
+    sorted_bytes = 4 * item * tokens * hidden  # sorted by expert, and back: read and written
     return Work(
         products=((2.0 * tokens * numel, read),),
         moved_bytes=item * tokens * columns + sorted_bytes,
@@ -178,7 +188,7 @@ def _work_of(parameter: Parameter, kind: str | None, batch: MicroBatch, tp: int,
     if "embedding" in name and kind != "output":  # a look-up
         return Work(moved_bytes=2.0 * between * columns)
     work = Work(products=((2.0 * tokens * prod(parameter.shape), item * (rows * columns + tokens * (rows + columns))),))
-    if name.endswith("linear_qkv.weight"):  # split, and rotated; queries and keys may be normed
+    if name.endswith("linear_qkv.weight"):  # split and rotated; queries and keys may be normalized
         return work._replace(moved_bytes=(4.0 if normed else 2.0) * item * tokens * rows)
     if name.endswith("linear_fc1.weight"):
         return work._replace(moved_bytes=1.0 * item * tokens * rows)

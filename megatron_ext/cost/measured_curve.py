@@ -1,4 +1,4 @@
-"""A curve of a cost table: cost by size, as it was measured."""
+"""A curve of a cost table: measured cost by size."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,15 +10,15 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.workload.drive_reads import DriveReads
 
 MOST_FALL = 1000
-"""Times of noisy small messages may fall from one size to the next larger, but not by this factor."""
+"""Times of small messages are noisy and may fall from one size to the next, but not by this factor."""
 
 MOST_POINTS = 10_000
-"""Of one curve; a power-of-2 grid has about 30."""
+"""Most points of one curve. A power-of-2 grid has about 30."""
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """One measured size. ``issued_us`` is the time until the call returned, where it is
-    asynchronous; ``p50_us`` the time until the bytes had arrived."""
+    """One measured size. ``p50_us`` is the time until the bytes have arrived. ``issued_us`` is the time until the call
+    returns, if it is asynchronous."""
 
     size_bytes: int
     p50_us: float
@@ -28,10 +28,10 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Cost by size. ``algorithms`` holds one curve a name where a source compares several
-    (nccl_ring, nccl_tree, ...); ``source`` says where the figures come from; ``reads`` how the drive was read, of the
-    ``nvme`` route; ``counts`` whose bytes the sizes are: an imported ``reduce`` has those of the gradients,
-    any other those of parameters whose gradients are float32."""
+    """Cost by size. ``algorithms`` holds one curve per name if a source compares several (nccl_ring, nccl_tree, ...).
+    ``source`` says where the figures come from. ``reads`` says how the drive was read, for the route ``nvme``.
+    ``counts`` says what the sizes are bytes of: gradients in an imported ``reduce``, in all others parameters whose
+    gradients are float32."""
 
     points: tuple[Point, ...] = ()
     algorithms: dict[str, tuple[Point, ...]] = {}
@@ -41,11 +41,11 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 MaybeCurve = Curve | None
-"""None: a table without it."""
+"""None: the table does not have this curve."""
 
 
 def with_points(curve: Curve, change: Callable[[str, tuple[Point, ...]], tuple[Point, ...]]) -> Curve:
-    """``curve`` with ``change(field, points)`` in place of its points and of those of each of its algorithms."""
+    """``curve`` with its points, and the points of each of its algorithms, replaced by ``change(field, points)``."""
     own = change("points", curve.points)
     algorithms = {name: change(f"algorithms.{name}", points) for name, points in curve.algorithms.items()}
     return replace(curve, points=own, algorithms=algorithms)
@@ -55,7 +55,7 @@ def checked_points(points: tuple[Point, ...], field: str, checker: Checker) -> t
     """The points sorted by size.
 
     Raises:
-        InputError: a figure is not plausible, by itself or next to that of the next smaller size.
+        InputError: a figure is not plausible, by itself or compared with the figure of the next smaller size.
     """
     if len(points) > MOST_POINTS:
         checker.refuse(f"more than {MOST_POINTS} points", field, len(points))

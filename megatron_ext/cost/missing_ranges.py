@@ -1,8 +1,9 @@
-"""What a cost table lacks and a prediction takes from a range.
+"""Figures that a cost table lacks and that a prediction takes from a range.
 
 [Note: What stands for a missing figure]
-A figure that is missing is never taken as exactly 1.0 or 0. It either has a range here, from what is known of it, or is
-refused by name (planner/missing_figures.py): nothing says how long the work of a missing curve takes. The ranges:
+A missing figure is never taken as exactly 1.0 or 0. Either it has a range here, based on what is known about it, or it
+is refused by name (planner/missing_figures.py), because nothing says how long the operation of a missing curve takes.
+The ranges:
 
 * a pair of activities without a row of contention: from no slowdown to that of two on one link
 * the time of a call: from 0 to the slow end of the data sheets, or to the shortest all-gather, which contains a call
@@ -23,41 +24,44 @@ from megatron_ext.cost.curve import curves_of, points_of
 TRANSFERS = ("gpu", "cpu", "nvme", "publish", "reduce")
 COLLECTIVES = ("gpu", "reduce")
 ON_HOST = {"cpu", "nvme", "publish", "host_step", "host_add"}
-"""What moves bytes in host memory."""
+"""Activities that move bytes in host memory."""
 
 MOST_BESIDE_TRANSFERS = 1.3
-"""Two transfers without a row of contention: from no slowdown to this. An all-gather loses 8 to 11 % under host
-copies."""
+"""Largest slowdown of two transfers without a row of contention; the range begins at no slowdown. An all-gather loses 8
+to 11 % under host copies."""
 MOST_BESIDE_COMPUTE = 1.1
-"""The same for a transfer during compute, and for compute beside a collective, whose kernels take processors of the
+"""The same for a transfer during compute, and for compute during a collective, whose kernels take processors of the
 GPU."""
 MOST_BESIDE_COPIES = 1.03
-"""The same for compute beside a host copy: a PCIe link has some 2 % of the device memory's bandwidth."""
+"""The same for compute during a host copy: a PCIe link has about 2 % of the device memory's bandwidth."""
 
 MOST_ON_ONE_LINK = 2.0
-"""Two transfers that share one link evenly. One pair in five without a row lies above what is usual."""
+"""Slowdown of two transfers that share one link evenly. One pair in five without a row is slowed down more than
+usual."""
 
 USUAL = 0.8
-"""Part of the measured pairs that slow down by about as much as a pair without a row may. The others share a link."""
+"""Share of the measured pairs that are slowed down by about as much as a pair without a row may be. The others share a
+link."""
 
 MOST_LAUNCH_US = 1500.0
-"""Launching one layer's forward, or its backward, from Python, where it was not measured: the slow end of the data
-sheets."""
+"""Longest time to launch one layer's forward, or its backward, from Python, if it was not measured: the slow end of the
+data sheets."""
 MOST_TENSOR_US = 120.0
-"""The same for the optimizer's visit of one parameter."""
+"""The same for the time that the optimizer spends on one parameter."""
 MOST_CALL_US = 30.0
 """The same for a call of ``torch.distributed``."""
 
 CONTENTION, MISSING_CONTENTION, CALL = "contention", "missing contention rows", "group_overhead.call_us"
 LAUNCHES, MEMORY = "launches", "host_memory"
-"""Names of costs that are no curve."""
+"""Names of costs that are not curves."""
 
 
 class MissingRange(NamedTuple):
     """Attributes:
-    cost: its name.
-    text: what is missing and how it is taken.
-    put: the table with it, at the part of the range (0 to 1) that each call of the second argument gives.
+    cost: name of the cost.
+    text: the missing figure and the range that is used for it.
+    put: returns the table with this cost, at the part of the range (0 to 1) that each call of the second argument
+        gives.
     """
 
     cost: str
@@ -66,7 +70,8 @@ class MissingRange(NamedTuple):
 
 
 def missing_ranges(table: CostTable, kinds: Sequence[str]) -> list[MissingRange]:
-    """What ``table`` lacks of a prediction in which activities of ``kinds`` occur, in the order in which it is put."""
+    """The figures that ``table`` lacks for a prediction with activities of ``kinds``, in the order in which they are
+    added."""
     of_table = *_call(table), *_launches_of_layers(table), *_launches_of_parameters(table)
     return [*_contention(table, kinds), *of_table, *_host_memory(table, kinds)]
 
@@ -75,7 +80,7 @@ def missing_ranges(table: CostTable, kinds: Sequence[str]) -> list[MissingRange]
 
 
 def most_excess(measured: str, busy: str) -> float:
-    """By how much a pair may slow down where it was not measured, relative."""
+    """The relative slowdown that a pair may have if it was not measured."""
     if measured == "compute":
         return (MOST_BESIDE_COMPUTE if busy in COLLECTIVES else MOST_BESIDE_COPIES) - 1
     return (MOST_BESIDE_COMPUTE if busy == "compute" else MOST_BESIDE_TRANSFERS) - 1
@@ -91,9 +96,10 @@ def _excess(measured: str, busy: str, part: float) -> float:
 
 
 def _contention(table: CostTable, kinds: Sequence[str]) -> Iterator[MissingRange]:
-    """Pairs of activities that occur, can overlap and have no row. Collectives of one rank follow each other on one
-    communicator, or share the network; transfers on one link of the host, or on a shared PCIe link, have their own
-    rules; what the host's processors do shares host memory with copies, and leaves compute alone."""
+    """Pairs of activities that occur, can overlap and have no row. Some pairs need no row. Collectives of one rank run
+    one after the other on one communicator, or share the network. Transfers on one link of the host, or on a shared
+    PCIe link, have rules of their own. Work of the host's processors shares host memory with copies, and does not
+    affect compute."""
     present = {(row.measured, row.busy) for row in table.contention}
     if table.topology.nic_shares_pcie:
         present |= {("gpu", "cpu"), ("cpu", "gpu")}
@@ -129,8 +135,8 @@ def _known(row: Compute) -> bool:
 
 
 def _launches_of_layers(table: CostTable) -> Iterator[MissingRange]:
-    """Where layers were measured on a device, or estimated of one. A chunk's are those of as many layers as it takes
-    the time of."""
+    """Launches of layers, if layers were measured on a device or estimated for one. The launches of a chunk are those
+    of as many layers as its time is worth."""
     source, kinds = table.metadata.source, {row.layer_kind: row.forward_us for row in table.compute if row.layer_kind}
     of_device = (table.metadata.software or {}).get("backend") == "nccl" or (source and source.program == ESTIMATE)
     if not of_device or not kinds or all(map(_known, table.compute)):
@@ -148,7 +154,7 @@ def _launches_of_layers(table: CostTable) -> Iterator[MissingRange]:
 
 
 def _launches_of_parameters(table: CostTable) -> Iterator[MissingRange]:
-    """Launches of reduces and of the optimizer, where those of layers are known or lacking."""
+    """Launches of reduces and of the optimizer, if launches of layers are known or missing."""
 
     def put(table: CostTable, part: Callable[[], float]) -> CostTable:
         share, call_us = part(), table.group_overhead.call_us or 0.0
@@ -163,8 +169,8 @@ def _launches_of_parameters(table: CostTable) -> Iterator[MissingRange]:
 
 
 def _host_memory(table: CostTable, kinds: Sequence[str]) -> Iterator[MissingRange]:
-    """One activity alone moves at most what it carries: a copy each byte once, adding three. Small sizes lie in
-    caches."""
+    """The bandwidth of host memory is at least what one activity moves when it runs alone: a copy moves each byte once,
+    an addition moves three. Curves are read at their largest size, because small sizes fit into caches."""
     moved = [(1, table.routes.cpu), (1, table.routes.nvme), (3, table.host_add)]
     rates = [by * last.size_bytes / last.p50_us for by, curve in moved for last in points_of(curve)[-1:]]
     if table.host_memory is None and rates and not ON_HOST.isdisjoint(kinds):

@@ -136,7 +136,7 @@ class StageCosts:
 
 def place(num_layers: int, stages: int, cost) -> tuple[int, ...] | None:
     """Number of layers of each stage; None if no placement fits. The slowest stage is as fast as possible, then the sum
-        of squares is least, then earlier stages are longer.
+    of squares is least, then earlier stages are longer.
 
     The result is exact. Two dynamic programs run over (stages, layers placed), with ``stages * num_layers ** 2``
     operations each. A stage may have no layers.
