@@ -306,7 +306,7 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
     from megatron_ext.megatron.saved_activations import with_activations
     from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
-    from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
+    from megatron_ext.workload.gpt_shapes import MicroBatch, keeps_gradients, p2p_bytes
 
     args = of_run()
     for chunk in chunks:
@@ -324,6 +324,7 @@ def _described(chunks: list) -> Described:
         ),
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
+        keeps_gradients=keeps_gradients(workload.parallel, args.sequence_parallel, args.qk_layernorm),
     )
     return Described(workload=workload, layer_options=options_of_layers(args))
 

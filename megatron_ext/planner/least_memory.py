@@ -20,6 +20,7 @@ bytes on the device between its uses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from math import inf
@@ -41,6 +42,7 @@ from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.bill_by_step import activations
 from megatron_ext.schedule.footprint import pinned_need
+from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
@@ -102,9 +104,8 @@ def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
             takes the least holds there.
     """
     models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
-    for model in models:
-        if (found := model.plan()) is not None:
-            return found
+    if found := next(filter(None, (model.plan() for model in models)), None):
+        return found
     workload = problem.workload
     if workload.limits.host_bytes is not None and models[-1].least[0] <= (workload.limits.device_bytes or 0):
         least = models[-1].solved("host", replace(workload.limits, host_bytes=None))
@@ -238,9 +239,7 @@ class _Model:
         limits = self.workload.limits
         if self.least[0] > (limits.device_bytes or 0):
             return None
-        found = self.solved("time", limits)
-        if limits.host_bytes is None and limits.pinned_host_bytes is None:
-            found = found or self.least[1]
+        found = self.solved("time", limits) or self.least[1]
         return self.finished(found) if found is not None and self._keeps(found) else None
 
     def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
@@ -377,7 +376,7 @@ class _Model:
         return min(filter(self._keeps, tried), key=lambda schedule: judged_us(self.workload, self.timing, schedule))
 
     def _keeps(self, found: Schedule) -> bool:
-        try:
-            return keeps_device_bytes(with_states_on_drive(found, self.workload), self.workload)
-        except InputError:
-            return False
+        with suppress(InputError):
+            match(with_states_on_drive(found, self.workload), self.workload)
+            return True
+        return False

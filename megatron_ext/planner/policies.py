@@ -152,14 +152,14 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
         raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
     marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
     names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))
-    chosen, failed = names[:1], reasons.get("hybrid")
-    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
+    chosen, failed = names[:1], str(reasons.get("hybrid", "")) or None
+    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps by them
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
         chosen += [*gathers[:1], *[name for name in names if name in quick][:PLACED]]
     schedules = {name: found[name][1] for name in chosen}
-    for name in schedules.keys() & BASELINES.keys():
-        options = PlanOptions(rule=name, search_failed=None if failed is None else str(failed))
-        schedules[name] = replace(schedules[name], metadata=replace(schedules[name].metadata, options=options))
+    for name, each in schedules.items():
+        options = PlanOptions(rule=name if name in BASELINES else None, search_failed=failed)
+        schedules[name] = replace(each, metadata=replace(each.metadata, options=options))
     return Found(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
 
 
@@ -315,7 +315,8 @@ def search_note(schedule: Schedule) -> str | None:
             return "Proven: none of the groupings that were solved has a faster schedule."
         return f"Not proven: a schedule that is up to {1 - 1 / (1 + options.proven_gap):.2%} shorter is not ruled out."
     if options.search_failed is not None:
-        return f"The search found no schedule ({options.search_failed}). The plan is the baseline {options.rule}."
+        by = f"the baseline {options.rule}" if options.rule else "one of the quick plans"
+        return f"The search found no schedule ({options.search_failed}). The plan is {by}."
     if options.rule is not None:
         return f"The search found nothing faster than the baseline {options.rule}, which is the plan."
     return None

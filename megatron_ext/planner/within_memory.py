@@ -6,6 +6,7 @@ passes estimate every rule; the best few rules are searched.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from math import inf
 
@@ -66,10 +67,8 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
     for us, rule in estimated:
         if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
-        try:
+        with suppress(InputError):
             found.append(_searched(problem, rule))
-        except InputError:
-            continue
     if found:
         return min(found, key=lambda item: item[0])[1]
     if not or_least:
@@ -116,8 +115,7 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
         filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            limited = problem._replace(workload=with_whole_bytes(workload, rule))
-            us = _estimate(Search(limited, offloader))
+            us = _estimate(Search(problem._replace(workload=with_whole_bytes(workload, rule)), offloader))
             seen[key] = us < inf
             if us < inf:
                 found.append((us, len(found), rule))
@@ -135,8 +133,7 @@ def _estimate(state: Search) -> float:
     best = min(settings, key=state.estimate)
     if state.steps > SMALL_STEPS:
         return state.estimate(best)
-    made = state.made(best) if state.estimate(best) < inf else None
-    if made is not None:
+    if state.estimate(best) < inf and (made := state.made(best)) is not None:
         state.time_of(made)
     return state.best_mark
 
@@ -184,7 +181,5 @@ def _whole_bytes(workload: Workload) -> list[int | None]:
 
 
 def with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
-    """The workload with the bytes that the rule leaves for whole parameters."""
-    if rule.whole_bytes is None:
-        return workload
-    return workload.with_limits(whole_parameter_bytes=rule.whole_bytes)
+    """The workload with what the rule leaves for whole parameters."""
+    return workload if rule.whole_bytes is None else workload.with_limits(whole_parameter_bytes=rule.whole_bytes)

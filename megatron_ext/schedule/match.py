@@ -32,19 +32,18 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     if schedule.model.fingerprint != fingerprint(workload):
         said = f"made for another model; the run's is {fingerprint(workload)[:12]}"
         check.refuse(said, "model.fingerprint", schedule.model.fingerprint[:12])
-    _check_shared_embedding(schedule, workload, check)
+    _check_whole_gradients(schedule, workload, check)
     check_rests_of_run(schedule, workload, check)
     check_layers(schedule, workload, file=file)
     _match_limits(schedule, workload, check)
 
 
-def _check_shared_embedding(schedule: Schedule, workload: Workload, check: Checker) -> None:
+def _check_whole_gradients(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
-        if group.gradients is not None and any(p.shared_embedding for p in members_of(group, workload)):
-            said = (
-                "the embedding that two pipeline ranks share keeps its gradient whole: Megatron adds both ranks' after"
-            )
-            check.refuse(f"{said} all others are reduced", f"groups[{index}].gradients", group.gradients)
+        shared = workload.keeps_gradients or any(p.shared_embedding for p in members_of(group, workload))
+        if group.gradients is not None and shared:
+            said = "keeps its gradient whole: ranks that hold the same parameters add theirs after all are reduced"
+            check.refuse(said, f"groups[{index}].gradients", group.gradients)
 
 
 _SIZES = {

@@ -193,7 +193,13 @@ def gpt_workload(
         limits=limits,
         optimizer=optimizer,
         experts=experts and Experts(num_experts=experts.number, router_topk=experts.topk),
+        keeps_gradients=keeps_gradients(parallel, batch.sequence_parallel, shape.qk_norm),
     )
+
+
+def keeps_gradients(parallel: Parallel, sequence_parallel: bool, qk_norm: bool) -> bool:
+    """Whether whole gradients have to stay (megatron/refusals.py, ``refuse_with_gradients``)."""
+    return parallel.tensor_model_parallel_size > 1 and (sequence_parallel or qk_norm)
 
 
 def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:

@@ -121,7 +121,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``p2p_bytes`` is one activation message between two pipeline stages, 0 where it is not known; where there is one
     stage nothing sends it. ``ramp`` are the numbers of micro-batches that iterations have besides
-    ``parallel.num_microbatches``, because the batch grows in the course of training.
+    ``parallel.num_microbatches``, because the batch grows in the course of training. ``keeps_gradients``: they have
+    to stay whole, because tensor-parallel ranks add those of norms after the last reduce.
     """
 
     schema_version: int
@@ -134,6 +135,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     optimizer: OptimizerSettings = OptimizerSettings()
     experts: Experts | None = None
     ramp: tuple[int, ...] = ()
+    keeps_gradients: bool = False
 
     @property
     def counts_activations(self) -> bool:
@@ -172,6 +174,7 @@ def make_workload(
     optimizer: OptimizerSettings | None = None,
     experts: Experts | None = None,
     ramp: tuple[int, ...] = (),
+    keeps_gradients: bool = False,
 ) -> Workload:
     """A checked workload of the present schema version; raises what :func:`check` does."""
     return check(
@@ -186,6 +189,7 @@ def make_workload(
             optimizer=optimizer or OptimizerSettings(),
             experts=experts,
             ramp=ramp,
+            keeps_gradients=keeps_gradients,
         )
     )
 

@@ -116,14 +116,14 @@ def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
     return found[0], found[1]
 
 
-def least_bytes(workload: Workload, keeps_gradients: bool = False) -> int:
-    """Device bytes of the rank that holds most, with everything elsewhere that may be elsewhere. No plan holds less.
+def least_bytes(workload: Workload) -> int:
+    """Device bytes of the rank that holds most, with everything elsewhere that may be: no plan holds less.
 
     While a layer computes, its parameters are whole, and in its backward also its gradient. An optimizer on the device
     gets all gradients on the device for its step.
     """
     zero_stage, most = workload.zero_stage, 0
-    comes_and_goes = zero_stage > 1 and not keeps_gradients
+    comes_and_goes = zero_stage > 1 and not workload.keeps_gradients
     for rank in range(workload.parallel.pp):
         groups = groups_of_rank(workload, rank, "host" if zero_stage == 3 else None, single=False)
         whole = sum(group.bytes for group in groups) if zero_stage < 3 else 0
@@ -214,8 +214,6 @@ def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, 
         InputError: the plan does not keep the limits, or a run would refuse it.
     """
     schedule = plan.schedules[-1]
-    if setting.keeps_gradients and any(group.gradients for group in schedule.groups):
-        raise InputError("needs whole gradients, which do not fit", field="--sequence-parallel", value=True)
     memories = [bill.memory for bill in memory_bill(schedule, rounds.parts[-1][0])]
     memory = max(memories, key=lambda memory: memory.device_total_bytes)
     of_ranks = [sum(held.host_bytes.values()) for held in memories], [held.nvme_bytes for held in memories]

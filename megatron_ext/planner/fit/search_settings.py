@@ -204,7 +204,7 @@ class Search:
             work = replace(bases[key], zero_stage=setting.zero_stage, optimizer=setting.optimizer)
             few = FewRounds(work).parts[-1][0]  # holds the same bytes: what is in flight repeats with every round
             room_bytes = self.room(setting, few)
-            need = least_bytes(few, setting.keeps_gradients)
+            need = least_bytes(few)
             if need > room_bytes:
                 least = min(least, (need - room_bytes, setting, need), key=lambda item: item[0])
                 if setting == self.space.given:
@@ -322,7 +322,7 @@ class Search:
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
                 break
             hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
-            if hoped >= best:
+            if hoped >= best and found:
                 continue
             effort -= cost
             choice = _whole_plan(one, compare=small or len(candidates) == 1) or choice

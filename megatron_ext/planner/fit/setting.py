@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload, keeps_gradients
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits, Workload
@@ -48,8 +48,7 @@ class Setting(NamedTuple):
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients must stay on the device (megatron/refusals.py, ``refuse_with_gradients``)."""
-        return self.batch.sequence_parallel and self.parallel.tensor_model_parallel_size > 1
+        return keeps_gradients(self.parallel, self.batch.sequence_parallel, self.shape.qk_norm)
 
     @property
     def counts_ends(self) -> bool:

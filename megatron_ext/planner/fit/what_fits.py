@@ -54,6 +54,6 @@ def _nodes(problem: Problem, setting: Setting) -> int | None:
         except InputError:
             continue
         work = more.workload(problem.limits)
-        if least_bytes(work, more.keeps_gradients) <= problem.room(more, work):
+        if least_bytes(work) <= problem.room(more, work):
             return times
     return None

@@ -186,7 +186,7 @@ class Offloader:
         first = self._dtypes[stage][group.parameters[0]]
         gradient = gradient_bytes(group, self.workload)
         gradients: list = [None]
-        if not first.shared_embedding:
+        if not first.shared_embedding and not self.workload.keeps_gradients:
             gradients += ["sharded", "host"] if group.ranks > 1 else ["host"]
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         rests = (False, True) if on_host else (False,)

@@ -18,6 +18,7 @@ from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.without_plan import stock_bytes
+from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.group_facts import steps_on_host_shards
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
@@ -155,6 +156,12 @@ def test_the_least_bytes_are_known_and_planned_without_the_solver(seed, monkeypa
     monkeypatch.setattr(cp_model.CpSolver, "solve", lambda *_: cp_model.UNKNOWN)  # its work did not suffice
     found = least(replace(work, limits=Limits(device_bytes=device)), table)
     assert max(bill.memory.device_total_bytes for bill in memory_bill(found, work)) == device
+    pinned, host = max(pinned_host_bytes(found)), max(host_bytes_of_nodes(found, work))
+    limits = Limits(device_bytes=device, host_bytes=host, pinned_host_bytes=pinned or None)
+    assert least(replace(work, limits=limits), table).groups == found.groups
+    if pinned:
+        with pytest.raises(InputError):
+            least(replace(work, limits=replace(limits, pinned_host_bytes=1)), table)
     with pytest.raises(InputError, match=f"holds at least {device} bytes"):
         least(replace(work, limits=Limits(device_bytes=device - 1)), table)
 

@@ -2,14 +2,16 @@
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload, uneven_case
+from planning_cases import line, make_table, make_workload, uneven_case
 from variations import some
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies, search_note
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
 from megatron_ext.schedule.match import match
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.schedule_text import grid
 from megatron_ext.schedule.validate import validate
 
@@ -189,3 +191,7 @@ def test_a_plan_within_memory_that_is_a_baseline_says_so(monkeypatch):
     monkeypatch.setattr(policies, "plan_within_memory", gathers_alone)
     note = search_note(plan(work, make_table(work)))
     assert note is not None and "nothing found" in note and "gathers-only" in note
+    held = max(bill.memory.device_total_bytes for bill in memory_bill(stock_schedule(work), work))
+    work = replace(work, limits=replace(work.limits, device_bytes=held * 8 // 10))
+    note = search_note(plan(work, make_table(work, reduce=line(10.0, 1e3)), compare=False))
+    assert note is not None and "nothing found" in note and "quick plans" in note

@@ -14,6 +14,7 @@ from megatron_ext.planner.passes.offload_groups import Offloader, Residency, Rul
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.match import match
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -115,6 +116,18 @@ def test_zero_stage_2_keeps_parameters_whole_and_gradients_in_shards():
     alone = plan(limited(work, need, zero_stage=2, on_host=False), table, compare=False)
     assert not alone.predicted.baselines_us
     assert alone.predicted.iteration_time_us >= planned.predicted.iteration_time_us * (1 - 1e-9)
+
+
+def test_gradients_stay_where_tensor_parallel_ranks_add_them_later():
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", layers=6, zero_stage=3, microbatches=2)
+    table = make_table(work, host_add=line(1.0, 1e4))
+    free = max(memory.device_total_bytes for memory in plan(work, table).predicted.memory)
+    work = replace(work, limits=Limits(device_bytes=free * 8 // 10))
+    relieved, kept = plan(work, table), replace(work, keeps_gradients=True)
+    assert any(group.gradients for group in relieved.groups)
+    with pytest.raises(InputError, match="keeps its gradient whole"):
+        match(relieved, kept)
+    assert not any(group.gradients for group in plan(kept, table).groups)
 
 
 def test_shards_that_rest_in_host_memory_count_as_pinned():

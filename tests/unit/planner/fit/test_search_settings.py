@@ -72,7 +72,7 @@ def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
         assert parallel.etp == (1 if of_their_own else tp) and (parallel.ep == 2 or parallel.ep * parallel.etp <= 8)
         experts = sum(p.numel for chunk in work.chunks for p in chunk.parameters if ".experts." in p.name)
         assert experts * parallel.ep * parallel.etp == 2 * 4 * 3 * 512 * 256
-        assert 0 < floor_bytes(one) <= least_bytes(work, one.keeps_gradients)
+        assert 0 < floor_bytes(one) <= least_bytes(work)
 
 
 def test_gradients_stay_whole_beside_sequence_parallelism():
@@ -81,6 +81,17 @@ def test_gradients_stay_whole_beside_sequence_parallelism():
     several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
     assert several and all(one.keeps_gradients and one.zero_stage != 2 for one in several)
     assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
+
+
+def test_what_only_a_whole_plan_fits_is_found_as_plan_finds_it():
+    words = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --bf16
+        --micro-batch-size 8 --global-batch-size 1024 --zero-stage 3 --recompute-granularity full --recompute-method
+        uniform --recompute-num-layers 1 --limit-device-bytes 2289114503""".split()
+    problem = ready(request(words, hardware="h100-ethernet", world_size=8, fixed=("all",)))
+    given, work = problem.space.given, problem.space.given.workload(problem.limits)
+    with pytest.raises(InputError, match="cannot fit"):
+        quick_choice(given, work, problem.costs.of(given, work), 0.0)
+    assert problem.search().winner.us == plan(work, problem.costs.of(given, work)).predicted.iteration_time_us
 
 
 def test_stock_megatron_is_searched_with_sequence_parallelism(monkeypatch):
@@ -172,12 +183,12 @@ def planned_us(problem, setting, limit: int) -> float | None:
     try:
         made = plan(work, problem.costs.of(setting, work)).predicted
     except InputError:
-        assert least_bytes(work, setting.keeps_gradients) > 0
+        assert least_bytes(work) > 0
         return None
     assert made is not None
     # The bounds by which settings are pruned are none that a plan goes below.
     held = max(memory.device_total_bytes for memory in made.memory)
-    assert floor_bytes(setting) <= least_bytes(work, setting.keeps_gradients) <= held <= limit
+    assert floor_bytes(setting) <= least_bytes(work) <= held <= limit
     return made.iteration_time_us
 
 
