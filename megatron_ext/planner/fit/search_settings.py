@@ -315,20 +315,20 @@ class Search:
     def _planned(self, candidates: list[Candidate]) -> list[Choice]:
         """The best settings of the whole device, planned in full."""
         found: list[Choice] = []
-        effort, best = PLAN_EFFORT, inf
+        effort = PLAN_EFFORT
         small = all(map(_is_small, candidates))
         for choice, one in self._by_quick_plan(candidates):
             cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
-            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small):
+            enough = cost > effort and (choice is not None or effort < PLAN_EFFORT)  # the first, if none is known
+            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small):
                 break
             hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
-            if hoped >= best and found:
+            if found and hoped >= min(each.us for each in found):
                 continue
             effort -= cost
             choice = _whole_plan(one, compare=small or len(candidates) == 1) or choice
             if choice is not None:
                 found.append(choice)
-                best = min(best, choice.us)
         return found
 
 

@@ -83,7 +83,8 @@ def test_gradients_stay_whole_beside_sequence_parallelism():
     assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
 
 
-def test_what_only_a_whole_plan_fits_is_found_as_plan_finds_it():
+def test_what_only_a_whole_plan_fits_is_found_as_plan_finds_it(monkeypatch):
+    monkeypatch.setattr(search_settings, "PLAN_EFFORT", 1.0)  # less than this plan, as with many layers
     words = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --bf16
         --micro-batch-size 8 --global-batch-size 1024 --zero-stage 3 --recompute-granularity full --recompute-method
         uniform --recompute-num-layers 1 --limit-device-bytes 2289114503""".split()
