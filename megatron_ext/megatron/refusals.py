@@ -50,10 +50,7 @@ NEUTRAL = dict.fromkeys(REASONS, False) | {
 }
 """The values at which they do not."""
 
-SHARDED_WEIGHTS = {
-    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
-    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
-}
+SHARDED_WEIGHTS = {f"{of}gtp_weight_remat_size": f"{of}tensor_parallel_num_weight_shards" for of in ("", "expert_")}
 """Ranks beside the tensor-parallel ones that share a weight, and the option that they follow from: it counts both."""
 
 REASONS |= {"cuda_graph_scope": _GRAPH} | dict.fromkeys(
