@@ -117,7 +117,7 @@ def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
 
 
 def least_bytes(workload: Workload) -> int:
-    """Device bytes of the rank that holds most, with everything elsewhere that may be: no plan holds less.
+    """Device bytes of the rank that holds most, with everything elsewhere that may be elsewhere. No plan holds less.
 
     While a layer computes, its parameters are whole, and in its backward also its gradient. An optimizer on the device
     gets all gradients on the device for its step.
