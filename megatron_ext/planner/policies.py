@@ -153,7 +153,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
     names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))
     chosen, failed = names[:1], str(reasons.get("hybrid", "")) or None
-    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps by them
+    if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
         chosen += [*gathers[:1], *[name for name in names if name in quick][:PLACED]]
     schedules = {name: found[name][1] for name in chosen}

@@ -181,5 +181,5 @@ def _whole_bytes(workload: Workload) -> list[int | None]:
 
 
 def with_whole_bytes(workload: Workload, rule: Rule) -> Workload:
-    """The workload with what the rule leaves for whole parameters."""
+    """The workload with the bytes that the rule leaves for whole parameters."""
     return workload if rule.whole_bytes is None else workload.with_limits(whole_parameter_bytes=rule.whole_bytes)

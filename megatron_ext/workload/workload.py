@@ -121,8 +121,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     ``p2p_bytes`` is one activation message between two pipeline stages, 0 where it is not known; where there is one
     stage nothing sends it. ``ramp`` are the numbers of micro-batches that iterations have besides
-    ``parallel.num_microbatches``, because the batch grows in the course of training. ``keeps_gradients``: they have
-    to stay whole, because tensor-parallel ranks add those of norms after the last reduce.
+    ``parallel.num_microbatches``, because the batch grows in the course of training. ``keeps_gradients``: whole
+    gradients must stay on the device, because tensor-parallel ranks add those of norms after the last reduce.
     """
 
     schema_version: int
