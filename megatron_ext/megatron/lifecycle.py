@@ -13,14 +13,14 @@ While BUILDING all ranks agree, too: before a model is built late, and before an
 single rank that gave up would leave the others waiting for it in a collective.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_ext.formats import trace as trace_file
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree
@@ -29,6 +29,7 @@ from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
 from megatron_ext.megatron.building_run import BuildingRun, State
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
+from megatron_ext.megatron.one_line_end import says_all
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.reference_delay import ReferenceDelay
@@ -135,8 +136,7 @@ class Run(BuildingRun):
         for bucket_group in self.own.bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
-        for connect in self.executor.connects:
-            connect()
+        connect_ranks(self.executor.connects)
         self.watch.executor = self.executor
         # The initial parameters are whole everywhere; publishing them lets the first iteration run like every other.
         # Megatron's host optimizer may hold others, of a checkpoint that it has read so: it computes on these first.
@@ -340,6 +340,23 @@ def _refuse_forward(*_) -> None:
         "training has ended and its parameters were freed, because neither a checkpoint nor an evaluation was to "
         "follow: end it by megatron_ext.megatron.hooks.finish(), called before the end of Megatron's train"
     )
+
+
+def connect_ranks(connects: Iterable[Callable[[], None]]) -> None:
+    """Make communicators between ranks. A rank where this fails ends alone: others may wait for it in NCCL until their
+    launcher ends them, so ranks cannot agree here.
+
+    Raises:
+        InputError: in place of an error that a traceback would tell, for example of NCCL.
+    """
+    try:
+        for connect in connects:
+            connect()
+    except RuntimeError as error:
+        if says_all(error):
+            raise
+        text = one_line(str(error), 300)
+        raise InputError(f"rank {dist.get_rank()} cannot connect to the ranks that it gathers with: {text}") from error
 
 
 def _step_seconds(args) -> float:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from planning_cases import make_workload
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import agreement, building_run, hooks, lifecycle
+from megatron_ext.megatron import agreement, building_run, hooks, lifecycle, one_line_end
 from megatron_ext.megatron.lifecycle import Run, State
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError
@@ -63,6 +63,28 @@ def test_an_error_is_shown_before_its_rank_ends_the_run_and_may_wait_for_others(
         finally:
             hooks.finish()
     assert ended == [shown]
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (
+            "NCCL error: unhandled system error\nLast error:\nNo space left",
+            "rank 1 cannot connect .*: NCCL error: .* left",
+        ),
+        ("CUDA error: an illegal memory access", "^CUDA error"),  # it and the loss of a rank have an end of their own
+        ("Connection closed by peer", "^Connection closed"),
+    ],
+)
+def test_a_rank_that_cannot_connect_ends_by_one_line(monkeypatch, text, said):
+    monkeypatch.setattr(lifecycle.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(one_line_end.worker, "on_failure", lambda: None)
+
+    def connect():
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError if said[0] == "^" else InputError, match=said):
+        lifecycle.connect_ranks([connect])
 
 
 @pytest.mark.parametrize("chunks", [[torch.nn.Identity(), torch.nn.Linear(1, 1)], [torch.nn.Identity()]])
