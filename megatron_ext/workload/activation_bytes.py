@@ -1,6 +1,6 @@
 """Activations that a GPT's layers keep for backward, counted from sizes (Korthikanti et al. 2022, arXiv 2205.05198).
 
-Counted for fused norms and activation functions, and without what a kernel frees within its layer.
+The count is for fused norms and fused activation functions. It leaves out tensors that a kernel frees within its layer.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,20 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.parallel import Parallel
 
 ROUTED = 30
-"""Bytes that a router keeps of a token for each of its experts: indices, weights and places. A map has one for every
-expert."""
+"""Bytes that a router keeps per token for each expert that the token goes to: indices, weights and places. In addition,
+a routing map has one byte per token for every expert."""
 
 
 class Kept(NamedTuple):
-    """Bytes of one micro-batch: until the layer's backward, and what its backward makes anew."""
+    """Bytes of one micro-batch: those kept until the layer's backward, and those that its backward computes again."""
 
     activation_bytes: int
     recompute_bytes: int = 0
 
 
 def kept_by_chunk(kinds: Sequence[str], shape, batch, parallel: Parallel) -> tuple[tuple[int, ...], int]:
-    """What each layer of a chunk keeps on one tensor-parallel rank, and what a backward makes anew at one time.
+    """Bytes that each layer of a chunk keeps on one tensor-parallel rank, and the most bytes that a backward computes
+    again at one time.
 
     Args:
         kinds: ``embedding``, ``transformer``, ``moe`` or ``output`` of every layer.
@@ -37,15 +38,15 @@ def kept_by_chunk(kinds: Sequence[str], shape, batch, parallel: Parallel) -> tup
     activation_bytes = [each.activation_bytes for each in kept]
     anew = max((each.recompute_bytes for each in kept), default=0)
     if batch.recompute == "full" and layers:
-        between = activation_bytes[first]  # the input, which is no part of what is made anew
-        if batch.recompute_method == "uniform":  # of layers together only the first's input is kept
+        between = activation_bytes[first]  # the input, which is not computed again
+        if batch.recompute_method == "uniform":  # of layers recomputed together, only the first one's input is kept
             together = min(batch.recompute_num_layers, len(layers))
             for number in layers:
                 if (number - first) % together:
                     activation_bytes[number] = 0
             anew *= together
         anew -= between
-        if not shape.positions:  # rotary angles of 32 bits, which the first of these layers keeps for all
+        if not shape.positions:  # 32-bit rotary angles, which the first of these layers keeps for all of them
             activation_bytes[first] += 4 * batch.seq_length // batch.context_parallel * shape.head_dim
     return tuple(activation_bytes), anew
 
@@ -54,28 +55,29 @@ def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
     item, tp, routing = ITEM_BYTES[shape.dtype], parallel.tensor_model_parallel_size, 0
     elements = batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
     between, masks = item * elements, elements if batch.hidden_dropout else 0
-    moments = 0 if shape.rms_norm else 2 * between // shape.hidden  # of each token, by a norm
-    if kind == "embedding":  # tokens; their own copy and which of them other tensor-parallel ranks look up
+    moments = 0 if shape.rms_norm else 2 * between // shape.hidden  # mean and deviation of each token, kept by a norm
+    if kind == "embedding":  # tokens; with tensor parallelism also a copy, and a mask of those that other ranks look up
         own = (9 if shape.positions else 1) * batch.tokens if tp > 1 else 0
         return Kept(8 * batch.tokens + masks + own)
-    if kind == "output":  # the norm's and the matrix's input, the softmax in 32 bits, labels and which are others'
+    if kind == "output":  # inputs of the norm and of the matrix, the 32-bit softmax, labels and a mask of other ranks'
         return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
-    # Times the columns: inputs of the second matrix and of the activation; one that is not fused keeps both factors of
-    # its output, too.
+    # Number of tensors as wide as the MLP: the inputs of the second matrix and of the activation function. One that is
+    # not fused also keeps both factors of its output.
     inner = 2 + shape.gated * (1 if batch.fused_swiglu else 3)
     behind = width + inner * shape.ffn
-    if kind == "moe":  # inputs of the first matrix, too; the token's weight is applied to what the activation gives
+    if kind == "moe":  # also the inputs of the first matrix; the token's weight multiplies the activation's output
         number, topk, ffn, _, shared = shape.experts
         behind = width + topk * (parallel.etp * shape.hidden + 3 * ffn) + inner * shared
         routing = (ROUTED * topk + number) * elements // shape.hidden
     columns = behind + _inputs_of_attention(shape, batch, width, groups)
-    # Scores that are not fused, with keys and values repeated for the queries; a fused kernel keeps a sum for each row.
+    # Attention that is not fused keeps scores, and keys and values repeated for the queries. A fused kernel keeps one
+    # sum per row.
     score = (2 * item + 1 if batch.attention_dropout else item) if batch.score_heads else 0
     scores = score * batch.tokens * batch.seq_length * batch.score_heads
     copies = item * batch.tokens * 2 * width // tp if scores and groups < width else 0
     sums = 0 if scores else 4 * batch.tokens * shape.heads // tp
-    # Sines and cosines, for queries and for keys.
+    # Sines and cosines, once for queries and once for keys.
     rotated = batch.local and not shape.positions
     waves = 4 * item * batch.seq_length // batch.context_parallel * shape.head_dim * rotated
     whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums + waves
@@ -84,18 +86,18 @@ def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
         return Kept(between, whole)
     if batch.recompute != "selective":
         return Kept(whole)
-    # By then backward has been through what is behind attention, and has freed it.
+    # By then the backward has freed what the layer keeps after attention.
     freed = 2 * between + 2 * masks + moments + item * batch.tokens * behind // tp
     anew = scores + copies + sums
     return Kept(whole - anew, max(anew - freed, 0))
 
 
 def _inputs_of_attention(shape, batch, width: int, groups: int) -> int:
-    """Columns of what attention and norms of queries and keys keep of one matrix's output, and of what is made of it.
+    """Columns that attention, and norms of queries and keys, keep: of the output of the QKV matrix and of its copies.
 
-    Transformer Engine keeps copies, and lets go of the output but for a value that waits for recompute. Megatron's
-    local layers keep the output as long as a part of it is kept: with groups, whose queries are a copy and whose keys
-    and values are repeated, none is without norms and recompute.
+    Transformer Engine keeps copies and frees the output, except values that wait for recompute. Megatron's local layers
+    keep the output as long as any part of it is in use. With grouped queries no part is in use unless there are norms
+    or recompute, because queries are copied and keys and values are repeated.
     """
     output, made = width + 2 * groups, shape.qk_norm or not shape.positions
     grouped, selective = groups < width, batch.recompute == "selective"

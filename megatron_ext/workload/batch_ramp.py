@@ -1,4 +1,4 @@
-"""How many micro-batches an iteration has, where options let the batch grow in the course of training."""
+"""The numbers of micro-batches that iterations have when options let the batch grow in the course of training."""
 
 from typing import NamedTuple, NoReturn
 
@@ -6,27 +6,28 @@ from megatron_ext.formats.errors import option_error
 
 RAMPUP, STEPS = "rampup_batch_size", "step_batch_size_schedule"
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-"""Of numbers in --step-batch-size-schedule, as Megatron's num_microbatches_calculator reads them."""
+"""Suffixes of numbers in --step-batch-size-schedule, as Megatron's num_microbatches_calculator reads them."""
 
 MOST_NUMBERS = 256
-"""Numbers of micro-batches in one training: each has a schedule of its own."""
+"""Largest count of different numbers of micro-batches in one training: each has a schedule of its own."""
 
 
 class Stage(NamedTuple):
-    """From ``first_sample`` consumed samples on, a global batch has ``batch_size`` samples."""
+    """A global batch has ``batch_size`` samples after ``first_sample`` samples have been consumed."""
 
     first_sample: float
     batch_size: int
 
 
 def numbers_of_microbatches(args, consumed_samples: int = 0) -> tuple[int, ...]:
-    """Micro-batches of an iteration: every number that is reached after ``consumed_samples``, the last one last.
+    """Every number of micro-batches that an iteration has after ``consumed_samples``, the final one last.
 
     Args:
         args: Megatron's options or those of ``describe``, with ``global_batch_size``.
 
     Raises:
-        InputError: naming the option: it is not of Megatron's form, or a batch size does not divide.
+        InputError: an option does not have Megatron's form, or a batch size is not a multiple of the micro-batch size
+            times the data-parallel size.
     """
     stages = _stages(args)
     left = [stage for stage, behind in zip(stages, stages[1:]) if behind.first_sample > consumed_samples]

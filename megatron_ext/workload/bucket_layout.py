@@ -29,7 +29,7 @@ def bucket_numel(numels: Sequence[int], data_parallel_size: int) -> int:
 
 
 def shard_numels(numels: Sequence[int], data_parallel_size: int) -> list[int]:
-    """By data-parallel rank, the elements of parameters (without padding) that its shard of a bucket holds.
+    """For each data-parallel rank, the elements of parameters (without padding) in its shard of a bucket.
 
     Args:
         numels: as for :func:`bucket_numel`.
@@ -38,7 +38,7 @@ def shard_numels(numels: Sequence[int], data_parallel_size: int) -> list[int]:
 
 
 def shard_parts(numels: Sequence[int], data_parallel_size: int) -> list[list[int]]:
-    """The same, for each parameter that its shard has a part of."""
+    """For each data-parallel rank, the elements of each parameter of which its shard of a bucket holds a part."""
     size = bucket_numel(numels, data_parallel_size) // data_parallel_size
     held: list[list[int]] = [[] for _ in range(data_parallel_size)]
     end = 0

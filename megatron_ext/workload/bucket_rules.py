@@ -1,15 +1,16 @@
 """Which parameters of a chunk share a bucket, by Megatron's own rule and cut at layers.
 
-Source: Megatron-LM ``megatron/core/distributed/param_and_grad_buffer.py`` (one buffer a dtype, experts apart;
-the shared embedding has a bucket of its own; a bucket is closed when it is full, from the last parameter on) and
-``distributed_data_parallel.py`` (the size of a bucket, for experts too; one bucket a chunk except in the first stage).
+Source: Megatron-LM ``megatron/core/distributed/param_and_grad_buffer.py`` (one buffer per dtype, another for experts;
+the shared embedding has a bucket of its own; buckets are filled from the last parameter on and closed when full) and
+``distributed_data_parallel.py`` (the size of a bucket, also for experts; one bucket per chunk except in the first
+stage).
 """
 
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Chunk
 
 LEAST_BUCKET, BUCKET_OF_A_RANK = 40_000_000, 1_000_000
-"""Elements: Megatron fills a bucket to the larger of the first and the second times the data-parallel size."""
+"""In elements. Megatron fills a bucket up to the larger of the first, and the second times the data-parallel size."""
 
 
 def stock_buckets(chunk: Chunk, data_parallel_size: int, elements: int | None = None) -> list[list]:
@@ -36,7 +37,7 @@ def stock_buckets(chunk: Chunk, data_parallel_size: int, elements: int | None = 
 
 
 def buckets(chunk: Chunk, by_layer: bool = False) -> list[list]:
-    """Parameters that may share a bucket: by dtype, experts and the shared embedding apart."""
+    """Parameters that may share a bucket: those of one dtype. Experts and the shared embedding have their own."""
     found: dict[tuple, list] = {}
     for parameter in chunk.parameters:
         alone = parameter.shared_embedding or (by_layer and parameter.borrowed_by)
@@ -46,5 +47,5 @@ def buckets(chunk: Chunk, by_layer: bool = False) -> list[list]:
 
 
 def layer_buckets(chunk: Chunk) -> list[list]:
-    """As :func:`buckets`, cut at layers too: what can come and go while a chunk computes."""
+    """As :func:`buckets`, but cut at layers: the units that can be unsharded and resharded while a chunk computes."""
     return buckets(chunk, by_layer=True)

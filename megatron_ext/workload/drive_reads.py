@@ -1,21 +1,21 @@
-"""How a copy on a drive is read: what `measure` found to be fastest, and what training uses."""
+"""How a copy on a drive is read: the settings that `measure` found to be fastest, and that training uses."""
 
 import msgspec
 
 from megatron_ext.formats.errors import InputError
 
 SECTOR_BYTES = 4096
-"""Direct reads are multiples of this."""
+"""Sizes of direct reads are multiples of this."""
 
 
 class DriveReads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``block_bytes`` a read, ``queue_depth`` reads in flight."""
+    """``block_bytes`` per read, ``queue_depth`` reads in flight."""
 
     block_bytes: int = 4 << 20
     queue_depth: int = 32
 
     def check(self, field: str, *, file=None) -> "DriveReads":
-        """Return the settings. Raises InputError where a value cannot be used."""
+        """Return the settings. Raises InputError if a value cannot be used."""
         for name in ("block_bytes", "queue_depth"):
             value = getattr(self, name)
             if value < 1:

@@ -1,7 +1,7 @@
-"""The workload of a GPT from its sizes alone: what `describe` reads off the modules, by arithmetic.
+"""The workload of a GPT from its sizes alone. Arithmetic gives what `describe` otherwise reads from the modules.
 
 Names, shapes and order of parameters are those of ``megatron.core.models.gpt.GPTModel`` with local layers, as one
-tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py compares both.
+tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py compares the two.
 """
 
 from collections import Counter
@@ -23,17 +23,18 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         sequence_parallel: each tensor-parallel rank holds its part of the sequence between the matrices.
-        recompute: ``full`` runs a layer's forward again in backward, ``selective`` that of ``recompute_modules``.
-        recompute_method: of ``full``: ``block`` does so in the first ``recompute_num_layers`` layers of a chunk,
-            ``uniform`` in all, as many at a time.
+        recompute: ``full`` runs a layer's forward again in the backward, ``selective`` only that of
+            ``recompute_modules``.
+        recompute_method: for ``full``: ``block`` recomputes the first ``recompute_num_layers`` layers of a chunk,
+            ``uniform`` recomputes all layers, ``recompute_num_layers`` at a time.
         score_heads: attention heads of one rank whose scores are written to memory; 0 with fused (flash) attention.
-        hidden_dropout, attention_dropout: activations, or scores that are not fused, are dropped at random, and the
-            mask is kept, one byte an element.
+        hidden_dropout, attention_dropout: whether activations, or scores of attention that is not fused, are dropped at
+            random. The mask is kept, one byte per element.
         loss_fusion: ``native`` or ``te``, with ``--cross-entropy-loss-fusion``.
-        recompute_modules: of ``selective``.
+        recompute_modules: the modules that ``selective`` recomputes.
         context_parallel: ranks that a sequence is divided among; each attends to all of it.
         local: layers are Megatron's local ones, not Transformer Engine's.
-        fused_swiglu: not with ``--no-bias-swiglu-fusion``.
+        fused_swiglu: False with ``--no-bias-swiglu-fusion``.
     """
 
     seq_length: int
@@ -52,19 +53,19 @@ class MicroBatch(NamedTuple):
     fused_swiglu: bool = True
 
     def recompute_of(self, number: int) -> str | None:
-        """What backward runs again in transformer layer ``number`` of a chunk."""
+        """The recompute granularity of transformer layer ``number`` of a chunk; None: nothing runs again."""
         spared = self.recompute_method == "block" and number >= self.recompute_num_layers
         return None if self.recompute == "full" and spared else self.recompute
 
     @property
     def tokens(self) -> int:
-        """Of one rank."""
+        """Tokens of one micro-batch on one rank."""
         return self.seq_length * self.micro_batch_size // self.context_parallel
 
 
 class ExpertShape(NamedTuple):
-    """``number`` experts of ``ffn`` columns, over all ranks, in each layer whose entry in ``layers`` is 1. A token goes
-    to ``topk`` of them, and all go through a shared expert of ``shared`` columns."""
+    """Experts of a GPT: ``number`` over all ranks, each with ``ffn`` columns, in every layer whose entry in ``layers``
+    is 1. Each token goes to ``topk`` of them. All tokens go through a shared expert of ``shared`` columns."""
 
     number: int
     topk: int
@@ -74,9 +75,9 @@ class ExpertShape(NamedTuple):
 
 
 class GptShape(NamedTuple):
-    """Sizes of a GPT. ``vocab`` is padded; ``positions`` is 0 without learned position embeddings; ``stage_layers`` are
-    the layers of every stage where there are as many stages, which otherwise have equally many; ``qk_norm``: queries
-    and keys are normed, a head at a time."""
+    """Sizes of a GPT. ``vocab`` is padded. ``positions`` is 0 without learned position embeddings. ``stage_layers`` is
+    the number of layers of each stage; it is used when it has as many entries as there are stages, otherwise all stages
+    have equally many layers. ``qk_norm``: queries and keys are normed, one head at a time."""
 
     layers: int
     hidden: int
@@ -97,8 +98,8 @@ class GptShape(NamedTuple):
     experts: ExpertShape | None = None
 
     def layer(self, tp: int, kind: str = "transformer", ep: int = 1, etp: int = 1) -> dict[str, tuple[int, ...]]:
-        """Parameters of one layer, by name, in the order in which modules register them; of kind ``moe``, of experts
-        over ``ep`` ranks, each cut in ``etp`` parts."""
+        """Shapes of one layer's parameters by name, in the order in which modules register them. In a layer of kind
+        ``moe``, experts are spread over ``ep`` ranks and each is cut into ``etp`` parts."""
         width = self.heads * self.head_dim
         qkv = (width + 2 * self.query_groups * self.head_dim) // tp
         router, columns = {}, {"mlp": self.ffn // tp}
@@ -135,7 +136,7 @@ class GptShape(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model, a tied matrix once."""
+        """Elements of the whole model's parameters; a tied matrix counts once."""
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
         layers = sum(
             number * sum(map(prod, self.layer(1, kind).values())) for kind, number in Counter(self.kinds).items()
@@ -144,12 +145,13 @@ class GptShape(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Of all transformer layers: ``moe`` with experts."""
+        """Kinds of all transformer layers: ``moe`` for layers with experts, else ``transformer``."""
         there = [0] * self.layers if self.experts is None else self.experts.layers
         return [("transformer", "moe")[each] for each in there]
 
     def stages(self, parallel: Parallel, layers_of_stages: Sequence[int] | None = None) -> list[list[str]]:
-        """Kinds of the transformer layers of every stage, which has as many as ``layers_of_stages`` says, or the shape.
+        """Kinds of the transformer layers of every stage. ``layers_of_stages`` says how many layers each stage has; by
+        default the shape does.
 
         Raises:
             InputError: the layers do not divide into the stages.
@@ -198,13 +200,13 @@ def gpt_workload(
 
 
 def keeps_gradients(parallel: Parallel, sequence_parallel: bool, qk_norm: bool) -> bool:
-    """Whether whole gradients have to stay (megatron/refusals.py, ``refuse_with_gradients``)."""
+    """Whether whole gradients have to stay on the device (megatron/refusals.py, ``refuse_with_gradients``)."""
     return parallel.tensor_model_parallel_size > 1 and (sequence_parallel or qk_norm)
 
 
 def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:
-    """Bytes of one activation message between two pipeline stages. Where there is one stage nothing sends it; it says
-    of which batch compute is, which parameters do not."""
+    """Bytes of one activation message between two pipeline stages. With one stage nothing is sent. The figure still
+    says for which batch compute was measured, which parameters do not say."""
     # With sequence parallelism each tensor-parallel rank holds, and sends, its part of the sequence.
     parts = parallel.tensor_model_parallel_size if batch.sequence_parallel else 1
     return batch.tokens * hidden_size * itemsize // parts
@@ -213,7 +215,8 @@ def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize:
 def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, layers: list[str]) -> Chunk:
     tp, last = parallel.tensor_model_parallel_size, parallel.pp * parallel.vp - 1
     kinds = ["embedding"] * (stage == 0) + layers + ["output"] * (stage == last)
-    # Both pipeline ranks hold a tied matrix and keep it in a bucket of its own; within one chunk the output borrows it.
+    # The first and the last pipeline rank both hold a tied matrix, in a bucket of its own. Within one chunk the output
+    # layer borrows it.
     shared = shape.tied and parallel.pp > 1
     borrowed = shape.tied and stage == 0 and stage == last
     matrix, parameters = (shape.vocab // tp, shape.hidden), []
@@ -229,7 +232,7 @@ def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, l
             add("embedding.position_embeddings.weight", (shape.positions, shape.hidden), 0)
     for number, kind in enumerate(layers):
         for name, size in shape.layer(tp, kind, parallel.ep, parallel.etp).items():
-            expert = parallel.ep > 1 and EXPERTS in name  # else Megatron shards them as it does other parameters
+            expert = parallel.ep > 1 and EXPERTS in name  # with ep = 1 Megatron shards them like other parameters
             add(f"decoder.layers.{number}.{name}", size, number + (stage == 0), expert=expert)
     if stage == last:
         for name, size in shape.norm("decoder.final_layernorm").items():

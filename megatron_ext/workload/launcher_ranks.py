@@ -7,8 +7,8 @@ from megatron_ext.formats.errors import InputError
 
 
 def ranks_on_this_node() -> int | None:
-    """By ``LOCAL_WORLD_SIZE`` of torchrun, or where srun itself starts the ranks by ``SLURM_STEP_TASKS_PER_NODE``
-    (written ``8(x2)``); None where no launcher says it.
+    """Read from torchrun's ``LOCAL_WORLD_SIZE``, or from ``SLURM_STEP_TASKS_PER_NODE`` (such as ``8(x2)``) if srun
+    itself starts the ranks. None if no launcher says it.
 
     Raises:
         InputError: srun has started different numbers of ranks on its nodes.

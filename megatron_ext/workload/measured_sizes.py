@@ -1,7 +1,7 @@
 """``python -m megatron_ext.workload.measured_sizes WORKLOAD``: sizes that a measurement must cover.
 
-Prints the bytes of the largest possible group (one chunk), of the largest rank's whole parameters, and
-with commas those of likely groups.
+Prints the bytes of the largest possible group (one chunk), the bytes of whole parameters of the largest rank, and
+the bytes of likely groups, separated by commas.
 """
 
 import sys
@@ -13,31 +13,32 @@ from megatron_ext.workload.workload import Parameter, Workload, group_bytes, loa
 
 
 def largest_group_bytes(workload: Workload) -> int:
-    """The largest chunk as one group: nothing larger is gathered at once."""
+    """Bytes of the largest chunk as one group: nothing larger is gathered at once."""
     parts = [part for chunk in workload.chunks for part in _by_kind(chunk.parameters)]
     return max(512, *(group_bytes(part, workload.parallel) for part in parts))
 
 
 def _by_kind(parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
-    """Parameters of experts and all others: they never share a group."""
+    """Parameters of experts, and all others separately: they never share a group."""
     for expert in (False, True):
         if part := [parameter for parameter in parameters if parameter.expert is expert]:
             yield part
 
 
 def largest_rank_bytes(workload: Workload) -> int:
-    """Whole parameters of the pipeline rank that holds most; of experts, as many dense ones as have shards as large."""
+    """Bytes of whole parameters of the pipeline rank that holds most. Experts count as dense parameters whose shards
+    are as large."""
     return max(optimizer_bytes(workload, rank) for rank in range(workload.parallel.pp))
 
 
 def whole_part(workload: Workload) -> float:
-    """Whole parameters of that rank over :func:`largest_rank_bytes`."""
+    """Bytes of all whole parameters of the rank of :func:`largest_rank_bytes`, divided by those bytes."""
     most = max(range(workload.parallel.pp), key=lambda rank: optimizer_bytes(workload, rank))
     return sum(chunk.bytes for chunk in workload.chunks_of_rank(most)) / max(optimizer_bytes(workload, most), 1)
 
 
 def parameter_bytes(workload: Workload) -> int:
-    """Of an element of the dtype that most parameters have, by bytes: 2 or 4."""
+    """Bytes per element, 2 or 4, of the dtype that holds most bytes of parameters."""
     held = {2: 0, 4: 0}
     for parameter in (parameter for chunk in workload.chunks for parameter in chunk.parameters):
         held[min(max(ITEM_BYTES[parameter.dtype], 2), 4)] += parameter.bytes
@@ -45,9 +46,9 @@ def parameter_bytes(workload: Workload) -> int:
 
 
 def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
-    """Sizes that groups will often have: one layer of each kind, and one chunk. Gathers are best measured at these
-    too, for a cost read between other sizes may be off: shards that are a power of two apart, as a weight's often are,
-    share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
+    """Sizes that groups will often have: one layer of each kind, and one chunk. Gathers are measured at these sizes as
+    well, because a cost read between other sizes may be off: shards that are a power of two apart, as those of weights
+    often are, share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
     found = set()
     for chunk in workload.chunks:
         parts = [

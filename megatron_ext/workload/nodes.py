@@ -1,4 +1,4 @@
-"""Which data-parallel ranks share a node: host copies and hierarchical gathers go by it."""
+"""Which data-parallel ranks share a node. Host copies and hierarchical gathers depend on it."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -9,14 +9,15 @@ from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, Algorithm
 
 
 def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: int | None = None) -> list[list[int]]:
-    """Data-parallel ranks of a pipeline rank by node.
+    """Data-parallel ranks of a pipeline rank, one list per node.
 
     Args:
-        which, ranks: of the sets of ``ranks`` ranks that :meth:`Parallel.replicas` gives, this one: by default the
-            tensor-parallel rank; of experts, expert-tensor-parallel rank + its size * expert-parallel rank.
+        which: number of the set among those that :meth:`Parallel.replicas` gives: the tensor-parallel rank, or for
+            experts expert-tensor-parallel rank + expert-tensor-parallel size * expert-parallel rank.
+        ranks: ranks of a set, see :meth:`Parallel.replicas`.
 
     Raises:
-        InputError: the nodes hold different numbers of them.
+        InputError: the nodes hold different numbers of these ranks.
     """
     nodes: dict[int, list[int]] = {}
     for dp_rank, node in enumerate(parallel.nodes_of(parallel.replicas(pp_rank, ranks)[which])):
@@ -31,12 +32,13 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: i
 
 
 def nodes_spanned(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
-    """Nodes on which the first of the sets of ``ranks`` ranks (default: DP) of a pipeline rank lies."""
+    """How many nodes the first set of ``ranks`` ranks (default: DP) of a pipeline rank spans."""
     return len({*parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])})
 
 
 def ranks_of_copy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
-    """The least data-parallel ranks of a node that share a host copy of a group of ``ranks`` ranks (default: DP)."""
+    """How many data-parallel ranks of a node share a host copy of a group that ``ranks`` ranks (default: DP) shard: the
+    smallest number over the nodes."""
     nodes = parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])
     return min(map(nodes.count, nodes))
 
@@ -49,8 +51,8 @@ def check_spread(parallel: Parallel) -> None:
 
 
 def has_hierarchy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> bool:
-    """Whether the data-parallel groups of a pipeline rank span nodes with several ranks on each, as
-    many on one as on another: then a gather can go between nodes first and inside them after."""
+    """Whether the data-parallel groups of a pipeline rank span several nodes with several ranks on each, the same
+    number on every node. A gather can then run between nodes first and inside each node afterwards."""
     sets = range(len(parallel.replicas(pp_rank, ranks)))
     try:
         nodes = [nodes_of_replicas(parallel, pp_rank, which, ranks) for which in sets]
@@ -60,8 +62,8 @@ def has_hierarchy(parallel: Parallel, pp_rank: int, ranks: int | None = None) ->
 
 
 def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> Algorithm | None:
-    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow besides one plain all-gather of a group of
-    ``ranks`` ranks (default: DP)."""
+    """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow in addition to a plain all-gather of a
+    group that ``ranks`` ranks (default: DP) shard; None if there is no other."""
     if has_hierarchy(parallel, pp_rank, ranks):
         return HIERARCHICAL
     sets = parallel.replicas(pp_rank, ranks)
@@ -70,7 +72,7 @@ def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = Non
 
 
 def copies_of_nobody(parallel: Parallel) -> dict[int, list[int]]:
-    """No bytes of host copies yet, as :func:`pinned_bytes_of_nodes` takes them."""
+    """Host copies of 0 bytes, in the form that :func:`pinned_bytes_of_nodes` takes."""
     return {ranks: [0] * parallel.pp for ranks in (parallel.dp, parallel.expert_dp)}
 
 
@@ -80,9 +82,11 @@ def pinned_bytes_of_nodes(
     """Pinned host bytes of each node.
 
     Args:
-        copies: by the ranks that share a group's shards and by pipeline rank, bytes of host copies. The ranks of a node
-            that are of one set of :meth:`Parallel.replicas` share one copy; other sets hold other parameters.
-        of_ranks: by pipeline rank, bytes of each of its ranks alone: NVMe staging slots, shards that rest there.
+        copies: bytes of host copies, by the number of ranks that share a group's shards and by pipeline rank. The ranks
+            of a node that belong to one set of :meth:`Parallel.replicas` share one copy. Other sets hold other
+            parameters.
+        of_ranks: by pipeline rank, the bytes that each of its ranks holds for itself: NVMe staging slots, and shards
+            that rest in host memory.
     """
     nodes = [0] * parallel.num_nodes
     for ranks, by_stage in copies.items():
@@ -97,5 +101,5 @@ def pinned_bytes_of_nodes(
 
 
 def crossing_bytes(size_bytes: int, nodes: int) -> int:
-    """Bytes of a group that enter each of the nodes that its data-parallel ranks are on, when it is published."""
+    """Bytes of a group that each node of its data-parallel ranks receives from the others when it is published."""
     return size_bytes * (nodes - 1) // nodes

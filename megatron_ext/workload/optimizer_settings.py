@@ -1,4 +1,4 @@
-"""What of Megatron's optimizer decides how many bytes a rank holds."""
+"""The settings of Megatron's optimizer that decide how many bytes a rank holds."""
 
 import msgspec
 
@@ -12,11 +12,12 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Dtypes of gradients, main parameters and optimizer states, and where the optimizer steps.
 
     Attributes:
-        gradient_dtype: of Megatron's gradient buffers (``--accumulate-allreduce-grads-in-fp32``).
-        main_parameter_dtype: of the optimizer's copies of 16-bit parameters. Other parameters are updated in place.
-        moment_dtypes: of the optimizer's states: two for Adam, one for SGD with momentum.
-        on_host: the optimizer steps in host memory (``--optimizer-cpu-offload``).
-        delayed: it steps during the next iteration (``--delayed-parameter-update``).
+        gradient_dtype: dtype of Megatron's gradient buffers (``--accumulate-allreduce-grads-in-fp32``).
+        main_parameter_dtype: dtype of the optimizer's copies of 16-bit parameters. Other parameters are updated in
+            place.
+        moment_dtypes: dtypes of the optimizer's states: two for Adam, one for SGD with momentum.
+        on_host: whether the optimizer steps in host memory (``--optimizer-cpu-offload``).
+        delayed: whether the optimizer steps during the next iteration (``--delayed-parameter-update``).
     """
 
     gradient_dtype: str = "float32"
@@ -31,11 +32,11 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     @property
     def state_item_bytes(self) -> int:
-        """Bytes of optimizer states for one element of a parameter."""
+        """Bytes of optimizer states per element of a parameter."""
         return sum(ITEM_BYTES[dtype] for dtype in self.moment_dtypes)
 
     def main_item_bytes(self, dtype: str) -> int:
-        """Bytes of the optimizer's own copy for one element of a parameter of ``dtype``."""
+        """Bytes of the optimizer's own copy per element of a parameter of ``dtype``."""
         return ITEM_BYTES[self.main_parameter_dtype] if dtype in HALF or self.on_host else 0
 
     def check(self, *, file=None) -> None:

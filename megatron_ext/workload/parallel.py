@@ -10,10 +10,10 @@ from megatron_ext.formats.errors import InputError
 Order = Literal["interleaved", "1f1b", "no_pipeline", "gpipe"]
 
 LARGEST = 1 << 20
-"""No size in a file may exceed this: it bounds time and memory spent on a bad file."""
+"""Largest size that a file may hold. It bounds the time and memory spent on a bad file."""
 
 MOST_STEPS = 1 << 16
-"""Forward steps of one iteration, of all pipeline ranks. Planning takes about half a millisecond for each."""
+"""Most forward steps of one iteration, over all pipeline ranks. Planning takes about half a millisecond per step."""
 
 
 def megatron_order(pp: int, vp: int | None) -> Order:
@@ -27,8 +27,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     alternate), or all forwards before all backwards (``gpipe``). Megatron trains by the first three.
 
     ``data_parallel_size`` counts context-parallel ranks. Experts are spread over ``expert_model_parallel_size`` ranks,
-    each cut in ``expert_tensor_parallel_size`` parts (None: as the other parameters, by tensor-parallel size).
-    The replicas are divided into ``num_distributed_optimizer_instances``: shards lie over the ranks of one of them.
+    each cut into ``expert_tensor_parallel_size`` parts (None: the tensor-parallel size, as for other parameters).
+    The replicas are divided into ``num_distributed_optimizer_instances``. Parameters are sharded over the ranks of one
+    instance.
     """
 
     pipeline_model_parallel_size: int
@@ -59,7 +60,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         etp: int | None = None,
         instances: int = 1,
     ) -> "Parallel":
-        """Sizes by their short names. ``vp`` of None is one chunk; ``order`` of None is Megatron's for these sizes."""
+        """Construct from short names. ``vp=None`` is one chunk; ``order=None`` is Megatron's order for these sizes."""
         return cls(
             pipeline_model_parallel_size=pp,
             virtual_pipeline_model_parallel_size=vp or 1,
@@ -101,32 +102,32 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def expert_dp(self) -> int:
-        """Ranks that share the shards of the same experts: of one instance, Megatron's
-        ``expert_data_parallel_size``."""
+        """Ranks that share the shards of the same experts: Megatron's ``expert_data_parallel_size`` of one instance."""
         return self.of_instance // (self.etp * self.ep)
 
     @property
     def of_instance(self) -> int:
-        """Ranks of a pipeline rank in one instance; they are next to each other."""
+        """Number of ranks of a pipeline rank in one instance. Their global ranks are consecutive."""
         return self.world_size // (self.pp * self.instances)
 
     def ranks_of(self, expert: bool) -> int:
-        """Ranks among which a parameter is sharded."""
+        """Number of ranks among which a parameter is sharded."""
         return self.expert_dp if expert else self.dp
 
     def as_dense(self, size_bytes: int, ranks: int) -> int:
-        """Bytes of a group of dense parameters whose shards are as large as those of ``size_bytes`` among ``ranks``."""
+        """Bytes of a dense group whose shards are as large as those of ``size_bytes`` sharded among ``ranks``."""
         return size_bytes * self.dp // ranks
 
     def replicas(self, pp_rank: int, ranks: int | None = None) -> list[range]:
         """Sets of global ranks of a pipeline rank that share the shards of the same parameters.
 
-        The order is Megatron's, ``tp-cp-ep-dp-pp``: dense parameters have one set for each tensor-parallel rank;
-        experts one for each expert-parallel and expert-tensor-parallel rank, the latter fastest; all those of the next
-        instance, which holds the same, follow. A rank's place in its set is its (expert) data-parallel rank there.
+        The order is Megatron's, ``tp-cp-ep-dp-pp``. Dense parameters have one set for each tensor-parallel rank.
+        Experts have one set for each pair of expert-parallel and expert-tensor-parallel rank, the latter varying
+        fastest. The sets of the next instance, which holds the same parameters, follow. A rank's place in its set is
+        its (expert) data-parallel rank in the instance.
 
         Args:
-            ranks: of a set: ``dp`` (the default) or ``expert_dp``.
+            ranks: ranks of a set: ``dp`` (the default) or ``expert_dp``.
         """
         own, apart = self.of_instance, self.of_instance // (ranks or self.dp)
         firsts = [number * own for number in range(pp_rank * self.instances, (pp_rank + 1) * self.instances)]
@@ -138,7 +139,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def microbatch_group_size(self) -> int:
-        """Micro-batches a chunk runs before the next chunk takes over; Megatron's default is PP."""
+        """Micro-batches that a chunk runs before the next chunk takes over; Megatron's default is PP."""
         return self.microbatch_group_size_per_vp_stage or self.pp
 
     @property
@@ -147,7 +148,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def node_size(self) -> int:
-        """Ranks that share one node (its host memory, its host pool)."""
+        """Ranks that share one node and its host memory."""
         return self.gpus_per_node or self.world_size
 
     @property
@@ -160,7 +161,7 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return (pp_rank * self.data_parallel_size + dp_rank) * tp + tp_rank
 
     def check_place(self, pp_rank: int, model_chunk_id: int, *, file=None, field: str, error=InputError) -> None:
-        """Raise ``error``, naming what lies below ``field``, where there is no such pipeline rank or model chunk."""
+        """Raise ``error`` if there is no such pipeline rank or model chunk; it names the entry below ``field``."""
         for name, value, size, what in (
             ("pp_rank", pp_rank, self.pp, "pipeline size"),
             ("model_chunk_id", model_chunk_id, self.vp, "virtual pipeline size"),

@@ -1,9 +1,9 @@
 """The routes by which a whole group can reach the device, and what planning knows of each.
 
 [Note: A route]
-A route is described once for planning, here, and made once for training (``runtime/routes/makers.py``). Everyone else
-asks the description which copy it reads, which links its bytes cross, what it holds on the device. docs/architecture.md
-says how to add one.
+A route is described once for planning, here, and made once for training (``runtime/routes/makers.py``). All other code
+asks the description which copy the route reads, which links its bytes cross, and what it holds on the device.
+docs/architecture.md says how to add a route.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Copy = Literal["cpu", "nvme"]
-"""Where groups are published: to the node's host copy, or to its copy on the drive."""
+"""The copies that groups are published to: the node's host copy, or its copy on the drive."""
 
 ON_HOST: Copy = "cpu"
 ON_DRIVE: Copy = "nvme"
 
 Link = Literal["gpu", "cpu"]
-"""What bytes cross last on their way to the device, by the lane of a trace: collectives, or copies from the host."""
+"""The last link that bytes cross on their way to the device, named as a trace's lane: collectives (``gpu``) or copies
+from the host (``cpu``)."""
 
 Route = str
 """The name of a :class:`RouteKind`."""
@@ -30,13 +31,13 @@ class RouteKind:
     """What planning knows of a route.
 
     Attributes:
-        name: in schedules.
-        letter: in a schedule as text.
-        link: on which its last leg travels.
+        name: its name in schedules.
+        letter: its letter in a schedule as text.
+        link: the last link that its bytes cross.
         copy: the published copy that it reads; None: it gathers the ranks' shards.
-        staged: it reads through a staging slot, which a ``stage_in`` has filled.
-        shard_from_host: each rank's shard rests in host memory and is copied from there before it is gathered. A group
-            that one rank holds whole is copied, and that is all.
+        staged: whether it reads through a staging slot, which a ``stage_in`` has filled.
+        shard_from_host: whether each rank's shard rests in host memory and is copied from there before it is gathered.
+            A group with one data-parallel rank is copied only.
         costs_as: the route whose curve in a cost table holds for it; empty: its own.
     """
 
@@ -50,36 +51,36 @@ class RouteKind:
 
     @property
     def curve(self) -> str:
-        """Name of its curve in a table's ``routes``."""
+        """Name of the route's curve in a table's ``routes``."""
         return self.costs_as or self.name
 
     @property
     def gathers(self) -> bool:
-        """Whether the ranks gather their shards, by collectives."""
+        """Whether the ranks gather their shards with collectives."""
         return self.copy is None
 
     @property
     def reads_host_copy(self) -> bool:
-        """Whether it needs the node's host copy, which its ranks share."""
+        """Whether it needs the host copy, which the ranks of a node share."""
         return self.copy == ON_HOST
 
     @property
     def needs_device_shard(self) -> bool:
-        """Whether each rank's shard has to rest on the device. Then a group's ``algorithm`` says how it gathers."""
+        """Whether each rank's shard has to rest on the device. If so, a group's ``algorithm`` says how it gathers."""
         return self.gathers and not self.shard_from_host
 
     def network_bytes(self, size_bytes: int, ranks: int) -> int:
-        """Received from other ranks for a group of ``size_bytes`` whose shards ``ranks`` ranks share."""
+        """Bytes received from other ranks for a group of ``size_bytes`` that is sharded among ``ranks`` ranks."""
         return size_bytes - size_bytes // ranks if self.gathers else 0
 
     def host_link_bytes(self, size_bytes: int, ranks: int) -> int:
-        """Copied from host memory to the device."""
+        """Bytes copied from host memory to the device."""
         if self.gathers:
             return size_bytes // ranks if self.shard_from_host else 0
         return size_bytes
 
     def buffer_bytes(self, size_bytes: int, ranks: int) -> int:
-        """Of the buffer on the device that a group passes through; 0: none."""
+        """Bytes of the device buffer that a group passes through; 0: none."""
         return piece_buffer_bytes(size_bytes, ranks) if self.shard_from_host else 0
 
 
@@ -92,14 +93,14 @@ ROUTE_KINDS: dict[Route, RouteKind] = {
         RouteKind("nvme", "n", "cpu", copy="nvme", staged=True),
     )
 }
-"""What a schedule can name."""
+"""The routes that a schedule can name."""
 
 ROUTES: tuple[Route, ...] = tuple(ROUTE_KINDS)
-"""Those that a cost table has curves of."""
+"""The routes that a cost table can have curves of."""
 
 
 def kind_of(route: Route) -> RouteKind:
-    """The route of a name that is known."""
+    """The description of a route whose name is known."""
     return ROUTE_KINDS[route]
 
 
@@ -108,21 +109,22 @@ def _first(what: Callable[[RouteKind], bool]) -> Route:
 
 
 ALL_GATHER = _first(lambda kind: kind.needs_device_shard)
-"""The route of stock Megatron. It needs no room but the device's: what cannot come otherwise comes by it."""
+"""The route of stock Megatron. It needs no memory except the device's, so groups that no other route can bring use
+it."""
 
 HOST_COPY = _first(lambda kind: kind.reads_host_copy)
 
 STAGED_COPY = _first(lambda kind: kind.staged)
 
 SHARD_GATHER = _first(lambda kind: kind.shard_from_host)
-"""In place of :data:`ALL_GATHER` where shards rest in host memory."""
+"""Replaces :data:`ALL_GATHER` for groups whose shards rest in host memory."""
 
 
 def shard_pieces(size_bytes: int, ranks: int) -> int:
-    """Pieces in which ``cpu_shard`` brings a group of ``size_bytes`` whose shards ``ranks`` ranks hold: one is gathered
-    while the next is copied. What one rank holds whole comes in one piece.
+    """Number of pieces in which ``cpu_shard`` brings a group of ``size_bytes`` that is sharded among ``ranks`` ranks:
+    one piece is gathered while the next is copied. With one rank there is one piece.
 
-    A piece has at least :data:`PIECE_BYTES` of the whole group, so that bytes and not calls set the time.
+    A piece has at least :data:`PIECE_BYTES` of the whole group, so that its bytes, not its calls, determine the time.
     """
     return min(max(size_bytes // PIECE_BYTES, 1), MOST_PIECES) if ranks > 1 else 1
 
@@ -134,9 +136,9 @@ def piece_buffer_bytes(size_bytes: int, ranks: int) -> int:
 
 
 Algorithm = Literal["hierarchical", "symmetric"]
-"""How a schedule can ask route ``gpu`` to gather: between nodes first and inside them after; or by copy engines, in
-memory that the ranks of a node have registered with each other. Other names that a cost table compares are the process
-group's own affair."""
+"""How a schedule can ask route ``gpu`` to gather: ``hierarchical`` gathers between nodes first and then inside each
+node; ``symmetric`` gathers with copy engines, in memory that the ranks of a node have registered with each other. A
+schedule cannot choose the other algorithms that a cost table names: they belong to the process group."""
 
 HIERARCHICAL: Algorithm = "hierarchical"
 SYMMETRIC: Algorithm = "symmetric"

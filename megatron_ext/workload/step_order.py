@@ -1,4 +1,4 @@
-"""The order of steps on every pipeline rank. It is Megatron's, and never ours to change.
+"""The order of steps on every pipeline rank. It is Megatron's order and is never changed.
 
 Sources: Megatron-LM ``megatron/core/pipeline_parallel/schedules.py`` --
 ``get_schedule_table`` and ``get_pp_rank_microbatches`` for the interleaved order,
@@ -25,7 +25,7 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 
 def num_warmup(parallel: Parallel, pp_rank: int) -> int:
-    """Forwards that ``pp_rank`` runs before its first backward (steady state adds one more)."""
+    """Forwards that ``pp_rank`` runs before its steady state, whose first forward precedes the first backward."""
     total = parallel.num_microbatches * parallel.vp
     if parallel.order == "gpipe":
         return total
@@ -67,13 +67,13 @@ def run_in_order(
     *,
     backward: bool = False,
 ) -> None:
-    """Go through the steps of all pipeline ranks, each as soon as what it needs of another step is known.
+    """Visit the steps of all pipeline ranks. A step is visited when the end of the step that it depends on is known.
 
     Args:
-        orders: by rank, its steps.
-        hop_us: from the end of a step to its arrival on another rank.
-        run: what a step does, (rank, its index, step, arrival of its input) -> its end.
-        backward: from the last steps to the first; a step needs what depends on its output.
+        orders: the steps of each rank.
+        hop_us: time from the end of a step until its output arrives on another rank.
+        run: called with (rank, index of the step, step, arrival time of its input); returns the step's end.
+        backward: visit from the last steps to the first. A step then depends on the step that uses its output.
     """
     last = parallel.pp * parallel.vp - 1
     position = [0] * parallel.pp

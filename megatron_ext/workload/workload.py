@@ -1,8 +1,8 @@
-"""The workload file: what is trained. Written by ``describe``, read by the planner.
+"""The workload file: what is trained. ``describe`` writes it, and the planner reads it.
 
-``chunks[].parameters`` are in execution order. ``layer`` numbers the layer inside its
-chunk that a parameter belongs to (an index into ``layer_kinds`` where those are given);
-a layer is what runs between two points at which a group can arrive or leave.
+``chunks[].parameters`` are in execution order. ``layer`` is the number, inside its chunk, of the layer that a parameter
+belongs to (an index into ``layer_kinds`` if those are given). A layer is what runs between two points at which a group
+can be unsharded or resharded.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
 
 MOST_PARAMETERS = 1 << 17
-"""Of all chunks: planning takes time with each."""
+"""Most parameters of all chunks together: the time for planning grows with their number."""
 
 
 class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -28,11 +28,11 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     ``shared_embedding`` marks Megatron's word-embedding weight that two pipeline ranks
     share: Megatron keeps it in a bucket of its own, so it must be a group of its own.
-    ``borrowed_by`` are further layers of the chunk that compute with it: an output layer that
+    ``borrowed_by`` are further layers of the chunk that compute with the parameter: an output layer that
     is tied to the embedding of the same chunk.
-    ``expert`` marks a parameter of the rank's own experts (Megatron: ``allreduce`` is False; it lies in
-    ``expert_parallel_buffers``), sharded among the ranks that hold the same experts. Other expert-parallel ranks hold
-    others of the same names and shapes.
+    ``expert`` marks a parameter of the rank's own experts (in Megatron ``allreduce`` is False, and the parameter lies
+    in ``expert_parallel_buffers``). It is sharded among the ranks that hold the same experts. Other expert-parallel
+    ranks hold other experts with the same names and shapes.
     """
 
     name: str
@@ -60,8 +60,8 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     ``layer_kinds[i]`` is the kind (``embedding``, ``transformer``, ``output``, ...) of the
     chunk's layer ``i`` in execution order; it is what a cost table's ``layer_kind`` refers to.
     ``activation_bytes[i]`` is what autograd saves in layer ``i`` for the backward of one micro-batch,
-    with recompute as set; empty where it was not counted. ``recompute_bytes`` is what the backward
-    of one micro-batch makes anew at one time, where layers are recomputed.
+    with recompute as set; empty if it was not counted. ``recompute_bytes`` is what the backward
+    of one micro-batch computes again at one time, if layers are recomputed.
     """
 
     pp_rank: int
@@ -77,25 +77,25 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def num_layers(self) -> int:
-        """Layers of the chunk, at least 1 so that every chunk has a place to wait at."""
+        """Number of layers of the chunk; at least 1, so that every chunk has a point at which compute can wait."""
         last = max((parameter.layer for parameter in self.parameters), default=0)
         return max(last + 1, len(self.layer_kinds), 1)
 
 
 EXPERTS = ".experts."
-"""In the names of all parameters of experts, whichever ranks share them; not in those of shared experts."""
+"""Part of the names of all parameters of experts, however they are sharded; not of shared experts."""
 
 
 class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How tokens go to experts: each to ``router_topk`` of the ``num_experts`` that a layer of kind ``moe`` has over
-    all expert-parallel ranks."""
+    """How tokens go to experts. A layer of kind ``moe`` has ``num_experts`` over all expert-parallel ranks, and each
+    token goes to ``router_topk`` of them."""
 
     num_experts: int
     router_topk: int
 
 
 Limit = int | None
-"""At most so many bytes; ``None`` is unlimited."""
+"""A limit in bytes; ``None`` is unlimited."""
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -104,8 +104,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ``device_bytes``: everything that one rank holds on its device, see the memory bill
     (``schedule/memory_bill.py``). ``whole_parameter_bytes``: whole parameters on one device at a time
     (zero stage 3). ``host_bytes``: everything that the ranks of one node hold in host memory by the memory bill.
-    ``pinned_host_bytes``: host copies and staging slots of one node. ``nvme_slots`` staging
-    slots per rank of ``nvme_slot_bytes`` each (``None``: as large as the largest group on the route).
+    ``pinned_host_bytes``: host copies and staging slots of one node. ``nvme_slots``: staging slots
+    per rank. ``nvme_slot_bytes``: size of each (``None``: as large as the largest group on the route).
     """
 
     device_bytes: Limit = None
@@ -119,10 +119,10 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is trained: parallel sizes, parameters of every chunk, and the limits of a plan.
 
-    ``p2p_bytes`` is one activation message between two pipeline stages, 0 where it is not known; where there is one
-    stage nothing sends it. ``ramp`` are the numbers of micro-batches that iterations have besides
-    ``parallel.num_microbatches``, because the batch grows in the course of training. ``keeps_gradients``: whole
-    gradients must stay on the device, because tensor-parallel ranks add those of norms after the last reduce.
+    ``p2p_bytes`` is the size of one activation message between two pipeline stages, 0 if it is not known; with one
+    stage nothing is sent. ``ramp``: when the batch grows in the course of training, the numbers of micro-batches that
+    iterations have before ``parallel.num_microbatches``. ``keeps_gradients``: whole gradients must stay on the device,
+    because tensor-parallel ranks add the gradients of norms after the last reduce.
     """
 
     schema_version: int
@@ -139,7 +139,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def counts_activations(self) -> bool:
-        """Whether the bytes that autograd saves are known of every chunk with parameters."""
+        """Whether the bytes that autograd saves are known for every chunk with parameters."""
         return all(chunk.activation_bytes for chunk in self.chunks if chunk.parameters)
 
     def chunk(self, pp_rank: int, model_chunk_id: int) -> Chunk:
@@ -156,7 +156,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def streamed_bytes(self) -> int | None:
-        """``limits.whole_parameter_bytes`` where whole parameters come and go, at zero stage 3."""
+        """``limits.whole_parameter_bytes`` at zero stage 3, where whole parameters come and go; else None."""
         return self.limits.whole_parameter_bytes if self.zero_stage == 3 else None
 
     def with_limits(self, **limits: int | None) -> "Workload":
@@ -195,18 +195,19 @@ def make_workload(
 
 
 def expert_ranks(workload: Workload) -> int | None:
-    """Ranks among which the workload's experts are sharded; None where it has none."""
+    """Number of ranks among which the workload's experts are sharded; None if it has no experts."""
     there = any(p.expert for chunk in workload.chunks for p in chunk.parameters)
     return workload.parallel.expert_dp if there else None
 
 
 def group_ranks(parameters, parallel: Parallel) -> int:
-    """Ranks among which a bucket of ``parameters``, all of experts or none, is sharded."""
+    """Number of ranks among which a bucket of ``parameters`` is sharded: all are of experts, or none."""
     return parallel.ranks_of(bool(parameters) and parameters[0].expert)
 
 
 def optimizer_bytes(workload: Workload, pp_rank: int) -> int:
-    """Bytes of dense parameters of which a rank's optimizer would step as many elements as it does."""
+    """Bytes of dense parameters for which a rank's optimizer would step as many elements as it steps for this rank's
+    parameters, experts included."""
     parallel = workload.parallel
     return sum(
         parallel.as_dense(sum(p.bytes for p in chunk.parameters if p.expert is expert), parallel.ranks_of(expert))
@@ -224,7 +225,7 @@ def group_bytes(parameters, parallel: Parallel) -> int:
 
 
 def fingerprint(workload: Workload) -> str:
-    """sha256 over every parameter's place, name, shape and dtype: two models with the same
+    """sha256 over every parameter's place, name, shape and dtype. Two models with the same
     fingerprint can train by the same schedule."""
     digest = hashlib.sha256()
     for chunk in workload.chunks:
@@ -317,7 +318,7 @@ def _check_parameters(chunk: Chunk, where: str, check: Checker) -> None:
 
 
 def _check_size(parameter: Parameter, field: str, check: Checker) -> None:
-    """Shape, dtype and bytes of a parameter belong together."""
+    """Refuse a parameter whose shape, dtype and bytes do not agree."""
     item = ITEM_BYTES.get(parameter.dtype)
     if item is None:
         check.refuse(f"unknown dtype; known: {', '.join(ITEM_BYTES)}", f"{field}.dtype", parameter.dtype)
@@ -339,8 +340,8 @@ def _check_activations(chunk: Chunk, where: str, check: Checker) -> None:
 
 
 def _with_dense_layers(chunk: Chunk) -> Chunk:
-    """Without ``layer_kinds``, any non-decreasing numbering of layers is accepted (for example
-    the model's own); inside the package layers of a chunk count from 0 without gaps."""
+    """The chunk with its layers numbered from 0 without gaps, as the rest of the package expects. Without
+    ``layer_kinds`` a file may have any non-decreasing numbers, for example the model's own."""
     if chunk.layer_kinds:
         return chunk
     dense = {layer: index for index, layer in enumerate(sorted({p.layer for p in chunk.parameters}))}

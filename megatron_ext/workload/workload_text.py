@@ -4,7 +4,7 @@ from megatron_ext.workload.workload import Workload, fingerprint
 
 
 def summary(workload: Workload) -> dict:
-    """Figures of a workload that a person wants to see first."""
+    """The main figures of a workload, by name."""
     return {
         "parameters": sum(p.numel for chunk in workload.chunks for p in chunk.parameters),
         "bytes": sum(chunk.bytes for chunk in workload.chunks),
@@ -16,7 +16,7 @@ def summary(workload: Workload) -> dict:
 
 
 def text(workload: Workload, path) -> str:
-    """One line for people."""
+    """The workload in one line for people."""
     figures, p = summary(workload), workload.parallel
     sizes = f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}"
     sizes += f" in {p.instances} instances of the optimizer" * (p.instances > 1)
