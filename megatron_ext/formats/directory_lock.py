@@ -1,4 +1,5 @@
-"""A run's directory belongs to one process at a time; scripts/pretrain_gpt_hybrid.sh holds its own in the same way."""
+"""Locks a run's directory, so that one process uses it at a time. scripts/pretrain_gpt_hybrid.sh locks its directory in
+the same way."""
 
 import errno
 import fcntl
@@ -8,17 +9,19 @@ from pathlib import Path
 from megatron_ext.formats.errors import InputError
 
 NAME = ".lock"
-"""File in the directory that is locked (flock(2)); it holds the number of the process that has locked it last."""
+"""File in the directory that is locked with flock(2). It holds the id of the process that locked it last."""
 
 _held: set[str] = set()
 
 
 def hold(directory, *, field: str) -> None:
-    """Hold ``directory`` for this process until it ends.
+    """Lock ``directory`` for this process until the process ends.
+
+    Args:
+        field: the option that named the directory.
 
     Raises:
-        InputError: another run uses it, as far as the file system knows, or it cannot be written; ``field`` is the
-            option by which it was given.
+        InputError: another run has locked it, as far as the file system can tell, or it cannot be written.
     """
     path = Path(directory) / NAME
     if os.path.realpath(path) in _held:
@@ -30,7 +33,7 @@ def hold(directory, *, field: str) -> None:
         text = f"is in use by process {path.read_text().strip()}"
         raise InputError(text, field=field, value=str(directory)) from None
     except OSError as error:
-        # Lustre that is not mounted for it takes no locks, nor does NFS without its service: nothing is held there.
+        # Lustre mounted without flock and NFS without its lock service take no locks: nothing is locked there.
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise InputError(f"cannot be locked: {error.strerror}", file=path, field=field) from None
     _held.add(os.path.realpath(path))

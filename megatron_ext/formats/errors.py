@@ -7,10 +7,10 @@ _BYTES = re.compile(r"\b(\d{10,}) bytes\b(?! \()")
 
 
 class InputError(ValueError):
-    """Bad input, said in one line that names file, field and value.
+    """Bad input, reported in one line that names file, field and value.
 
     Args:
-        message: what is wrong and what is expected, without a line break; large numbers of bytes get their GiB.
+        message: what is wrong and what is expected, without a line break. GiB are added to large numbers of bytes.
         file: path of the file (or name of the flag) the value came from.
         field: dotted path of the field inside the file, e.g. ``groups[3].route``.
         value: the offending value; shortened when printed.
@@ -31,27 +31,27 @@ class InputError(ValueError):
 
 
 class RankFailed(RuntimeError):
-    """A rank ended, or did not begin, before it had done everything; says why in its first line."""
+    """A rank ended before its work was done, or did not start. The first line of the text says why."""
 
 
 def flag(name: str) -> str:
-    """An option's name on the command line; ``name`` as Python has it."""
+    """An option's name on the command line; ``name`` is its name in Python."""
     return "--" + name.replace("_", "-")
 
 
 def option_error(name: str, why: str, value: object = ...) -> InputError:
-    """What is wrong with the option ``name``, and the value that it was given."""
+    """The error for option ``name`` (its name in Python): what is wrong, and the value that it was given."""
     return InputError(why, field=flag(name), value=value)
 
 
 def with_gib(text: str) -> str:
-    """``text`` with what people read behind its numbers of bytes, from 1 GiB on."""
+    """``text`` with GiB added after each number of bytes from 1 GiB on."""
     gib = lambda found: int(found[1]) / GIB
     return _BYTES.sub(lambda found: f"{found[0]} ({gib(found):.2f} GiB)" if gib(found) >= 1 else found[0], text)
 
 
 def one_line(text: str, limit: int = 2000) -> str:
-    """``text`` without line breaks; its middle is left out where it is longer than ``limit``."""
+    """``text`` without line breaks. If it is longer than ``limit``, its middle is left out."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} ... {text[-limit // 2 :]}"
     return " ".join(text.splitlines())

@@ -25,7 +25,7 @@ _PATH = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")
 """Names and indices in the path of a msgspec error."""
 
 MAX_FILE_BYTES = 256 * 2**20
-"""A larger file is refused before it is read: no file kind comes near it."""
+"""A larger file is refused before it is read. Files of all kinds are far smaller."""
 
 
 class _Versioned(msgspec.Struct):
@@ -37,10 +37,10 @@ def load(path, kind: type[T], *, versioned: str | None = None) -> T:
     """Read a JSON file into ``kind``.
 
     Args:
-        versioned: the kind of file, if its schema version is checked before anything else.
+        versioned: the kind of file, if its schema version is to be checked before anything else.
 
     Raises:
-        InputError: as :func:`read_bytes`; or the file is not JSON, or does not have the form of ``kind``: the line
+        InputError: as for :func:`read_bytes`, or the file is not JSON or does not have the form of ``kind``. The line
             names the file, the field and the value.
     """
     data = read_bytes(path)
@@ -56,7 +56,8 @@ def read_bytes(path) -> bytes:
     """The content of a file that a user names.
 
     Raises:
-        InputError: it is missing, no regular file (reading a pipe may never end) or larger than :data:`MAX_FILE_BYTES`.
+        InputError: it is missing, is not a regular file (reading a pipe may never end) or is larger than
+            :data:`MAX_FILE_BYTES`.
     """
     path = _given(path)
     try:
@@ -64,8 +65,8 @@ def read_bytes(path) -> bytes:
         if not stat.S_ISREG(mode):
             raise InputError("cannot be read: " + _what_else(mode), file=path)
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)  # files of /proc say a size of 0
-        if data is None:  # one of those whose end never comes, as /proc/kmsg
+            data = stream.read(MAX_FILE_BYTES + 1)  # files in /proc report a size of 0
+        if data is None:  # a file whose end is never reached, such as /proc/kmsg
             raise InputError("cannot be read: has no end", file=path)
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=path) from None
@@ -100,7 +101,7 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
 
 
 def _kind_of(struct) -> str:
-    """What ``kind`` holds in files of a struct."""
+    """The values that ``kind`` may have in files of a struct, as text."""
     choices = next(field.type for field in msgspec.structs.fields(struct) if field.name == "kind")
     return _either(typing.get_args(choices))
 
@@ -111,7 +112,7 @@ def _either(choices) -> str:
 
 
 def _choices_at(kind, field: str | None) -> list:
-    """The values that a field of ``kind`` may have, where it may have only a few."""
+    """The values that a field of ``kind`` may have, if they are a fixed list; otherwise an empty list."""
     nodes = [msgspec.inspect.type_info(kind)]
     for name, index in _PATH.findall(field or ""):
         below = [found for node in nodes for found in _below(node, name, index)]
@@ -120,7 +121,8 @@ def _choices_at(kind, field: str | None) -> list:
 
 
 def _below(node, name: str, index: str) -> list:
-    """Types of a field of a struct, which in an array goes by its place, or of the items of a container."""
+    """Types of a struct's field, given by name or (for structs stored as arrays) by index; or types of a container's
+    items."""
     fields = getattr(node, "fields", ())
     if name:
         return [field.type for field in fields if field.encode_name == name]
@@ -139,7 +141,7 @@ def _given(path) -> Path:
 
 
 def _value_at(data: bytes, field: str | None) -> Any:
-    """The value at a msgspec error path, or ``...`` where the path cannot be followed."""
+    """The value at a msgspec error path, or ``...`` if the path cannot be followed."""
     try:
         node = msgspec.json.decode(data)
         for name, index in _PATH.findall(field or ""):
@@ -163,7 +165,7 @@ def save(path, value: object, *, indent: int = 0) -> None:
     """Write ``value`` as JSON to a temporary name next to ``path``, then rename it.
 
     Raises:
-        InputError: the place cannot be written; nothing is left behind.
+        InputError: ``path`` cannot be written; nothing is left behind.
     """
     data = encode(value)
     if indent:
@@ -190,9 +192,9 @@ def write_atomically(path, data: bytes) -> None:
 
 
 def _beside(path: Path) -> tuple[int, str]:
-    """A new temporary file in the directory of ``path``, which is made where it is missing.
+    """A new temporary file in the directory of ``path``; the directory is made if it is missing.
 
-    Its mode is that of the file that is there, or as the umask says.
+    The file has the mode of an existing file at ``path``, otherwise the mode that the umask gives.
     """
     if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
         raise InputError("cannot be written: " + _what_else(path.stat().st_mode), file=path)
@@ -205,18 +207,17 @@ def _beside(path: Path) -> tuple[int, str]:
 
 
 def remove_half_written(path) -> None:
-    """Remove what a process that was killed has left of ``path``; whoever calls this is alone in the directory."""
+    """Remove temporary files of ``path`` that a killed process left. The caller must be alone in the directory."""
     path = Path(path)
     for temporary in path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}"):
         temporary.unlink()
 
 
 def check_writable(path) -> None:
-    """Refuse a place where :func:`save` will not be able to write, before the work is done whose
-    result is to go there.
+    """Refuse a ``path`` that :func:`save` cannot write, before the work is done whose result goes there.
 
     Raises:
-        InputError: as :func:`save`.
+        InputError: as for :func:`save`.
     """
     path = _given(path)
     try:
@@ -228,7 +229,7 @@ def check_writable(path) -> None:
 
 
 def make_directory(path) -> None:
-    """Make the directory of ``--out``. Raises InputError where it cannot be made."""
+    """Make the directory of ``--out``. Raises InputError if it cannot be made."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -8,16 +8,16 @@ from megatron_ext.formats.rank_memory import RankMemory
 
 
 class Metrics(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One entry an iteration, but ``parameter_sha256``: one a global rank, after the last.
+    """Lists have one entry per iteration, unless said otherwise.
 
-    ``loss`` is None where it was not a number. ``grad_norm`` is None where the optimizer
-    skipped the step. ``iteration_us`` is the largest over ranks, from a barrier to the end of
-    the optimizer step. ``eval_loss`` has one entry an evaluation. ``peak_bytes`` is the most
-    bytes of whole parameters of each global rank; empty where nothing was scheduled. ``census`` is what
-    each global rank held in the iteration in which its device held most. ``cuda_peak_bytes`` is
-    ``torch.cuda.max_memory_allocated`` of each global rank. ``turn_iterations``: the run took turns of so many
-    iterations with another one; None where it ran alone.
-    ``host_limit_bytes``: of host memory or address space, that the system holds the run to; None: all of the machine's.
+    ``loss`` is None if it was not a number. ``grad_norm`` is None if the optimizer skipped the step.
+    ``iteration_us`` is the largest over ranks, from a barrier to the end of the optimizer step. ``eval_loss`` has one
+    entry per evaluation. ``peak_bytes`` is the most bytes of whole parameters of each global rank; empty without a
+    schedule. ``census`` is what each global rank held in the iteration in which its device held most.
+    ``cuda_peak_bytes`` is ``torch.cuda.max_memory_allocated`` of each global rank. ``parameter_sha256`` has one entry
+    per global rank, after the last iteration. ``turn_iterations``: iterations per turn, if the run took turns with
+    another one; None if it ran alone. ``host_limit_bytes``: the limit of host memory or address space that the system
+    sets for the run; None without such a limit.
     """
 
     loss: tuple[float | None, ...]
@@ -41,7 +41,7 @@ def load(path) -> Metrics:
     """Read the metrics that a training run wrote.
 
     Raises:
-        InputError: no such form, no iteration, or lists that do not fit together.
+        InputError: the file does not have this form, holds no iteration, or its lists differ in length.
     """
     metrics = json_files.load(path, Metrics)
     if not metrics.loss:

@@ -13,31 +13,31 @@ between host and drive, and their copies for steps that may be taken back. ``sha
 an optimizer to their shard. ``publish``: shards on their way to host copies and drives."""
 
 LINKS: tuple[Link, ...] = ("to_device", "to_host", "drive_read", "drive_write", "host_memory", "network")
-"""``to_device``, ``to_host``: copies between device and host. ``host_memory``: what the processor reads and writes, and
-each byte of copies to and from device and drive once. ``network``: what the rank receives of all-gathers, reduces and
-exchanges between nodes, over whatever links."""
+"""``to_device``, ``to_host``: copies between device and host. ``host_memory``: bytes that the processor reads and
+writes; bytes of copies to and from device and drive count once. ``network``: bytes that the rank receives in
+all-gathers, reduces and exchanges between nodes, over any link."""
 
 THROUGH_HOST_MEMORY: tuple[Link, ...] = ("to_device", "to_host", "drive_read", "drive_write")
 
 ADD_PASSES = 3
-"""Bytes that adding in place moves for each byte of a gradient: both are read, the sum is written."""
+"""Bytes that adding in place moves per byte of a gradient: both terms are read and the sum is written."""
 
 MovedBytes = dict[Kind, dict[Link, int]]
-"""Kinds and links without bytes are left out."""
+"""Bytes by kind and link. Kinds and links without bytes are left out."""
 
 Row = tuple[Kind, Link, int]
 
 
 def reduced_bytes(size_bytes: int, ranks: int, instances: int) -> int:
-    """What one of ``ranks`` receives of the reduce of a gradient of ``size_bytes``: a reduce-scatter among these, and
-    behind it an all-reduce of its shard among ``instances`` that hold the same parameters, by a ring."""
+    """Bytes that one of ``ranks`` ranks receives when a gradient of ``size_bytes`` is reduced: in a reduce-scatter
+    among these ranks, then in a ring all-reduce of its shard among ``instances`` that hold the same parameters."""
     shard = size_bytes // ranks
     return size_bytes - shard + 2 * (shard - shard // instances)
 
 
 def add_up(rows: Iterable[Row]) -> MovedBytes:
-    """The sum of ``rows``, in the order of the lists above. A copy to or from device or drive needs no row of
-    ``host_memory``."""
+    """The sums of ``rows``, in the order of the lists above. The bytes of copies to or from device and drive are added
+    to ``host_memory``; they need no row of their own there."""
     found: dict[tuple[Kind, Link], int] = {}
     for kind, link, size in rows:
         for own in (link, "host_memory") if link in THROUGH_HOST_MEMORY else (link,):
@@ -50,12 +50,12 @@ def add_up(rows: Iterable[Row]) -> MovedBytes:
 
 
 def by_link(moved: MovedBytes) -> dict[Link, int]:
-    """All kinds together."""
+    """Bytes by link, summed over all kinds."""
     return {link: total for link in LINKS if (total := sum(own.get(link, 0) for own in moved.values()))}
 
 
 def differences(planned: MovedBytes, counted: MovedBytes) -> list[tuple[Kind, Link, int, int]]:
-    """``(kind, link, planned, counted)`` where these are not equal."""
+    """``(kind, link, planned, counted)`` for every pair of kind and link whose bytes differ."""
     found = []
     for kind in KINDS:
         for link in LINKS:

@@ -1,4 +1,4 @@
-"""Pictures are written as all files are: in one step, over regular files alone."""
+"""Write pictures as all other files are written: in one step, and only over regular files."""
 
 import io
 
@@ -9,7 +9,7 @@ def save(path, figure, *, dpi: int = 110) -> None:
     """Write a matplotlib figure as PNG.
 
     Raises:
-        InputError: the place cannot be written.
+        InputError: ``path`` cannot be written.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi)

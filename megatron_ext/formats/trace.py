@@ -1,7 +1,7 @@
 """Traces: what ran when, simulated or measured, in one form.
 
-The file is Chrome's trace event format, which Perfetto and chrome://tracing open: one
-process a rank, one thread a lane. The simulator and the runtime write the same lanes, so
+The file has Chrome's trace event format, which Perfetto and chrome://tracing open: one
+process per rank, one thread per lane. The simulator and the runtime write the same lanes, so
 that one picture can show both.
 Source: "Trace Event Format" of the Chromium project.
 """
@@ -30,18 +30,18 @@ Lane = Literal[
     "launches",
 ]
 LANES = get_args(Lane)
-"""``compute``: steps; ``wait``: exposed time, a step waiting for a group; ``gpu``, ``cpu``,
-``nvme``, ``p2p``: links; ``issue``: the training thread's own time to issue gathers; ``host_step``: the
-host's optimizer steps a group, without waits for its states from a drive; ``reduce_wait``: the training thread waits
-until a gradient that comes and goes is reduced; ``launches``: on a device, the training thread's time from the begin of
-an iteration until it has issued its last step. Copies of gradients and new parameters to the host are in ``publish``,
-those of new parameters to the device in ``cpu``."""
+"""``compute``: steps. ``wait``: exposed time, in which a step waits for a group. ``gpu``, ``cpu``,
+``nvme``, ``p2p``: links. ``issue``: the training thread's own time to issue gathers. ``host_step``: the
+host's optimizer steps a group; waits for its states from a drive are left out. ``reduce_wait``: the training thread
+waits until a gradient that comes and goes is reduced. ``launches``: on a device, the training thread's time from the
+beginning of an iteration until it has issued the last step. Copies of gradients and new parameters to the host are in
+``publish``; copies of new parameters to the device are in ``cpu``."""
 
 WAITS: tuple[Lane, ...] = ("wait", "reduce_wait")
-"""Lanes in which the training thread, or the stream of compute, waits."""
+"""Lanes in which the training thread or the compute stream waits."""
 
 END_NOT_KNOWN = "unshard, end not known"
-"""Name of a gather of which only a later moment is known: the return of the wait for it."""
+"""Name of a gather whose end is not known. Its event ends when the wait for it returns, which is later."""
 
 
 class Event(NamedTuple):
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
     @property
     def end_us(self) -> float:
-        """When it ends."""
+        """Time at which the event ends."""
         return self.start_us + self.duration_us
 
 
@@ -80,7 +80,7 @@ class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
 
 
 def save(path, events: list[Event], *, about: dict | None = None) -> None:
-    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) travels in ``otherData``."""
+    """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) is stored in ``otherData``."""
     rows: list[dict] = []
     for rank in sorted({event.rank for event in events}):
         rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -94,10 +94,10 @@ def save(path, events: list[Event], *, about: dict | None = None) -> None:
 
 
 def load(path) -> tuple[list[Event], dict]:
-    """Read a trace that :func:`save` wrote: its events, and what it is about.
+    """Read a trace that :func:`save` wrote: its events, and its ``about``.
 
     Raises:
-        InputError: the file is no such trace.
+        InputError: the file is not such a trace.
     """
     trace = json_files.load(path, _ChromeTrace)
     events = []

@@ -8,20 +8,20 @@ COMMANDS = {
     "hardware_sheet": "megatron-ext cost hardware NAME --json > FILE",
     "user_defined_schedule": "megatron-ext plan --cost-table T --workload W --out FILE",
 }
-"""By kind of file, the command that makes it."""
+"""For each kind of file, the command that makes it."""
 
 SCHEMA_VERSION = 2
-"""Of cost tables and workloads."""
+"""Schema version of cost tables and workloads."""
 
 SCHEDULE_VERSION = 3
-"""Of schedules: groups say their ranks."""
+"""Schema version of schedules. Since version 3 groups say their ranks."""
 
 
 def check_version(kind: str, version: int, *, file=None) -> None:
     """Refuse a file of another schema version.
 
     Raises:
-        InputError: naming the version and the command that makes the file anew.
+        InputError: naming the version and the command that makes the file again.
     """
     ours = SCHEDULE_VERSION if kind == "user_defined_schedule" else SCHEMA_VERSION
     if version != ours:
