@@ -1,4 +1,4 @@
-"""A training script of one's own: do the hooks in ``megatron/`` reach what it trains?"""
+"""A user's own training script: check that it trains through the hooks in ``megatron/``."""
 
 import ast
 from pathlib import Path
@@ -13,10 +13,10 @@ def look_at(tree: Path, script: Path) -> str:
         tree: root of the Megatron tree.
 
     Raises:
-        InputError: the script does not parse, or does not train by ``pretrain`` of ``megatron.training``.
+        InputError: the script does not parse, or does not train with ``pretrain`` of ``megatron.training``.
     """
     try:
-        found = ast.parse(script.read_bytes())  # in the encoding that it declares, whatever the locale
+        found = ast.parse(script.read_bytes())  # bytes: read in the encoding that the script declares, not the locale's
     except (OSError, SyntaxError, ValueError) as error:
         raise InputError(f"cannot be read as Python: {error}", file=script, field="--entry") from None
     imports = (node for node in ast.walk(found) if isinstance(node, ast.ImportFrom))

@@ -1,10 +1,9 @@
-"""Where each hook belongs, described by the syntax tree and by nothing else.
+"""Where each hook belongs, described by the syntax tree alone.
 
-A place is a gap (``gaps.py``). It is found in the text *without*
-our lines, so the same code places a hook (``place_hooks.py``, ``scripts/make_patches.py``) and
-judges where a hook line stands (``verify.py``). A finder proves that its place is the only one of
-its form, that control reaches it, that the names the hook uses are bound there, and that it comes
-before or after the calls whose order matters.
+A place is a gap (``gaps.py``). It is found in the text *without* hook lines, so the same code places a hook
+(``place_hooks.py``, ``scripts/make_patches.py``) and checks where a hook line stands (``verify.py``). A finder proves
+four things: its place is the only one of its form, control reaches it, the names that the hook uses are bound there,
+and it comes before or after the calls whose order matters.
 """
 
 import ast
@@ -32,11 +31,11 @@ from megatron_ext.checkout.syntax import (
 
 
 def find_gaps(file: str, text: str) -> list[Gap]:
-    """Every hook's gap in ``text``, the content of ``file`` without our lines.
+    """Every hook's gap in ``text``, the content of ``file`` without hook lines.
 
     Raises:
-        PlaceError: the text does not parse, or a hook's place is missing or not unique,
-            or a name the hook uses does not mean there what the hook takes it to mean.
+        PlaceError: the text does not parse, a hook's place is missing or not unique, or a name in the hook line has
+            another meaning there than the hook expects.
     """
     try:
         tree = ast.parse(text)
@@ -55,7 +54,7 @@ def find_gaps(file: str, text: str) -> list[Gap]:
 
 def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     def imports(statement: ast.stmt) -> bool:
-        """Whether it imports torch or a module of Megatron when the script starts."""
+        """Whether ``statement`` imports torch or a module of Megatron when the script starts."""
         if isinstance(statement, (*FunctionNode.__args__, ast.ClassDef)):
             return False
         names = []
@@ -101,7 +100,7 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
     if not loops or not isinstance(body[-1], ast.Return):
         raise PlaceError(f"{span(function)} does not end with a loop and a return")
-    # A training that a limit or a signal has ended leaves the process in front of the return.
+    # When a limit or a signal has ended training, the process exits before the return.
     exits = lambda s: any(isinstance(n, ast.Call) and getattr(n.func, "attr", "") == "exit" for n in ast.walk(s))
     leaving = [i for i in range(loops[-1] + 1, len(body)) if exits(body[i])]
     gap = gap_before(hook, body, leaving[0] if leaving else len(body) - 1, lines)
@@ -125,7 +124,7 @@ def _unconditional(function: FunctionNode, test: Callable[[ast.stmt], bool], wan
     """The function's own statements, and the index of the one for which ``test`` holds.
 
     Raises:
-        PlaceError: it runs under a condition, or there is not exactly one.
+        PlaceError: the statement runs under a condition, or there is not exactly one.
     """
     body, index = statement_where(function, test, wanted)
     if body is not function.body:
@@ -159,7 +158,8 @@ def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 
 def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
-    """``if config.attribute is not None:`` and nothing else in the test: how it is known, and in words."""
+    """A test for the statement ``if config.ATTRIBUTE is not None:``, with nothing else in its condition, and its text
+    for messages."""
     wanted = f"if config.{attribute} is not None"
     return lambda s: isinstance(s, ast.If) and f"if {ast.unparse(s.test)}" == wanted, f"`{wanted}`"
 
@@ -174,8 +174,8 @@ def _microbatch_name(function: FunctionNode) -> str:
 def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> Gap:
     """The gap before the one statement for which ``test`` holds, in a helper of the interleaved schedule.
 
-    ``part`` names the helper, e.g. ``forward_step_helper_preprocess``; before Megatron split it
-    in three, the whole helper.
+    ``part`` names the helper, e.g. ``forward_step_helper_preprocess``. In releases before Megatron split the helper
+    into three, the whole helper is searched.
     """
     outer = _interleaved(tree)
     step, side = part.split("_helper_")
@@ -190,7 +190,7 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
 
 
 def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step: str, *, before: bool) -> None:
-    """The hook comes before, or after, the call of ``step``, in its helper or in the one that calls it."""
+    """Check that the hook comes before (or after) the call of ``step``, in its helper or in the helper's caller."""
     if lines := calls(helper, step):
         check = check_above if before else check_below
         return check(gap, lines, f"{step} is called")
@@ -221,7 +221,7 @@ def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -
 
 
 def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Gap:
-    """Before the function's last statement that tests ``finalize_model_grads_func``."""
+    """The gap before the function's last statement that tests ``finalize_model_grads_func``."""
     found = [i for i, s in enumerate(function.body) if tests_attribute(s, "config", "finalize_model_grads_func")]
     if not found:
         raise PlaceError(f"no `if config.finalize_model_grads_func` in the body of {span(function)}")
@@ -237,7 +237,7 @@ def _interleaved_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
 
 def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     function = function_named(tree.body, name)
-    # As early as config is known: later releases pick their backward function early, too.
+    # As soon as config is known, because later releases choose their backward function early.
     found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
     index = only(found, "`config = ...`", span(function), [function.body[i].lineno for i in found])
     needed, rebound = {"config", "model", "num_microbatches", "forward_only"}, {"forward_step", "backward_step"}

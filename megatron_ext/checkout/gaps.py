@@ -1,4 +1,4 @@
-"""A gap between two statements of one body, where a hook line may stand; and proofs about what stands around it."""
+"""A gap between two statements of one body, where a hook line may stand, and checks of the code around it."""
 
 import ast
 from collections.abc import Collection
@@ -10,14 +10,14 @@ from megatron_ext.checkout.syntax import FunctionNode, PlaceError, bodies, end_l
 
 @dataclass(frozen=True)
 class Gap:
-    """Where one hook line may stand, in line numbers of the text without our lines.
+    """Where one hook line may stand, in line numbers of the text without hook lines.
 
     Attributes:
         hook: the hook.
         line: the line to insert, indented, without a line end.
-        first: smallest number of the line it may follow (the statement before ends there).
-        last: largest number of the line it may follow (the statement after begins on the next).
-        chosen: the line our own patches insert it after.
+        first: number of the first line that it may follow (the statement before ends there).
+        last: number of the last line that it may follow (the statement after begins on the next line).
+        chosen: number of the line after which our patches insert it.
     """
 
     hook: Hook
@@ -33,7 +33,7 @@ def _first_line(statement: ast.stmt) -> int:
 
 
 def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
-    """The gap in front of ``body[index]``; our patches go above its comment, if it has one."""
+    """The gap before ``body[index]``. Our patches insert the line above the statement's comment, if it has one."""
     statement = body[index]
     last = _first_line(statement) - 1
     chosen = last
@@ -46,10 +46,10 @@ def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], *
 
 
 def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
-    """The gap behind ``body[index]``; our patches go directly below it."""
+    """The gap after ``body[index]``. Our patches insert the line directly below the statement."""
     statement = body[index]
     first = last = end_line(statement)
-    # What follows may be blank lines and comments only, up to the next line of code.
+    # The gap extends over blank lines and comments up to the next line of code.
     while last < len(lines) and (not lines[last].strip() or lines[last].strip().startswith("#")):
         last += 1
     return _gap(hook, statement, (first, last, first), lines, **names)
@@ -64,7 +64,7 @@ def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list
 
 
 def reached(function: FunctionNode, gap: Gap) -> Gap:
-    """``gap``, to which control comes whenever the function ends without an exception."""
+    """Check that control reaches ``gap`` whenever the function ends without an exception, and return ``gap``."""
     for node in own_nodes(function):
         if isinstance(node, ast.Return) and node.lineno <= gap.first:
             raise PlaceError(f"{function.name} may return at line {node.lineno}, before the hook is reached")
@@ -77,30 +77,30 @@ def reached(function: FunctionNode, gap: Gap) -> Gap:
 
 
 def check_above(gap: Gap, lines: list[int], what: str) -> None:
-    """The hook comes before all of ``lines``."""
+    """Check that the hook comes before all of ``lines``."""
     if lines and min(lines) <= gap.last:
         raise PlaceError(f"{what} at line {min(lines)}, before the hook")
 
 
 def check_below(gap: Gap, lines: list[int], what: str) -> None:
-    """The hook comes after all of ``lines``."""
+    """Check that the hook comes after all of ``lines``."""
     if lines and max(lines) > gap.first:
         raise PlaceError(f"{what} at line {max(lines)}, after the hook")
 
 
 Above = tuple[list[int], str]
-"""Lines, and what happens there."""
+"""Line numbers, and what happens on these lines."""
 
 
 def proven(
     function: FunctionNode, gap: Gap, needed: set[str], rebound: Collection[str] = (), *, above: Above = ([], "")
 ) -> Gap:
-    """``gap``, where control comes, before all lines ``above`` (with what happens there), and where names mean what the
-    hook takes them to mean.
+    """Check ``gap`` and return it: control reaches it, it comes before all lines ``above``, and the names in the hook
+    line have the meaning that the hook expects.
 
-    ``needed`` must be bound in ``function`` above the hook. ``rebound`` are the names the hook line binds itself: a use
-    of one above the hook would turn from a global into an unbound local, and ``hooks`` or ``gather_schedule`` must not
-    be used at all.
+    ``needed`` must be bound in ``function`` above the hook. ``rebound`` are names that the hook line itself binds: if
+    one were used above the hook, that use would change from a global to an unbound local. ``hooks`` and
+    ``gather_schedule`` must not be used at all.
     """
     check_above(reached(function, gap), *above)
     names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]

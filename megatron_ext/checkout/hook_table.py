@@ -1,9 +1,9 @@
-"""Every line the patches insert: its text, the file it goes to, and what it is for.
+"""Every line that the patches insert: its text, the file it goes to, and its purpose.
 
 A hook is one physical line that ends in :data:`MARKER`, so that a person finds it; ``check`` and
-``revert`` know it by its whole text. The text calls into ``megatron_ext.megatron.hooks`` and
-holds no policy. Imports stand on the hook line itself: an import at the top of the file
-would be one more place to merge, and the import block is what changes most between releases.
+``revert`` recognize it by its whole text. The line calls ``megatron_ext.megatron.hooks`` and decides nothing
+itself. Imports stand on the hook line: an import at the top of the file
+would be one more place to merge, and the import block changes most between releases.
 """
 
 import msgspec
@@ -25,14 +25,14 @@ FILES = CORE_FILES + TRAINING_FILES
 
 
 class Hook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One inserted line; the manifest holds all of them as they are here.
+    """One inserted line. The manifest holds all hooks in this form.
 
     Attributes:
-        name: what ``check`` calls it, e.g. ``schedules.interleaved.begin``.
+        name: its name in messages of ``check``, e.g. ``schedules.interleaved.begin``.
         file: path below the root of the Megatron tree.
-        text: the statement, without indentation and marker. Where releases name a variable
-            differently the text holds ``{microbatch}``, filled in from the helper's signature.
-        place: where it goes, in words; ``find_places.py`` holds the same in code.
+        text: the statement, without indentation and marker. ``{microbatch}`` in it stands for a variable whose name
+            differs between releases; the name is taken from the helper's signature.
+        place: where it goes, in words; ``find_places.py`` has the same in code.
         purpose: why the line is there, for the manifest and for ``patch list``.
     """
 
@@ -161,7 +161,7 @@ SCHEDULE_FUNCTIONS = {hook.place.split(",")[0] for hook in HOOKS if hook.file ==
 """Megatron's pipeline schedules that have hooks in them."""
 
 LINES = {hook.line(name): hook.text for hook in HOOKS for name in ("virtual_microbatch_id", "microbatch_id")}
-"""Every inserted line without indentation -> the text of its hook, which several hooks may share."""
+"""Maps every inserted line, without indentation, to the text of its hook. Several hooks may share a text."""
 
 
 def hooks_of(file: str) -> tuple[Hook, ...]:

@@ -9,7 +9,7 @@ from megatron_ext.checkout.tree import Tree
 
 
 def as_text(report: Report, verb: str) -> str:
-    """The report for people; the last line says what to do where something is to be done."""
+    """The report for people. If something is to be done, the last line says what."""
     lines = []
     dry_run = bool(report.diff) and not report.changed
     if dry_run:
@@ -44,7 +44,7 @@ _HOW = {"exact": "a file of a known release", "syntax tree": "placed by the synt
 
 
 def _inserted(report: Report, dry_run: bool) -> list[str]:
-    """What ``apply`` did: lines, files and places."""
+    """Text lines that say what ``apply`` inserted: lines, files and places."""
     count = sum(len(entry.lines) for entry in report.files)
     if not (report.changed or dry_run):
         return [f"  nothing was changed: all {count} lines were there already"]
@@ -59,10 +59,10 @@ def _inserted(report: Report, dry_run: bool) -> list[str]:
 
 
 def releases(checkout: str | None = None) -> dict:
-    """Releases served and lines inserted; with a checkout, which releases its files are from.
+    """The supported releases and the inserted lines; with a checkout, also the releases that its files are from.
 
     Raises:
-        InputError: the checkout is no Megatron tree.
+        InputError: the checkout is not a Megatron tree.
     """
     found = manifest()
     payload = {

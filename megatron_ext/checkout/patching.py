@@ -19,11 +19,11 @@ class FileState:
 
     Attributes:
         file: path below the root.
-        state: ``clean`` (no hook, and they can be placed), ``applied``, ``drifted`` (hooks are
-            there but not all in their place) or ``conflict`` (no hook, and they cannot be placed).
-        detail: how the hooks are or would be placed (``exact`` or ``syntax tree``), where that is
+        state: ``clean`` (no hook is there, and all can be placed), ``applied``, ``drifted`` (hooks are
+            there but not all in their place) or ``conflict`` (no hook is there, and they cannot be placed).
+        detail: how the hooks are or would be placed (``exact`` or ``syntax tree``), if that is
             known; otherwise what is wrong.
-        lines: numbers of the hook lines, as they are or, of a clean file, would be.
+        lines: numbers of the hook lines; for a clean file, the numbers that they would have.
     """
 
     file: str
@@ -36,8 +36,8 @@ class FileState:
 class Report:
     """State of a tree; ``state`` is one of clean, applied, drifted, conflict.
 
-    ``diff`` is what was done, or in a dry run what would be, as a diff without context.
-    ``repaired`` says what became of an interrupted earlier command (``finished``, ``dropped``).
+    ``diff`` is the change that was made, or in a dry run would be made, as a diff without context.
+    ``repaired`` says what was done about an interrupted earlier command (``finished``, ``dropped``).
     """
 
     path: str
@@ -55,7 +55,7 @@ def check(path) -> Report:
     """The state of the tree at ``path``; changes nothing, except to repair an interrupted command.
 
     Raises:
-        InputError: no Megatron tree, Windows line ends, or a file that cannot be read.
+        InputError: not a Megatron tree, Windows line ends, or a file that cannot be read.
     """
     tree = Tree(path)
     with locked(tree.root):
@@ -64,15 +64,15 @@ def check(path) -> Report:
 
 
 def apply(path, *, dry_run: bool = False) -> Report:
-    """Insert the hooks; a tree that has them all stays as it is.
+    """Insert the hooks. A tree that has all of them stays as it is.
 
     Args:
         path: root of the tree.
-        dry_run: only say what would be done; refuses what would be refused otherwise.
+        dry_run: only report what would be done. Raises the same errors as a real run.
 
     Raises:
-        InputError: as in :func:`check`, and where the hooks cannot be placed, are there in
-            part, or a file is read-only. The tree is then untouched.
+        InputError: as in :func:`check`, and if the hooks cannot be placed, if only some of them are there, or
+            if a file is read-only. The tree is then unchanged.
     """
     tree = Tree(path)
     with locked(tree.root):
@@ -100,11 +100,11 @@ def apply(path, *, dry_run: bool = False) -> Report:
 def revert(path, *, dry_run: bool = False) -> Report:
     """Take out the lines that ``apply`` wrote.
 
-    They are known by their whole text. All else stays, so the tree is byte for byte as it was.
+    The lines are recognized by their whole text. Everything else stays, so the tree is byte for byte as it was before.
 
     Raises:
-        InputError: as in :func:`check`, a file that cannot be written, a line of ours that was
-            edited, or copies of one. The tree is then untouched.
+        InputError: as in :func:`check`, a file that cannot be written, a hook line that was
+            edited, or copies of a hook line. The tree is then unchanged.
     """
     tree = Tree(path)
     with locked(tree.root):
@@ -136,7 +136,7 @@ def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
 
 
 def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
-    """The report, and the patched text of every file that has no hook yet and can have them."""
+    """The report, and the patched text of every file that has no hook yet and in which the hooks can be placed."""
     report = Report(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
     report.repaired = repaired
     patched = {}
@@ -169,7 +169,7 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
 
 
 def _unknown_release(tree: Tree) -> str:
-    """What to add where a hook's place is missing in a release that no patch was made for."""
+    """Text to add if a hook's place is missing in a release that no patch was made for; otherwise empty."""
     if tree.version in (release.version for release in manifest().releases):
         return ""
     return f" (this is megatron-core {tree.version}; known are {known_releases()})"
@@ -179,7 +179,7 @@ _NO_HOOK = "has no hook, while other files have"
 
 
 def _first(report: Report, state: str) -> str:
-    """The first problem; a hook in a wrong place says more than a file without hooks."""
+    """The first problem. A hook in a wrong place comes before a file without hooks, because it says more."""
     found = sorted((f for f in report.files if f.state == state), key=lambda f: f.detail == _NO_HOOK)
     return f"{found[0].file}: {found[0].detail}"
 

@@ -27,10 +27,10 @@ class PatchedFile(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Release(msgspec.Struct, forbid_unknown_fields=True):
-    """One release of Megatron-LM and the patch file that serves it.
+    """One release of Megatron-LM and its patch file.
 
-    ``same_core_on_pypi`` says whether the package's core files are the tag's, byte for byte;
-    None where the package was not compared or does not exist.
+    ``same_core_on_pypi`` says whether the package's core files equal the tag's byte for byte;
+    None if the package was not compared or does not exist.
     """
 
     version: str
@@ -42,7 +42,7 @@ class Release(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def name(self) -> str:
-        """The version; of a branch, also the commit that is meant."""
+        """The version; for a branch, also the commit."""
         return f"{self.version} at {self.commit[:10]}" if self.ref == self.version else self.version
 
 
@@ -56,12 +56,12 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def blob_id(data: bytes) -> str:
-    """The id git gives a file with this content."""
+    """The id that git gives a file with this content."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def directory() -> Path:
-    """Where the patch files lie: next to the package in a checkout, inside it when installed."""
+    """Directory of the patch files: next to the package in a checkout, inside the package when installed."""
     here = Path(__file__).resolve()
     for place in (here.parents[2] / "patches", here.parents[1] / "patches"):
         if (place / MANIFEST).is_file():
@@ -79,12 +79,12 @@ def manifest() -> Manifest:
 
 
 def known_releases() -> str:
-    """The releases that the patches were made for, in words."""
+    """The releases that the patches were made for, as text."""
     names = [release.name for release in manifest().releases]
     return f"{names[0]} to {names[-2]}, and {names[-1]}"
 
 
 @functools.cache
 def known_files() -> dict[tuple[str, str], PatchedFile]:
-    """Every file of a release: (path, git blob id) -> what becomes of it."""
+    """Every file of every release: (path, git blob id) -> its entry in the manifest."""
     return {(entry.path, entry.preimage): entry for release in manifest().releases for entry in release.files}

@@ -1,8 +1,8 @@
-"""Put our lines into one file, where the syntax tree proves each place.
+"""Insert the hook lines into one file, at places that the syntax tree proves.
 
-A patch without context applies by line number to any file that is long enough, in the wrong place and without
-complaint. So a line goes only where ``find_places.py`` finds the one gap for it, and ``verify.py`` has the last word.
-Of a file of a release the manifest also knows the git blob id of the result.
+A patch without context applies by line number to any file that is long enough, even in the wrong place, without an
+error. So a line is inserted only where ``find_places.py`` finds the one gap for it, and ``verify.py`` checks the
+result. If the file is that of a release, the git blob id of the result must also be the one in the manifest.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Placed:
 
 
 def place_hooks(file: str, text: str) -> Placed:
-    """Patch ``text``, the present content of ``file``, which holds none of our lines.
+    """Patch ``text``, the present content of ``file``, which holds no hook line.
 
     Raises:
-        PlaceError: a hook's place is not proven; names the hook and the lines that say so.
+        PlaceError: a hook's place is not proven. The text names the hook and the lines that are the reason.
     """
     rows = text.split("\n")
     for gap in sorted(find_gaps(file, text), key=lambda gap: gap.chosen, reverse=True):

@@ -1,4 +1,4 @@
-"""Looking around in the syntax tree of a file: the one function, the one statement."""
+"""Find functions and statements in the syntax tree of a file, and require that there is exactly one."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def only(found: list, what: str, where: str, lines: list[int]):
         lines: the line of each element.
 
     Raises:
-        PlaceError: there is none, or more than one; with their lines.
+        PlaceError: there is none, or more than one. The text gives their lines.
     """
     if not found:
         raise PlaceError(f"no {what} in {where}")
@@ -86,7 +86,7 @@ def statement_where(function: FunctionNode, test: Callable[[ast.stmt], bool], wh
 
 
 def tests_attribute(statement: ast.stmt, owner: str, *attributes: str) -> bool:
-    """An ``if`` whose test reads every one of ``attributes`` of the name ``owner``."""
+    """Whether ``statement`` is an ``if`` whose test reads all of ``attributes`` of the name ``owner``."""
     if not isinstance(statement, ast.If):
         return False
     read = (node for node in ast.walk(statement.test) if isinstance(node, ast.Attribute))
@@ -108,7 +108,7 @@ def assigned_name(statement: ast.stmt) -> str | None:
 
 
 def assigned_value(statement: ast.stmt, name: str) -> ast.expr | None:
-    """What the statement assigns to the one plain name ``name``; None where it does not."""
+    """The value that the statement assigns to the plain name ``name``; None if it does not assign to that alone."""
     return statement.value if isinstance(statement, ast.Assign) and assigned_name(statement) == name else None
 
 

@@ -1,12 +1,13 @@
-"""Replace several files as one: all of them or none, whatever interrupts it.
+"""Replace several files together: all of them or none, whatever interrupts it.
 
 [Note: the journal]
 New contents are first written in full to a hidden directory at the root of the tree. Then a
-journal is renamed into that directory: from this moment the change counts as made, before it
-none of it does. Then each file is renamed over its target, and the hidden directory goes away.
-Whoever comes next (apply, check or revert) finds either no journal, and drops what lies there,
-or a journal, and finishes the renames. A target that someone has changed in between is never
-overwritten. A target on another file system than the tree (a link, a mount) is first copied next to itself.
+journal is renamed into that directory. Before this rename the change does not count; from then on it counts
+as made. Then each file is renamed over its target, and the hidden directory is removed.
+The next command (apply, check or revert) drops the hidden directory if it has no journal. If it has one, the
+command finishes the renames. A target that was changed in between is never
+overwritten. If a target is on another file system than the tree (a link, a mount), the new content is first copied next
+to the target.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from megatron_ext.formats import json_files as files
 from megatron_ext.formats.errors import InputError
 
 WAIT_SECONDS = 10.0
-"""How long a command waits for another one on the same tree, which takes a fraction of a second."""
+"""How long a command waits for another command on the same tree. A command takes a fraction of a second."""
 
 STAGE = ".megatron-ext-patch"
 JOURNAL = "journal.json"
@@ -49,10 +50,10 @@ class Journal(msgspec.Struct, forbid_unknown_fields=True):
 
 @contextlib.contextmanager
 def locked(root: Path) -> Iterator[None]:
-    """Hold the tree against another patch command; the lock dies with the process.
+    """Lock the tree against other patch commands. The lock ends with the process.
 
     Raises:
-        InputError: another command is at work on this tree.
+        InputError: another command is working on this tree.
     """
     try:
         handle = os.open(root, os.O_RDONLY)
@@ -79,13 +80,13 @@ def _lock(handle: int, root: Path) -> None:
 
 
 def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = False) -> None:
-    """Replace each of ``contents`` (path below root -> new bytes) or none; hold the lock.
+    """Replace all files of ``contents`` (path below root -> new bytes) or none. The caller holds the lock.
 
-    Owners and modes of files stay as they are. A link is followed, and what it points to is replaced.
-    With ``rehearse`` the new contents are written next to the tree's files and taken away again.
+    Owners and modes of files stay as they are. A link is followed, and the file that it points to is replaced.
+    With ``rehearse`` the new contents are written to the hidden directory and removed again.
 
     Raises:
-        InputError: the tree cannot be written; it is then as it was.
+        InputError: the tree cannot be written. It is then as it was.
     """
     stage = root / STAGE
     entries, originals = [], {}
@@ -119,10 +120,10 @@ def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = Fa
 
 
 def recover(root: Path) -> str | None:
-    """Finish or drop what an interrupted command has left; say which, or None.
+    """Finish or drop the work of an interrupted command. Returns ``finished``, ``dropped``, or None if there is none.
 
     Raises:
-        InputError: a file was changed since; nothing is touched.
+        InputError: a file was changed since then. Nothing is changed.
     """
     stage = root / STAGE
     if not stage.is_dir():
@@ -147,13 +148,13 @@ def _finish(root: Path, stage: Path, entries: list[Entry]) -> None:
         staged = stage / entry.staged
         if staged.exists():
             _move(staged, (root / entry.path).resolve())
-    # The journal goes first: a stage without one is dropped, and there is nothing left to do.
+    # The journal is removed first: a later command drops a directory without one, which is right at this point.
     (stage / JOURNAL).unlink()
     shutil.rmtree(stage)
 
 
 def _move(staged: Path, target: Path) -> None:
-    """Rename ``staged`` over ``target``, also where they are on two file systems."""
+    """Rename ``staged`` over ``target``, even if they are on two file systems."""
     try:
         os.replace(staged, target)
     except OSError as error:
@@ -169,7 +170,7 @@ def _move(staged: Path, target: Path) -> None:
 
 
 def _write(place: Path, data: bytes, like: Path) -> None:
-    """Write ``data`` to disk under the owner, mode and extended attributes of ``like``."""
+    """Write ``data`` to disk with the owner, mode and extended attributes of ``like``."""
     with open(place, "wb") as stream:
         stream.write(data)
         stream.flush()

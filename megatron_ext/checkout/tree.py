@@ -19,18 +19,18 @@ class Tree:
 
     Attributes:
         root: the resolved directory.
-        version: the version megatron/core says it is, e.g. ``0.16.1`` or ``0.20.0rc0``.
+        version: the version that megatron/core states, e.g. ``0.16.1`` or ``0.20.0rc0``.
         present: paths below root of the files that carry hooks.
-        absent: those the tree does not have; never a core file.
+        absent: paths of files that carry hooks and that the tree does not have; never a core file.
 
     Raises:
-        InputError: the directory is no Megatron tree.
+        InputError: the directory is not a Megatron tree.
     """
 
     def __init__(self, path):
         try:
             self._look(path)
-        except (OSError, RuntimeError) as error:  # no right to look, or a link that points to itself
+        except (OSError, RuntimeError) as error:  # no permission, or a link that points to itself
             raise InputError(f"cannot be read: {error}", file=path) from None
 
     def _look(self, path) -> None:
@@ -65,7 +65,7 @@ class Tree:
         """Text of one file.
 
         Raises:
-            InputError: it has Windows line ends (no patch of ours can fit it), is not UTF-8, or
+            InputError: it has Windows line ends (no patch of ours fits them), is not UTF-8, or
                 cannot be read.
         """
         place = self.root / file
@@ -83,16 +83,16 @@ class Tree:
         return text
 
     def check_writable(self, file: str) -> None:
-        """Refuse a file that its owner has protected, or a directory without room for a rename.
+        """Refuse a file, or a file in a directory, that is read-only or not writable for this user.
 
         Raises:
-            InputError: with the command that makes it writable, or why it cannot be.
+            InputError: with the command that makes it writable, or the reason why there is none.
         """
         place = (self.root / file).resolve()
         for what, kind in ((place, "is"), (place.parent, "is in a directory that is")):
             if os.statvfs(what).f_flag & os.ST_RDONLY:
                 raise InputError("is on a read-only file system; patch a copy of the tree", file=place)
-            # Root may write anything, yet a file without a write bit was protected on purpose.
+            # Root may write any file, but a file without a write bit was protected on purpose.
             if not what.stat().st_mode & stat.S_IWUSR:
                 raise InputError(f"{kind} read-only; run `chmod u+w {what}` first", file=place)
             if not os.access(what, os.W_OK):

@@ -1,8 +1,8 @@
-"""Is every hook in its place? Judged in the syntax tree, file by file.
+"""Check in the syntax tree, file by file, that every hook is in its place.
 
-A hook line that a merge, or a person, has moved still runs, often without an error,
-and gathers at the wrong time. So presence is not enough: each line must stand in the one
-gap that ``find_places.py`` describes, and must add a statement to the syntax tree and change nothing else in it.
+A hook line that a merge or a person has moved still runs, often without an error,
+and gathers at the wrong time. So presence is not enough. Each line must stand in the one
+gap that ``find_places.py`` describes, and it must add a statement to the syntax tree and change nothing else there.
 """
 
 import ast
@@ -23,7 +23,7 @@ class Problem:
 
     Attributes:
         file: path below the root of the tree.
-        hook: name of the hook, or "" where a line belongs to none.
+        hook: name of the hook, or "" if the line belongs to none.
         message: what is wrong.
     """
 
@@ -36,13 +36,13 @@ class Problem:
 
 
 def is_hook_line(line: str) -> bool:
-    """Whether a physical line is, by its whole text, one that ``apply`` writes."""
+    """Whether the whole text of a physical line is that of a line that ``apply`` writes."""
     return line.strip() in LINES
 
 
 def hook_numbers(text: str) -> list[int]:
-    """Numbers (from 1) of the lines in ``text`` that have the text of one of ours."""
-    # Not splitlines: it also cuts at form feeds and the like, which do not end a line of Python.
+    """Numbers (from 1) of the lines in ``text`` that are hook lines."""
+    # Not splitlines: it also splits at form feeds and similar characters, which do not end a line in Python.
     return [number for number, line in enumerate(text.split("\n"), start=1) if is_hook_line(line)]
 
 
@@ -56,7 +56,8 @@ _LEFT_OVER = re.compile(
 
 
 def edited_line(file: str, text: str) -> int | None:
-    """Number of the first line that calls a hook and is not as ``apply`` writes it, where ``file`` lacks hooks."""
+    """Number of the first line that calls a hook but is not as ``apply`` writes it; None if ``file`` lacks no hook or
+    has no such line."""
     if len(hook_numbers(text)) >= len(hooks_of(file)):
         return None
     rows = enumerate(text.split("\n"), start=1)
@@ -64,13 +65,13 @@ def edited_line(file: str, text: str) -> int | None:
 
 
 def hook_lines(file: str, text: str) -> dict[int, Gap]:
-    """Number of every hook line that stands in its place -> its gap.
+    """Maps the number of every hook line that stands in its place to its gap.
 
     Raises:
-        PlaceError: a place of ``file`` is not there, or a hook line is no statement of its own.
+        PlaceError: ``file`` lacks the place of a hook, or a hook line is not a statement of its own.
     """
     rows, ours = text.split("\n"), hook_numbers(text)
-    # Blank lines in their stead, so that line numbers stay those of the file.
+    # Replaced by blank lines, so that line numbers stay those of the file.
     without = "\n".join("" if number in ours else row for number, row in enumerate(rows, start=1))
     left = {gap.hook.name: gap for gap in find_gaps(file, without)}
     found = {}
@@ -85,7 +86,7 @@ def hook_lines(file: str, text: str) -> dict[int, Gap]:
 
 
 def _check_statements(file: str, text: str, without: str, ours: list[int]) -> None:
-    """Besides whole statements on the lines ``ours``, both texts have the same syntax tree."""
+    """Check that both texts have the same syntax tree, except for whole statements on the lines ``ours``."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
@@ -100,10 +101,10 @@ def _check_statements(file: str, text: str, without: str, ours: list[int]) -> No
 
 
 def strip_hooks(file: str, text: str) -> str:
-    """``text`` without the lines that ``apply`` wrote: byte for byte what it was before.
+    """``text`` without the lines that ``apply`` wrote, byte for byte as it was before.
 
     Raises:
-        PlaceError: more lines of one text than ``apply`` writes.
+        PlaceError: there are more lines with one text than ``apply`` writes.
     """
     rows, going = text.split("\n"), hook_numbers(text)
     numbers: dict[str, list[int]] = {}
@@ -120,7 +121,7 @@ def strip_hooks(file: str, text: str) -> str:
 
 
 def verify_text(file: str, text: str) -> list[Problem]:
-    """Problems of one patched file; empty means that every hook of it is in its place."""
+    """Problems of one patched file. Empty if every hook of the file is in its place."""
     edited = edited_line(file, text)
     if edited:
         return [Problem(file, "", f"line {edited}: {EDITED}")]
@@ -136,10 +137,10 @@ def verify_text(file: str, text: str) -> list[Problem]:
 
 
 def verify_hooks(path) -> list[Problem]:
-    """Problems of all hooks of the tree at ``path``; empty means that training may start.
+    """Problems of all hooks of the tree at ``path``. If there are none, training may start.
 
-    Files the tree does not have (a core-only tree has no training scripts) are no problem.
-    Takes about a tenth of a second: six files are parsed, nothing is imported.
+    A file that the tree does not have is not a problem: a core-only tree has no training scripts.
+    Takes about 0.1 s: six files are parsed, nothing is imported.
     """
     problems = []
     for file in FILES:
