@@ -1,4 +1,4 @@
-"""``megatron-ext balance``: layers placed on pipeline stages by their cost."""
+"""``megatron-ext balance``: place layers on pipeline stages by their cost."""
 
 import click
 
@@ -7,7 +7,7 @@ from megatron_ext.cli.table_check import naming_files
 
 
 @click.command()
-@click.option("--cost-table", required=True, help="Cost table with a row of compute for every kind of layer.")
+@click.option("--cost-table", required=True, help="Cost table with a compute row for every kind of layer.")
 @click.option("--workload", "workload_path", required=True, help="What is trained, with layer_kinds.")
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
 @json_option

@@ -1,4 +1,4 @@
-"""What the verbs with ``--checkout`` share: the script's arguments in, the workload and what to measure out."""
+"""Shared by the verbs with ``--checkout``: read the script's arguments, and find the workload and what to measure."""
 
 import importlib.util
 import os
@@ -21,22 +21,22 @@ ESTIMATE = "describe the model, and plan with a table of `cost estimate --hardwa
 
 checkout_option = click.option(
     "--checkout",
-    help="A Megatron-LM checkout: its own pretrain_gpt.py reads the arguments behind -- and builds the model.",
+    help="A Megatron-LM checkout: its own pretrain_gpt.py reads the arguments after -- and builds the model.",
 )
 
 
 def given_on_the_command_line(*names: str) -> dict[str, object]:
-    """Those of the running verb's options that were given, not taken by default."""
+    """The running verb's options among ``names`` that were given on the command line, with their values."""
     context = click.get_current_context()
     source = click.core.ParameterSource.COMMANDLINE
     return {name: context.params[name] for name in names if context.get_parameter_source(name) is source}
 
 
 def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
-    """Let this process and those that it starts import the checkout's Megatron, or what is installed.
+    """Let this process, and processes that it starts, import the checkout's Megatron or else the installed one.
 
     Raises:
-        InputError: there is none, or no PyTorch.
+        InputError: there is no Megatron, or no PyTorch.
     """
     if importlib.util.find_spec("torch") is None:
         raise InputError("there is no package torch in this Python environment", file=sys.executable)
@@ -54,13 +54,13 @@ def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
 
 
 def refuse_script(script: ScriptArguments, verb: str) -> None:
-    """Refuse arguments of which nothing can be described or, where ``verb`` runs the layers, timed here.
+    """Refuse arguments whose model cannot be described, or, if ``verb`` runs the layers, cannot be timed here.
 
     Raises:
         InputError: naming the option and its value.
     """
     script_arguments.refuse_none(script)
-    if verb in ("measure", "prepare"):  # they run the layers; describing and planning need their shapes alone
+    if verb in ("measure", "prepare"):  # they run the layers; describing and planning need only their shapes
         script_arguments.refuse_absent_engine(script.transformer_impl)
         _refuse_parts_of_sequences(script, verb)
 
@@ -74,10 +74,10 @@ def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
 
 
 def why_not_measured(model) -> str | None:
-    """Why ``measure`` refuses to time this model's layers; None where it does not.
+    """Why ``measure`` refuses to time this model's layers; None if it does not refuse.
 
     Args:
-        model: as of :func:`for_workload`.
+        model: as for :func:`for_workload`.
     """
     from megatron_ext.megatron.layer_options import require_known_layers
 
@@ -89,10 +89,10 @@ def why_not_measured(model) -> str | None:
 
 
 def refuse_early(script: ScriptArguments, options: Options) -> None:
-    """Refuse what the text of the script's arguments already shows to be wrong with measuring.
+    """Refuse to measure if the text of the script's arguments already shows that something is wrong.
 
     Raises:
-        InputError: options besides the arguments say otherwise, or a size is out of range.
+        InputError: options of the verb contradict the arguments, or a size is out of range.
     """
     given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
     script_arguments.refuse_contradictions(given, said(script))
@@ -109,21 +109,21 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
 
 
 SAID = ("hidden_size", "seq_length", "micro_batch_size", "pipeline_model_parallel_size", "data_parallel_size")
-"""Options of ``measure`` that a script's arguments say too."""
+"""Options of ``measure`` that a script's arguments also give."""
 
 
 def said(script: ScriptArguments) -> dict[str, object]:
-    """What the text of the script's arguments says of :data:`SAID`."""
+    """The values of the options :data:`SAID` in the script's arguments."""
     replicas = script.ours.data_parallel_size
     if replicas is None and "WORLD_SIZE" in os.environ:
         replicas = script.world_size() // script.replica_size
-    if replicas is not None:  # parameters are sharded over context-parallel ranks, too
+    if replicas is not None:  # parameters are sharded over context-parallel ranks as well
         replicas *= script.sizes.context_parallel_size or 1
     return {**vars(script.sizes), "data_parallel_size": replicas}
 
 
 def with_sizes(options: Options, script: ScriptArguments) -> Options:
-    """``options`` with the sizes that the script's arguments say."""
+    """``options`` with the sizes that the script's arguments give."""
     found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
     found["ranks_per_node"] = ranks_on_this_node() or options.ranks_per_node
     if instances := script.sizes.num_distributed_optimizer_instances:
@@ -136,12 +136,12 @@ def with_sizes(options: Options, script: ScriptArguments) -> Options:
 
 
 def of_experts(parallel: Parallel) -> int | None:
-    """Ranks that share the same experts, where they are others than the data-parallel ranks."""
+    """Number of ranks that share the same experts; None if it equals the number of data-parallel ranks."""
     return parallel.expert_dp if parallel.expert_dp != parallel.dp else None
 
 
 def for_workload(options: Options, model) -> Options:
-    """``options`` that measure all that a plan for a checkout's model looks up.
+    """``options`` that measure everything that a plan for a checkout's model reads.
 
     Args:
         model: a :class:`megatron_ext.megatron.describe_from_checkout.CheckoutModel`.

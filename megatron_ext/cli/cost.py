@@ -33,7 +33,7 @@ def cost_group() -> None:
 @click.argument("table_path", metavar="TABLE")
 @click.option("--route", required=True, help="gpu, cpu or nvme; or another curve: publish.cpu, p2p, reduce, optimizer.")
 @click.option("--bytes", "size_bytes", type=int, required=True, help="Bytes of the whole group.")
-@click.option("--busy", multiple=True, help="A link that works at the same time (repeatable).")
+@click.option("--busy", multiple=True, help="A link that is busy at the same time (repeatable).")
 @click.option("--extrapolate", is_flag=True, help="Allow sizes outside the measured range.")
 @json_option
 def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate: bool, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def cost_predict(table_path: str, route: str, size_bytes: int, busy, extrapolate
 @click.argument("table_path", metavar="TABLE")
 @json_option
 def cost_show(table_path: str, as_json: bool) -> None:
-    """Check a table: every curve, how rough it is, what it holds for."""
+    """Check a table. Print every curve, how rough it is, and what the table holds for."""
     table = cost_table.load(table_path)
     emit(as_json, cost_table_text.summary(table), cost_table_text.text(table))
 
@@ -61,7 +61,7 @@ def cost_show(table_path: str, as_json: bool) -> None:
 @click.option("--allow-differences", is_flag=True, help="Only report what differs.")
 @json_option
 def cost_check(table_path: str, workload_path, this_machine, device: str, allow_differences, as_json: bool) -> None:
-    """Refuse a table that was measured on other hardware, software, world sizes or of another model."""
+    """Refuse a table that was measured on other hardware or software, for other world sizes or another model."""
     table, here, model_differs = cost_table.load(table_path), {}, []
     if workload_path:
         work = workload.load(workload_path)
@@ -81,7 +81,7 @@ def cost_check(table_path: str, workload_path, this_machine, device: str, allow_
 @click.option("--out", required=True)
 @json_option
 def cost_combine(tables, out: str, as_json: bool) -> None:
-    """One table out of several; the first that has a part gives it, unless PART= says which.
+    """Make one table out of several. The first table that has a part gives it, unless PART= names another.
 
     PART is links, compute or a field: links=cluster.json compute=one_gpu.json
     """
@@ -113,7 +113,7 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
 @click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range.")
 @json_option
 def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrapolate: bool, as_json: bool) -> None:
-    """Take a run's own figures back into its cost table, so that the next plan knows better."""
+    """Correct a run's cost table with the run's own figures, so that the next plan is better."""
     from megatron_ext import report as reports
     from megatron_ext.report.calibrate import NOT_CORRECTED, calibrate
 
@@ -142,13 +142,13 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the cost table is written.")
-@click.option("--seq-length", type=click.IntRange(1), help="Needed, here or behind --.")
+@click.option("--seq-length", type=click.IntRange(1), help="Required, here or after --.")
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence-parallel", is_flag=True)
 @click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
 @click.option("--context-parallel-size", "context_parallel", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
-@click.option("--recompute-modules", default="core_attn", show_default=True, help="Of selective; with commas.")
+@click.option("--recompute-modules", default="core_attn", show_default=True, help="For selective; separated by commas.")
 @click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)
 @click.option("--recompute-num-layers", type=click.IntRange(1), default=1, show_default=True)
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
@@ -156,11 +156,11 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 def cost_estimate(
     hardware: str, workload_path: str, out: str, megatron_options, recompute_granularity, as_json: bool, **sizes
 ) -> None:
-    """Make a cost table for a machine that nobody has measured, from its data sheet.
+    """Make a cost table from a machine's data sheet, without measuring.
 
-    Every layer's operations and bytes are counted. MEGATRON_OPTIONS (after --), those of the launch script, say what
-    the options here say, and of attention whether it is fused, as it is taken to be without them. Measured parts
-    replace estimated ones by: cost combine measured.json estimated.json
+    Every layer's operations and bytes are counted. MEGATRON_OPTIONS (after --) are those of the launch script. They
+    replace the options here. They also say whether attention is fused; without them it counts as fused. To replace
+    estimated parts by measured ones: cost combine measured.json estimated.json
     """
     from megatron_ext.megatron.ignored_options import batch_of_words
 
@@ -182,12 +182,12 @@ def cost_estimate(
 
 @cost_group.command("hardware")
 @click.argument("name", required=False)
-@click.option("--template", is_flag=True, help="Print a sheet to fill in, for a machine with NAME's GPU.")
+@click.option("--template", is_flag=True, help="Print a data sheet to fill in, for a machine with NAME's GPU.")
 @json_option
 def cost_hardware(name: str | None, template: bool, as_json: bool) -> None:
-    """List the data sheets of the package; with a NAME or a path, every figure with its range and source.
+    """List the data sheets of the package; with a NAME or a path, print every figure with its range and source.
 
-    A sheet of your own: cost hardware NAME --template > FILE, and fill it in.
+    To make a data sheet of your own, run cost hardware NAME --template > FILE and fill in the file.
     """
     if template:
         if name is None:

@@ -26,8 +26,8 @@ from megatron_ext.workload.workload import Workload
 def describe(out: str, checkout: str | None, entry: str | None, megatron_options, as_json: bool) -> None:
     """Write the workload of a real model, from Megatron's own options.
 
-    With a checkout, give all that your script gives pretrain_gpt.py (or --entry), and --data-parallel-size.
-    Without one, a subset of Megatron's options is known; those that change nothing are read over.
+    With a checkout, give all options that your script gives to pretrain_gpt.py (or --entry), and --data-parallel-size.
+    Without a checkout, a subset of Megatron's options is known. Options that do not change the workload are ignored.
     """
     import warnings
 
@@ -35,7 +35,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     from megatron_ext.workload import workload_text as showing
 
     refused = None
-    warnings.simplefilter("ignore", UserWarning)  # Megatron's, on what is not installed: nothing is trained here
+    warnings.simplefilter("ignore", UserWarning)  # Megatron warns of packages that only training needs
     json_files.check_writable(out)
     if checkout:
         from megatron_ext.cli.checkout_model import refuse_script, why_not_measured
@@ -71,7 +71,7 @@ def _of_known_options(megatron_options) -> Workload:
     try:
         if layers == "transformer_engine":
             engine_modules.install()
-        cpu_compat.install(even_with_a_device=True)  # a model without data goes onto none
+        cpu_compat.install(even_with_a_device=True)  # a model without data is not put onto a device
         from megatron_ext.megatron import describe_model
 
         described = describe_model.describe_options(ignored_options.parse(megatron_options, transformer_impl=layers))
@@ -88,14 +88,14 @@ def _of_known_options(megatron_options) -> Workload:
 
 
 def who_counts(refused: str | None) -> str:
-    """Who does count activations; ``refused``: why `measure` does not."""
+    """Text that says how activations can be counted; ``refused``: why `measure` does not count them, or None."""
     if refused is None:
         return "; `measure` counts them"
     return f", and `measure` refuses it ({refused}); leave room for them in --limit-device-bytes"
 
 
 def _stock_memory(described: Workload) -> list[RankMemory]:
-    """What every pipeline rank holds at its peak by stock Megatron's rule, whatever the limits."""
+    """What every pipeline rank holds at its peak by stock Megatron's rule. Limits are ignored."""
     from megatron_ext.planner.stock import stock_schedule
     from megatron_ext.schedule.memory_bill import memory_bill
     from megatron_ext.workload.workload import Limits

@@ -1,4 +1,4 @@
-"""``megatron-ext doctor``: can this machine train by a schedule, and what is to be done where it cannot?"""
+"""``megatron-ext doctor``: check whether this machine can train by a schedule, and say what to do if it cannot."""
 
 import os
 import sys
@@ -15,24 +15,22 @@ from megatron_ext.measure.options import Options
 
 @click.command()
 @click.option("--out", default="doctor_report.json", show_default=True, help="Where the report is written.")
-@click.option("--schedule", "schedule_path", help="A schedule: limits of this node are held against its need.")
-@click.option("--workload", "workload_path", help="A workload: the same, as if every group had a host copy.")
-@click.option("--nvme", help="A directory on a drive: direct reads and the route nvme are tried there.")
-@click.option(
-    "--checkout", help="A patched Megatron-LM checkout to train with. Default: the Megatron that is installed."
-)
-@click.option("--nproc", type=click.IntRange(1, 64), help="Ranks to start here. Default: one a GPU, or 2 on the CPU.")
+@click.option("--schedule", "schedule_path", help="A schedule: this node's limits are compared with what it needs.")
+@click.option("--workload", "workload_path", help="A workload: the same, for a host copy of every group.")
+@click.option("--nvme", help="A directory on a drive, in which direct reads and route nvme are tried.")
+@click.option("--checkout", help="A patched Megatron-LM checkout to train with. Default: the installed Megatron.")
+@click.option("--nproc", type=click.IntRange(1, 64), help="Ranks to start here. Default: one per GPU, or 2 on the CPU.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
-    "--check-seconds", type=click.FloatRange(1), default=30.0, show_default=True, help="After so long a check hangs."
+    "--check-seconds", type=click.FloatRange(1), default=30.0, show_default=True, help="Longest time for one check."
 )
-@click.option("--seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="For all checks together.")
+@click.option("--seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="The same for all checks.")
 @json_option
 def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_json: bool, **times) -> int:
     """Check this machine in about two minutes: versions, limits, pinning, streams, overlap, drives, and training.
 
-    Start it as it stands on one node, or under torchrun or srun on all ranks of several. Ends 0 when no check failed,
-    1 when one did. The report can be attached to an issue.
+    On one node, start it without a launcher. On several nodes, start it with torchrun or srun on all ranks. The exit
+    code is 0 if no check failed and 1 if one did. The report can be attached to an issue.
     """
     from megatron_ext.doctor import finding, start_ranks
     from megatron_ext.doctor.place import DoctorOptions
@@ -70,7 +68,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
 
 
 def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | None, str]:
-    """Pinned bytes that the fullest node needs, and what needs them. Raises InputError."""
+    """Pinned bytes that the fullest node needs, and the name of what needs them. Raises InputError."""
     if schedule_path is not None and workload_path is not None:
         raise InputError("give one of --schedule and --workload", field="--workload", value=workload_path)
     if schedule_path is not None:
@@ -99,7 +97,7 @@ def _require_tree(checkout: str) -> str:
 
 
 def _devices(device: Literal["auto", "cpu", "cuda"]) -> int:
-    """Ranks to start: one a device. Raises InputError where CUDA is asked for and absent."""
+    """Ranks to start: one per GPU, or 2 on the CPU. Raises InputError if CUDA is asked for and absent."""
     import torch
 
     return torch.cuda.device_count() if Options(device=device).uses_cuda() else 2

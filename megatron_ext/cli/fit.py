@@ -1,4 +1,4 @@
-"""``megatron-ext fit``: which settings are the fastest that fit."""
+"""``megatron-ext fit``: find the fastest settings that fit."""
 
 import functools
 import gc
@@ -13,7 +13,7 @@ from megatron_ext.formats import json_files
 
 
 def fit_options(command):
-    """Options that say what is searched; of ``fit`` and ``prepare --fit``."""
+    """Options of ``fit`` and ``prepare --fit`` that say what is searched."""
     for option in (
         click.option("--hardware", help="A machine's name (see: cost hardware), or a data sheet's path."),
         click.option(
@@ -21,10 +21,10 @@ def fit_options(command):
             "fixed",
             default="",
             metavar="NAMES",
-            help="Settings that stay as given, with commas: zero-stage, optimizer-cpu-offload, recompute, "
+            help="Settings that stay as given, separated by commas: zero-stage, optimizer-cpu-offload, recompute, "
             "micro-batch-size, a parallel size, delayed-parameter-update; or all.",
         ),
-        click.option("--search-layout", is_flag=True, help="Search parallel sizes, too."),
+        click.option("--search-layout", is_flag=True, help="Also search parallel sizes."),
         click.option("--allow-delayed-update", is_flag=True, help="Try delayed updates, which change training."),
     ):
         command = option(command)
@@ -37,21 +37,21 @@ def fit_options(command):
     "--cost-table",
     "cost_tables",
     multiple=True,
-    help="Measured with the given settings: alone, or to correct the data sheet. Again for other micro-batch sizes.",
+    help="Measured with the given settings; alone, or to correct the data sheet. Repeat for other micro-batch sizes.",
 )
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--gpus", "world_size", type=click.IntRange(1), help="GPUs in all, where they fill no whole nodes.")
-@click.option("--picture", type=click.Path(), help="Write time over device bytes as a picture (PNG).")
+@click.option("--gpus", "world_size", type=click.IntRange(1), help="Number of GPUs, if they do not fill whole nodes.")
+@click.option("--picture", type=click.Path(), help="Write a picture (PNG) of time over device bytes.")
 @click.option(
-    "--out", type=click.Path(file_okay=False), help="Write workload, cost table and schedule of the fastest there."
+    "--out", type=click.Path(file_okay=False), help="Directory for workload, cost table and schedule of the fastest."
 )
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_json: bool, **asked) -> None:
     """Find the fastest settings that fit, from Megatron's options and a machine's name.
 
-    MEGATRON_OPTIONS (after --) are those of describe: model, global batch and precision stay, and what --fix names.
-    Needs neither torch nor Megatron nor a GPU; nothing is measured.
+    MEGATRON_OPTIONS (after --) are those of describe. Model, global batch and precision stay as given, and so do the
+    settings that --fix names. Needs neither torch nor Megatron nor a GPU. Nothing is measured.
     """
     from megatron_ext.planner.fit import fit_text
     from megatron_ext.planner.fit.answer import answer_of
@@ -92,7 +92,7 @@ advise = BareScriptCommand(
 
 
 def with_defaults(words: tuple[str, ...]) -> tuple[str, ...]:
-    """A command line with Megatron's defaults of options whose defaults the example has otherwise."""
+    """A command line, with Megatron's defaults added for options whose defaults differ in the example."""
     from megatron_ext.megatron.ignored_options import not_given
 
     return (*words, *chain.from_iterable(not_given(words).items()))
@@ -104,7 +104,8 @@ def fixed_names(text: str) -> tuple[str, ...]:
 
 
 def answer(request, problem):
-    """Search, and draw costs for what is shown. Raises InputError with what would fit where nothing does."""
+    """Search, and draw costs for the settings that are shown. If nothing fits, raises an InputError that says what
+    would fit."""
     from megatron_ext.planner.fit import what_fits
     from megatron_ext.planner.fit.found import judge
     from megatron_ext.planner.fit.search_settings import NothingFits

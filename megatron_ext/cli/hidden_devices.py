@@ -1,7 +1,7 @@
-"""Verbs that describe and plan use no device, and say the same with one as without: they hide all from their process.
+"""Hide devices from verbs that describe and plan: they use none, and give the same output with a device as without.
 
-torch looks for devices when it is first asked for them, so they are hidden before anything imports it. What this
-machine is, a process of its own says, to which they are shown.
+torch looks for devices when they are first needed, so they are hidden before anything imports torch. The facts about
+this machine come from another process, in which the devices are visible.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 ASK = "import json, sys; from megatron_ext.runtime import machine; print(json.dumps(machine.environment(sys.argv[1])))"
 
 _shown: list[dict[str, str]] = []
-"""The environments that devices were hidden from, the innermost last."""
+"""The environments from before devices were hidden, the innermost last."""
 
 
 @contextlib.contextmanager
 def hidden_from(words: list[str]) -> Iterator[None]:
-    """Hide devices where the command line ``words`` begins with one of :data:`VERBS`."""
+    """Hide devices if the command line ``words`` begins with one of :data:`VERBS`."""
     if next((word for word in words if not word.startswith("-")), None) not in VERBS:
         yield
         return
@@ -43,7 +43,7 @@ def hidden_from(words: list[str]) -> Iterator[None]:
 
 
 def this_machine(device: str = "auto") -> dict[str, Facts]:
-    """What :func:`megatron_ext.runtime.machine.environment` says where devices are shown.
+    """The result of :func:`megatron_ext.runtime.machine.environment` with devices visible.
 
     Raises:
         InputError: the process that was asked failed.

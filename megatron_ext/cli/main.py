@@ -1,11 +1,11 @@
-"""The ``megatron-ext`` command: one thin function a verb.
+"""The ``megatron-ext`` command: one thin function per verb.
 
 Exit codes: 0 success, 2 bad input (one line that names file, field and value), 1 an
-internal failure. ``--json`` puts one JSON object on standard output and everything
-meant for people on standard error.
+internal failure. ``--json`` puts one JSON object on standard output and the text
+for people on standard error.
 
-click (https://click.palletsprojects.com) parses: nested verbs and typed options, with
-usage errors as exceptions that are turned into one line here.
+click (https://click.palletsprojects.com) parses nested verbs and typed options. It raises usage errors as exceptions,
+which are turned into one line here.
 """
 
 import sys
@@ -34,7 +34,7 @@ from megatron_ext.formats.errors import InputError, RankFailed, one_line
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @said_version.option
 def cli() -> None:
-    """Measure gather routes, plan a user_defined_schedule, patch and train Megatron by it."""
+    """Measure gather routes, plan a user_defined_schedule, patch Megatron and train it by the schedule."""
 
 
 PREPARING = (doctor, fit, advise, patch, prepare, describe, measure, cost_group, plan, balance)

@@ -1,4 +1,4 @@
-"""``megatron-ext measure``: a cost table from measuring, or from another tool's log."""
+"""``megatron-ext measure``: make a cost table by measuring, or from another tool's log."""
 
 import os
 
@@ -22,15 +22,15 @@ from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.measure.options import LINKS, Options
 
 READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
-"""Options of ``measure`` that a format of ``--import`` reads; measuring itself reads none of them."""
+"""Options of ``measure`` that each format of ``--import`` reads; measuring itself reads none of them."""
 OF_IMPORTS = ("system", "placement", "collective", "algorithm")
-"""All of them."""
+"""All options that only imports read."""
 SIXTEEN_BITS = {"--bf16", "--fp16"}
-"""Of a training script: its parameters have 16 bits, and 32 without either."""
+"""Options of a training script that give its parameters 16 bits; without them they have 32."""
 
 
 def refuse_unread(imported: str | None) -> None:
-    """An option that would be passed over is a mistake; InputError names it."""
+    """Refuse an option that would be ignored. Raises an InputError that names it."""
     names = {p.name: p.opts[0] for p in click.get_current_context().command.params}
     unread = OF_IMPORTS if imported is None else ()
     if imported in READ_BY:
@@ -41,7 +41,7 @@ def refuse_unread(imported: str | None) -> None:
 
 
 def _of_script(options, checkout: str | None, entry: str | None):
-    """``options`` with what the script's arguments say, and with the layers that they build."""
+    """``options`` with the sizes that the script's arguments give, and the layers that they build."""
     if not options.module_args:
         if checkout:
             raise InputError("needs the script's arguments behind --", field="--checkout", value=checkout)
@@ -72,7 +72,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
 
 
 def option(name: str, *short: str, help: str | None = None):
-    """The option of a number of :class:`Options`, with its default there."""
+    """The command-line option for a number in :class:`Options`, with the default from there."""
     default = getattr(Options(), name)
     number = float if isinstance(default, float) else int
     return click.option(flag(name), *short, type=number, default=default, show_default=default is not None, help=help)
@@ -85,7 +85,7 @@ def option(name: str, *short: str, help: str | None = None):
     "imported",
     nargs=2,
     metavar="FORMAT LOG",
-    help="Read another tool's log instead: nccl-tests, nvbandwidth, curves.",
+    help="Read another tool's log instead of measuring: nccl-tests, nvbandwidth, curves.",
 )
 @click.option("--system", help="With --import curves: which of the file's systems.")
 @click.option(
@@ -93,10 +93,10 @@ def option(name: str, *short: str, help: str | None = None):
     type=click.Choice(["in_place", "out_of_place"]),
     default="in_place",
     show_default=True,
-    help="With --import: which column; gathers work in place.",
+    help="With --import: the column to read; gathers work in place.",
 )
-@click.option("--collective", help="With --import nccl-tests: what was measured, where the log does not say.")
-@click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several.")
+@click.option("--collective", help="With --import nccl-tests: what was measured, if the log does not say.")
+@click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several curves.")
 @option("data_parallel_size", "--dp")
 @option("pipeline_model_parallel_size", "--pp")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
@@ -104,20 +104,20 @@ def option(name: str, *short: str, help: str | None = None):
 @option("max_bytes", help="Largest whole group.")
 @click.option(
     "--also-sizes",
-    help="Comma-separated sizes in bytes at which gathers are measured besides the grid: a schedule's groups.",
+    help="Comma-separated sizes in bytes at which gathers are measured in addition to the grid: a schedule's groups.",
 )
 @option("max_rank_bytes", help="Whole parameters of one rank, for the optimizer step.")
-@option("seconds", help="Time for measuring; starting the ranks comes on top.")
-@option("threads", help="Processor threads of one rank; default: on a GPU as many as a run takes, else one.")
-@option("hidden_size", help="Shape of the products that stand for compute.")
+@option("seconds", help="Time for measuring; the time to start the ranks is extra.")
+@option("threads", help="CPU threads per rank; default: on a GPU as many as a run uses, else one.")
+@option("hidden_size", help="Shape of the matrix products that stand for compute.")
 @option("seq_length")
 @option("micro_batch_size")
-@click.option("--links", metavar="NAMES", help="What is measured, with commas: gpu, cpu, publish, compute, ...")
+@click.option("--links", metavar="NAMES", help="What is measured, separated by commas: gpu, cpu, publish, compute, ...")
 @click.option(
     "--modules",
     help=(
         "package.module:function or file.py:function that gives the layers to measure, for example "
-        "megatron_ext.megatron.layer_runners:layer_runners; its arguments follow behind --."
+        "megatron_ext.megatron.layer_runners:layer_runners; its arguments follow after --."
     ),
 )
 @click.option(
@@ -133,8 +133,8 @@ def option(name: str, *short: str, help: str | None = None):
 def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: bool, **options) -> None:
     """Measure links, contention and compute, and write a cost table.
 
-    MODULE_ARGS (after --) are the arguments of a training script: sizes are read from them, and the layers are the
-    checkout's. With --modules they are handed to the function that it names.
+    MODULE_ARGS (after --) are the arguments of a training script. Sizes are read from them, and the layers are the
+    checkout's. With --modules they are passed to the function that it names.
     """
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import json_files

@@ -1,4 +1,4 @@
-"""What all verbs print: one JSON object on standard output with ``--json``, otherwise text."""
+"""Output of all verbs: one JSON object on standard output with ``--json``, otherwise text."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from megatron_ext.formats.errors import InputError, with_gib
 
 
 def emit(as_json: bool, payload: dict, text: str) -> None:
-    """Print ``payload`` as one JSON object, or ``text`` for people, with GiB behind large numbers of bytes.
+    """Print ``payload`` as one JSON object, or ``text`` for people, with GiB added after large numbers of bytes.
 
     With ``--json`` the text goes to standard error, so a pipe reads only the object.
     """
@@ -21,8 +21,8 @@ def emit(as_json: bool, payload: dict, text: str) -> None:
         click.echo(msgspec.json.encode(payload).decode() if as_json else text)
         sys.stdout.flush()
     except OSError as error:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open; or the interpreter tries once more when it ends
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open; else the interpreter writes again when it ends
         raise InputError(f"cannot be written: {error.strerror}", file="standard output") from None
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")

@@ -1,4 +1,4 @@
-"""``megatron-ext patch``: insert the hook lines into a Megatron tree, check them, take them out."""
+"""``megatron-ext patch``: insert the hook lines into a Megatron tree, check them, or take them out."""
 
 from dataclasses import asdict
 
@@ -11,14 +11,14 @@ from megatron_ext.cli.script_command import entry_option
 
 @click.group()
 def patch() -> None:
-    """Hook a Megatron-LM checkout, an unpacked release, or the core-only tree from PyPI."""
+    """Patch a Megatron-LM checkout, an unpacked release, or the core-only tree from PyPI."""
 
 
 checkout_argument = click.argument("checkout", default=".", envvar="MEGATRON_PATH")
 
 
 def _look_at(entry: str | None, checkout: str) -> str | None:
-    """One line about the script that trains; InputError where no hook in the tree would reach it."""
+    """One line about the training script. Raises InputError if the hooks in the tree do not reach it."""
     if entry is None:
         return None
     from megatron_ext.checkout.entry_script import look_at
@@ -65,6 +65,6 @@ _changing("revert", revert, "Take every hook line out; the owner's changes stay.
 @click.argument("checkout", required=False)
 @json_option
 def patch_list(checkout: str | None, as_json: bool) -> None:
-    """List the releases that are served and the lines that are inserted."""
+    """List the supported releases and the lines that are inserted."""
     payload = patch_text.releases(checkout)
     emit(as_json, payload, patch_text.releases_text(payload))

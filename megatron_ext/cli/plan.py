@@ -1,4 +1,4 @@
-"""``megatron-ext plan``: a schedule from a cost table and a workload."""
+"""``megatron-ext plan``: make a schedule from a cost table and a workload."""
 
 import click
 
@@ -10,7 +10,8 @@ from megatron_ext.formats.errors import InputError
 
 
 def _refuse_sources(path: str | None, checkout: str | None, entry: str | None, script_arguments) -> None:
-    """The workload is a file, or what a checkout's script builds; InputError names what is missing or too much."""
+    """Require one source of the workload: a file, or a checkout's script. InputError names what is missing or too
+    much."""
     if path is None and not checkout:
         raise InputError("is needed, or --checkout DIR and behind -- the script's arguments", field="--workload")
     if path is not None and (checkout or entry or script_arguments):
@@ -48,7 +49,7 @@ def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
 
 
 def _judged(work, table, planned, extrapolate: bool, file: str):
-    """The verdict, the schedules of a batch that grows, and what a delayed update would bring."""
+    """The verdict, the schedules of the ramp, and the gain of a delayed update."""
     from megatron_ext import planner
     from megatron_ext.planner.missing_figures import missing_curves, refuse_missing
 
@@ -62,7 +63,7 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
 @planning_inputs(workload_required=False)
 @checkout_option
 @entry_option
-@click.option("--out", required=True, help="Where the schedule is written; a directory where the batch size grows.")
+@click.option("--out", required=True, help="Where the schedule is written; a directory if the batch size grows.")
 @click.option(
     "--policy",
     default="hybrid",
@@ -84,9 +85,9 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
 def plan(
     cost_table: str, workload_path, checkout, entry, script_arguments, out, policy, explained, use: TableUse, as_json
 ) -> None:
-    """Decide by which route, when, and for how long; print what that is worth.
+    """Decide when, by which route and for how long each group is whole; print the gain.
 
-    SCRIPT_ARGUMENTS (after --), with --checkout: those of the training script, in place of a workload file.
+    SCRIPT_ARGUMENTS (after --) are those of the training script. With --checkout they replace the workload file.
     """
     from megatron_ext import planner
     from megatron_ext.cost import cost_table as cost

@@ -1,6 +1,6 @@
-"""``megatron-ext prepare``: workload, cost table and schedule of a training script, in one step.
+"""``megatron-ext prepare``: make workload, cost table and schedule of a training script with one command.
 
-Each of its steps keeps what lies there and still matches.
+Each of its steps keeps the file that is already there if it still matches.
 """
 
 import os
@@ -31,12 +31,12 @@ class Preparation:
     Args:
         checkout: the Megatron tree.
         out: the directory.
-        arguments: of the training script, and the plan's among them.
-        entry: the training script, where it is not the tree's pretrain_gpt.py.
-        policy, seconds, nvme_path: as of ``plan`` and ``measure``.
+        arguments: those of the training script, and options of the plan among them.
+        entry: the training script, if it is not the tree's pretrain_gpt.py.
+        policy, seconds, nvme_path: as for ``plan`` and ``measure``.
 
     Raises:
-        InputError: what the text of the arguments already shows to be wrong.
+        InputError: the text of the arguments already shows that something is wrong.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Preparation:
         self.script.data_parallel_size()
         self.options = Options(seconds=seconds, nvme_path=nvme_path)
         refuse_early(self.script, self.options)
-        if nvme_path is not None:  # as the run does that is prepared
+        if nvme_path is not None:  # the run would refuse it too
             refuse_no_drive(nvme_path, "--nvme-path")
         refuse_script(self.script, "prepare")
         self.arguments = [*self._places(), *arguments]
@@ -71,7 +71,7 @@ class Preparation:
                 json_files.remove_half_written(path)
 
     def _places(self) -> list[str]:
-        """Where ranks are, as a launcher says it."""
+        """The option that says how many ranks a node has, if a launcher says so and the arguments do not."""
         local = (ranks_on_this_node() or 0) * self.script.sizes.tensor_model_parallel_size
         return [f"--gpus-per-node={local}"] if local and self.script.ours.gpus_per_node is None else []
 
@@ -80,7 +80,7 @@ class Preparation:
             click.echo(f"prepare: {text}", err=True)
 
     def describe(self) -> None:
-        """Describe the model; the file is written where it says something else."""
+        """Describe the model. The file is written if the one that is there differs."""
         from megatron_ext.megatron.describe_from_checkout import describe_command_line
 
         self._say("describing the model")
@@ -90,7 +90,7 @@ class Preparation:
         if self._same_workload():
             self._keep(self.workload_path)
         elif self.is_first:
-            self._remove_schedules()  # they are of another workload
+            self._remove_schedules()  # they belong to another workload
             workload.save(self.workload_path, self.model.workload)
 
     def _remove_schedules(self) -> None:
@@ -106,8 +106,11 @@ class Preparation:
             return False
 
     def measure(self) -> bool:
-        """Measure unless the table that is there holds for this model and machine; whether this process goes on. Under
-        a launcher rank 0 judges: what other nodes see may differ, and who measured alone would wait for ever."""
+        """Measure unless the existing table holds for this model and machine. Returns whether this process goes on.
+
+        Under a launcher rank 0 decides for all ranks: other nodes may see other files, and a rank that measured alone
+        would wait for ever.
+        """
         from megatron_ext.measure import cluster_launch
 
         options = for_workload(with_sizes(self.options, self.script), self.model)
@@ -127,7 +130,7 @@ class Preparation:
         return True
 
     def table_differs(self, options: Options) -> str | None:
-        """Why the table cannot be kept (empty where there is none); None where it can."""
+        """Why the table cannot be kept (empty if there is no table); None if it can."""
         from megatron_ext.runtime.machine import environment as this_environment
 
         if not self.table_path.exists():
@@ -148,7 +151,7 @@ class Preparation:
         return f"; {self.table_path} does not hold ({'; '.join(found)})" if found else None
 
     def plan(self):
-        """Plan unless the schedule that is there was made of these files; returns the verdict."""
+        """Plan unless the existing schedule was made from these files. Returns the verdict."""
         from megatron_ext import planner
 
         table, work = cost_table.load(self.table_path), self.model.workload
@@ -167,7 +170,7 @@ class Preparation:
             return planner.verdict(work, table, schedule)
 
     def _kept_schedule(self, table_sha256: str):
-        """The schedule that is there, where it was planned by this policy for this model from this table."""
+        """The existing schedule if this policy planned it for this model from this table; otherwise None."""
 
         work = self.model.workload
         if not self.schedule_path.exists():
@@ -195,7 +198,7 @@ class Preparation:
 
 
 def _fitted(words, *, hardware: str | None, fixed: str, **asked):
-    """What ``fit`` finds for the ranks that the arguments, or a launcher, say."""
+    """What ``fit`` finds for the number of ranks that the arguments or a launcher give."""
     from megatron_ext.cost import hardware_sheet
     from megatron_ext.planner.fit.request import Request, ready
 
@@ -211,20 +214,20 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
 @click.command(cls=BareScriptCommand)
 @click.option("--checkout", required=True, help="The Megatron-LM checkout that trains.")
 @entry_option
-@click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory of the three files.")
-@click.option("--policy", default="hybrid", show_default=True, help="As of plan.")
+@click.option("--out", required=True, type=click.Path(file_okay=False), help="Directory for the three files.")
+@click.option("--policy", default="hybrid", show_default=True, help="As for plan.")
 @click.option("--fit", "fitting", is_flag=True, help="First find the fastest settings that fit; needs --hardware.")
 @fit_options
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="Time for measuring, as of measure.")
-@click.option("--nvme-path", type=click.Path(), help="Directory on a drive, where the nvme route is wanted.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Time for measuring, as for measure.")
+@click.option("--nvme-path", type=click.Path(), help="Directory on a drive, if the nvme route is wanted.")
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def prepare(
     checkout: str, entry, out: str, policy: str, seconds: float, nvme_path, fitting, script_arguments, as_json, **asked
 ) -> None:
-    """Describe, measure and plan from the arguments of a training script: everything that its pretrain_gpt.py is given.
+    """Describe, measure and plan from the arguments of a training script: all that its pretrain_gpt.py is given.
 
-    Say --data-parallel-size, or run under a launcher. What lies in the directory already and still matches is kept.
+    Give --data-parallel-size, or run under a launcher. Files in the directory that still match are kept.
     """
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:

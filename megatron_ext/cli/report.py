@@ -35,7 +35,7 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
 
 
 def _fit_again(run, extrapolate: bool) -> tuple[dict, str] | None:
-    """What a search of settings says now; None where the run was not prepared by one."""
+    """What a search of settings finds now, as figures and text; None if the run was not prepared by a search."""
     from megatron_ext.report import fit_again
 
     try:

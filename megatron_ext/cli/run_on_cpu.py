@@ -13,16 +13,16 @@ from megatron_ext.formats.errors import InputError, flag, option_error
 @click.option(
     "--nproc",
     type=click.IntRange(1),
-    help="Processes on this machine. Default: those of the schedule that is given, or one replica.",
+    help="Number of processes on this machine. Default: that of the given schedule, or of one replica.",
 )
 @click.option("--checkout", help="The Megatron-LM checkout that SCRIPT trains with; by default the directory it is in.")
 @click.argument("script", type=click.Path(dir_okay=False))
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_arguments) -> int:
-    """Run SCRIPT, a checkout's pretrain_gpt.py or another, on the CPU: to try a schedule out, and to check it.
+    """Run SCRIPT, a checkout's pretrain_gpt.py or another, on the CPU, to try or check a schedule.
 
-    The checkout may be patched or not. gloo takes NCCL's place and PyTorch's own functions that of fused kernels;
-    training is real, its speed says nothing about a GPU. Give --transformer-impl local.
+    The checkout may be patched or not. gloo replaces NCCL, and PyTorch's own functions replace fused kernels. Training
+    is real, but its speed says nothing about a GPU. Give --transformer-impl local.
     """
     from megatron_ext.launch import launcher
     from megatron_ext.megatron import script_arguments as arguments
@@ -58,11 +58,11 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
 
 
 def _import_once(command: list[str]) -> bool:
-    """Import what the script imports, so that ranks can be forks of this process; False where they cannot."""
+    """Import what the script imports, so that ranks can be forks of this process. False if they cannot be."""
     from megatron_ext.cpubench import allocator, forked_rank
 
     forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
-    # The Megatron that compatibility is for; a process that has just been replaced finds it on its path.
+    # The Megatron that the compatibility module changes. A process that was just restarted has it on its path already.
     sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
     from megatron_ext.cpubench import parser_options
     from megatron_ext.megatron import cpu_compat
@@ -73,8 +73,8 @@ def _import_once(command: list[str]) -> bool:
 
 
 def _ranks_of_schedule(given, nproc: int | None) -> int:
-    """Ranks of the schedule in ``given`` script arguments, which have to agree with it: Megatron, started with other
-    numbers, says what does not divide what."""
+    """Number of ranks of the schedule in the script arguments ``given``. Refuses arguments that do not agree with the
+    schedule: Megatron would end with an error about sizes that do not divide."""
     from megatron_ext.schedule import user_defined_schedule
 
     parallel = user_defined_schedule.decode(given.schedule).parallel

@@ -1,4 +1,4 @@
-"""``megatron-ext --version``: the version, the commit where it is known, and the releases that it has patches for."""
+"""``megatron-ext --version``: the version, the commit if it is known, and the releases that there are patches for."""
 
 import importlib.metadata
 import json
@@ -10,7 +10,7 @@ import click
 from megatron_ext import __version__
 from megatron_ext.checkout import patchset
 
-HELP = "Say version, commit and releases of Megatron-LM that there are patches for, and end."
+HELP = "Print the version, the commit and the releases of Megatron-LM that there are patches for, and exit."
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +23,7 @@ def _say(context: click.Context, _parameter: click.Parameter, wanted: bool) -> N
 
 
 def _commit() -> str | None:
-    """Of the clone that this file lies in, or that pip installed from; None where neither is known."""
+    """The commit of the clone that this file lies in or that pip installed from; None if neither is known."""
     if (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD"]
         try:

@@ -1,4 +1,4 @@
-"""A verb that is given the arguments of a training script behind ``--``."""
+"""A verb that takes the arguments of a training script after ``--``."""
 
 import click
 
@@ -15,28 +15,28 @@ PLAN_OPTIONS = (
     "--limit-pinned-host-bytes",
     "--limit-nvme-slots",
 )
-"""What a script's arguments do not say; may stand on either side of ``--``."""
+"""Options for what a script's arguments do not say. They may stand before or after ``--``."""
 
 
 entry_option = click.option(
     "--entry",
     metavar="SCRIPT",
-    help="The script that trains, where it is not the checkout's pretrain_gpt.py: its own model provider is called.",
+    help="The training script, if it is not the checkout's pretrain_gpt.py. Its own model provider is called.",
 )
 
 
 class ScriptCommand(click.Command):
-    """The argument of such a verb that takes any number of words gets the script's arguments, and before them
-    :data:`PLAN_OPTIONS` that stand in front of ``--``.
+    """A command whose argument with any number of words gets the script's arguments, preceded by the
+    :data:`PLAN_OPTIONS` that stand before ``--``.
 
     Raises:
-        InputError: an option in front of ``--`` is none of the verb's, or says otherwise than the one behind it.
+        InputError: an option before ``--`` is not one of the verb's, or contradicts an option after ``--``.
     """
 
     ignore_unknown_options = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, then look at what stands on both sides of ``--``."""
+        """Parse, then check the options on both sides of ``--``."""
         dashes = "--" in args
         cut = args.index("--") if dashes else len(args)
         in_front, behind = args[:cut], args[cut + 1 :]
@@ -50,7 +50,7 @@ class ScriptCommand(click.Command):
         return rest
 
     dashes_are_needed = True
-    """Whether the script's arguments are known by ``--`` alone."""
+    """Whether the script's arguments have to stand after ``--``."""
 
     def _refuse_contradiction(self, in_front: list[str], behind: list[str]) -> None:
         names = {"--dp": "--data-parallel-size"} | {opt: p.opts[0] for p in self.params for opt in p.opts}
@@ -75,7 +75,7 @@ class BareScriptCommand(ScriptCommand):
 
 
 def values(words) -> dict[str, str]:
-    """By option its last value in ``words``; "" where it has none."""
+    """The last value in ``words`` of each option; "" for an option without a value."""
     found: dict[str, str] = {}
     option = None
     for word in words:

@@ -7,10 +7,10 @@ from megatron_ext.cli.output import emit, json_option
 
 @click.command()
 @click.argument("schedule_path", metavar="SCHEDULE")
-@click.option("--all", "every_row", is_flag=True, help="Every row, however many.")
+@click.option("--all", "every_row", is_flag=True, help="Print every row, however many there are.")
 @json_option
 def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
-    """Print the steps with what is unsharded where; an arrow marks where an invalid schedule fails."""
+    """Print the steps, and which groups each step unshards; an arrow marks where an invalid schedule fails."""
     from megatron_ext.schedule import schedule_text as showing
     from megatron_ext.schedule import user_defined_schedule, validate
 

@@ -1,4 +1,4 @@
-"""``megatron-ext simulate``: what one iteration takes."""
+"""``megatron-ext simulate``: how long one iteration takes."""
 
 import click
 
@@ -11,14 +11,14 @@ from megatron_ext.cli.table_check import TableUse, naming_files, planning_inputs
 @click.option(
     "--schedule",
     "schedule_path",
-    help="Without one: stock Megatron's own rule; at zero stage 3, every layer gathered anew.",
+    help="Default: stock Megatron's own rule; at zero stage 3, a gather of every layer for each use.",
 )
-@click.option("--trace", help="Write a Chrome trace here.")
+@click.option("--trace", help="Where a Chrome trace is written.")
 @json_option
 def simulate(
     cost_table: str, workload_path: str, schedule_path: str | None, trace, use: TableUse, as_json: bool
 ) -> None:
-    """Say what one iteration takes by a schedule, or by stock Megatron's own rule."""
+    """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate

@@ -1,4 +1,4 @@
-"""What `plan` and `simulate` share: their inputs, and whether the cost table holds for the run."""
+"""Shared by `plan` and `simulate`: their inputs, and the check that the cost table holds for the run."""
 
 import contextlib
 import functools
@@ -21,8 +21,8 @@ class TableUse(NamedTuple):
 
 
 def planning_inputs(*, workload_required: bool = True):
-    """A decorator: the options of a command that reads a cost table and a workload; it is called with ``use``, a
-    :class:`TableUse`, in place of the last three."""
+    """A decorator that adds the options of a command that reads a cost table and a workload. The command is called with
+    ``use``, a :class:`TableUse`, in place of the last three options."""
     options = (
         click.option("--cost-table", required=True, help="Cost table of the machines."),
         click.option("--workload", "workload_path", required=workload_required, help="What is trained."),
@@ -30,12 +30,12 @@ def planning_inputs(*, workload_required: bool = True):
         click.option(
             "--this-machine",
             is_flag=True,
-            help="Compare the table's hardware and software with this machine's too: it is the one that trains.",
+            help="Also compare the table's hardware and software with this machine's, if this machine will train.",
         ),
         click.option(
             "--allow-differences",
             is_flag=True,
-            help="Use a table measured for other parallel sizes, another precision or shape; say what differs.",
+            help="Use a table measured for other parallel sizes, another precision or shape, and print what differs.",
         ),
     )
 
@@ -51,7 +51,7 @@ def planning_inputs(*, workload_required: bool = True):
 
 
 def table_differences(table, work, use: TableUse, *, file) -> list[str]:
-    """What differs between the table's environment and the run; said on standard error if allowed.
+    """What differs between the table's environment and the run. Allowed differences are printed on standard error.
 
     Raises:
         InputError: something differs and is not allowed.
@@ -68,7 +68,7 @@ def table_differences(table, work, use: TableUse, *, file) -> list[str]:
 
 @contextlib.contextmanager
 def naming_files(cost_table: str, workload_path: str):
-    """Say which of the files given an error is about, where the error itself could not know."""
+    """Add the file's name to an error that does not name the file it is about."""
     try:
         yield
     except InputError as error:
