@@ -1,11 +1,11 @@
-"""Logs of nccl-tests (``all_gather_perf`` and its like) as cost curves.
+"""Logs of nccl-tests (``all_gather_perf`` and the like) as cost curves.
 
-The table's columns are read by their header, since they differ by version and collective:
+The table's columns are found by their header, since they differ by version and collective:
 everything before the first ``time``, then time, algbw, busbw and #wrong for out-of-place and
 the same for in-place. ``size`` is the bytes of the whole gathered tensor.
-Until 2022 the last of them is ``error``, the largest difference from the result that was expected: reductions have
-some, and the summary says whether it is too much. Until June 2020 algbw of all_gather and reduce_scatter leaves out the
-part that a rank has, and is busbw (commit ec1b5e2).
+Until 2022 the last column is ``error``, the largest difference from the expected result: reductions have
+such differences, and the summary says whether they are too large. Until June 2020 the algbw of all_gather and
+reduce_scatter leaves out the part that a rank already has, so it equals busbw (commit ec1b5e2).
 Source: https://github.com/NVIDIA/nccl-tests, src/common.cu, src/all_gather.cu.
 """
 
@@ -18,15 +18,15 @@ from megatron_ext.cost.imported_table import COLLECTIVES, Log, finite, named, ta
 from megatron_ext.formats.errors import InputError
 
 RATE_ERROR = 0.05
-"""algbw is size over time: where the two differ by more, the time is in another unit."""
+"""algbw is size over time. If the two differ by more than this, the time is in another unit."""
 
 MAX_FALL = 0.15
-"""A time may fall by so much from one size to the next larger: small messages waver (10.9 % in
-the seed notes' runs). More than that is a broken log."""
+"""A time may fall by this share from one size to the next larger, because times of small messages scatter (10.9 % was
+seen). A log in which a time falls further is broken."""
 
 
 class Row(NamedTuple):
-    """One line of the table; ``us`` and the rates (GB/s) of the placement that is read."""
+    """One line of the table, with time (``us``) and rates (GB/s) of the placement that is read."""
 
     number: int
     size: int
@@ -43,8 +43,8 @@ def read(
 
     Args:
         placement: ``in_place`` or ``out_of_place``.
-        collective: what was measured, where the log does not say.
-        algorithm: name the curve, so that tables of several can be combined.
+        collective: what was measured, if the log does not say.
+        algorithm: name of the curve, so that tables of several algorithms can be combined.
     """
     if collective is not None and collective not in COLLECTIVES:
         raise InputError(f"known: {', '.join(COLLECTIVES)}", file="--collective", value=collective)
@@ -78,7 +78,7 @@ def read(
 
 
 def _devices(log: Log) -> list[tuple[str | None, str]]:
-    """(host, name) of every device that is listed. Raises InputError where the log is of several runs."""
+    """(host, name) of every device that is listed. Raises InputError if the log holds several runs."""
     devices = {}
     for number, match in log.find(r"^#\s+Rank\s+(\d+)(?:.*?\bon\s+(\S+)\s+device)?.*\[\S+\]\s*(.*)"):
         if match[1] in devices:
@@ -89,10 +89,10 @@ def _devices(log: Log) -> list[tuple[str | None, str]]:
 
 
 def _ranks(rows: list[Row], collective: str, listed: int) -> tuple[int | None, bool]:
-    """How many ranks took part, None where nothing says it; and whether so many devices are listed, or none.
+    """How many ranks took part (None if the log does not show it), and whether that many devices, or none, are listed.
 
-    Lists are often shortened when logs are shown to others. busbw is algbw times a factor that the number of ranks
-    gives (nccl-tests, doc/PERFORMANCE.md), as exactly as two digits say it.
+    Device lists are often shortened when logs are published. busbw is algbw times a factor that depends on the number
+    of ranks (nccl-tests, doc/PERFORMANCE.md), so the two give this number as exactly as their two digits allow.
     """
     row = max(rows, key=lambda row: row.algbw)
     twice = 2 if collective == "all_reduce" else 1
@@ -109,7 +109,7 @@ def _ranks(rows: list[Row], collective: str, listed: int) -> tuple[int | None, b
 
 
 def _header(log: Log) -> tuple[int, list[str]]:
-    """(number of the line below the header, which holds the units, the header's columns); these must be B and us."""
+    """(number of the line below the header, the header's columns). That line holds the units; they must be B and us."""
     for number, line in enumerate(log.lines, 1):
         columns = line.lstrip("# ").split()
         if line.startswith("#") and columns[:1] == ["size"] and columns.count("time") == 2:
@@ -161,12 +161,12 @@ def _rows(log: Log, placement: str) -> list[Row]:
 
 
 def _check_rates(log: Log, rows: list[Row], old: bool) -> None:
-    """algbw is printed with two digits; in ``old`` tables it may leave out the part that a rank has."""
+    """Check that algbw (two digits) is size over time. In ``old`` tables it may leave out the part that a rank has."""
     left_out = 0.0
     if old and all(row.algbw == row.busbw for row in rows):
         largest = max(rows, key=lambda row: row.algbw)
         share = 1 - largest.algbw * largest.us * 1e3 / largest.size
-        # Of n ranks each has one n-th; two have most.
+        # Each of n ranks has 1/n, at most a half.
         left_out = 1 / round(1 / share) if RATE_ERROR < share < 0.6 else 0.0
     for row in rows:
         read = row.size * (1 - left_out) / row.us / 1e3
@@ -192,7 +192,7 @@ def _figure(log: Log, number: int, text: str, what: str) -> float:
 
 
 def _check_complete(log: Log, rows: list[Row]) -> None:
-    """A whole log has its summary, or has reached its own maxBytes in a whole line."""
+    """Refuse a log that is cut off. A complete log has its summary, or its last whole line has reached its maxBytes."""
     if any(log.find(r"^# (Avg bus bandwidth|Out of bounds values)")):
         return
     largest = next((log.size(number, match[1]) for number, match in log.find(r"\bmaxBytes\s+(\d+)")), None)
@@ -204,6 +204,6 @@ def _collective(log: Log, rows: list[Row]) -> str:
     for _, match in log.find(r"\b(all_gather|reduce_scatter|sendrecv|all_reduce)_perf\b"):
         return match[1]
     if all(row.redop == "none" for row in rows):
-        return "all_gather"  # of what we import, only it has no reduction and no peer
+        return "all_gather"  # the only imported collective with neither a reduction nor a peer
     why = "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter"
     raise log.error(rows[0].number, why)

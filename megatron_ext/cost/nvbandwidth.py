@@ -1,8 +1,8 @@
-"""Logs of nvbandwidth as cost curves: host copies, write-back, and both at once.
+"""Logs of nvbandwidth as cost curves: host copies, publishing, and both at once.
 
-nvbandwidth reports rates at one buffer size, without latency, so each curve has one point:
-other sizes are extrapolated at the same rate, and only where that is asked for. Its text is read, and its JSON
-(``--json``). Copies by kernels (``_sm``) are not what a route does, which copies by the copy engine (``_ce``).
+nvbandwidth reports rates at one buffer size, without latency, so each curve has one point.
+Other sizes are extrapolated at the same rate, and only on request. Both its text and its JSON (``--json``) are read.
+Tests of copies by kernels (``_sm``) are ignored, because routes copy with the copy engine (``_ce``).
 Source: https://github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp.
 """
 
@@ -19,17 +19,18 @@ from megatron_ext.cost.imported_table import Log, finite, made_of
 from megatron_ext.formats.errors import InputError
 
 BUFFER_BYTES = 512 << 20
-"""nvbandwidth's default ``--bufferSize``, where the log does not say another."""
+"""nvbandwidth's default ``--bufferSize``, used if the log does not say another."""
 
 TO_DEVICE = ("host_to_all_memcpy_ce", "host_to_device_memcpy_ce")
 TO_HOST = ("all_to_host_memcpy_ce", "device_to_host_memcpy_ce")
-"""All devices at once is what a run does; one at a time only where that is missing."""
+"""Tests of all devices at once come first, because a run copies to all of them. Tests of one device at a time are used
+only if these are missing."""
 
 PAIRS = (
     ("cpu", "publish", "host_to_device_bidirectional_memcpy_ce", "host_to_device_memcpy_ce"),
     ("publish", "cpu", "device_to_host_bidirectional_memcpy_ce", "device_to_host_memcpy_ce"),
 )
-"""(measured, busy, test in both directions, the same test alone)."""
+"""(measured, busy, test with copies in both directions, the same test in one direction)."""
 
 READ = {*TO_DEVICE, *TO_HOST, *(name for pair in PAIRS for name in pair[2:])}
 
@@ -37,8 +38,8 @@ WITHOUT_SUM = "this test ends without its SUM line: cut off"
 
 
 class Rates(NamedTuple):
-    """What a log says: GB/s of every device (or pair) by test that is read, names of all tests that have run, devices,
-    versions, bytes of the buffer."""
+    """Contents of a log: GB/s of every device (or pair) for each test that is read, names of all tests that have run,
+    devices, versions, bytes of the buffer."""
 
     tests: dict[str, list[float]]
     found: list[str]
@@ -48,7 +49,7 @@ class Rates(NamedTuple):
 
 
 def read(path) -> CostTable:
-    """Read one log. Raises InputError naming the line that is wrong, or which test has to be run."""
+    """Read one log. Raises InputError naming the line that is wrong, or the test that has to be run."""
     log = Log(path)
     text = "\n".join(log.lines).strip()
     tests, found, devices, versions, size = _of_json(path, text) if text.startswith("{") else _of_text(log)
@@ -68,7 +69,7 @@ def read(path) -> CostTable:
         return Curve(points=(point,), source=f"nvbandwidth {name}, {len(us)} devices, one buffer size")
 
     cpu = curve(TO_DEVICE, size, size)
-    # A rank writes back its shard: of a group of (devices * buffer) bytes, one buffer.
+    # A rank publishes its shard: one buffer of a group of (devices * buffer) bytes.
     publish = curve(TO_HOST, size * count, size)
     notes = ["nvbandwidth: rates at one buffer size, without latency; other sizes are extrapolated"]
     for missing, name in ((cpu, TO_DEVICE[1]), (publish, TO_HOST[1])):
@@ -111,7 +112,7 @@ class _File(msgspec.Struct):
 
 
 def _of_json(path, text: str) -> Rates:
-    """A log of ``nvbandwidth --json``, whose rates are texts."""
+    """Read a log of ``nvbandwidth --json``, in which rates are strings."""
     try:
         report = msgspec.json.decode(text, type=_File).nvbandwidth
     except msgspec.MsgspecError as error:
@@ -160,14 +161,14 @@ def _of_text(log: Log) -> Rates:
 
 
 def _tests(log: Log) -> dict[str, list[float]]:
-    """GB/s of every device (or pair), by test."""
+    """GB/s of every device (or pair) for each test."""
     tests: dict[str, list[float]] = {}
     name, start, rates, unit_seen = None, 0, [], False
     for number, line in enumerate(log.lines, 1):
         if match := re.match(r"Running (\w+?)\.?\s*$", line):
             if name is not None:
                 raise log.error(start, WITHOUT_SUM)
-            # Other tests print other things (several matrices, latencies): they are passed over.
+            # Other tests print several matrices or latencies: they are ignored.
             name = match[1] if match[1] in READ else None
             start, rates, unit_seen = number, [], False
         elif name is None:
@@ -189,7 +190,7 @@ def _tests(log: Log) -> dict[str, list[float]]:
             rates += [_rate(text, partial(log.error, number)) for text in line.split()[1:] if text != "N/A"]
     if name is not None:
         raise log.error(start, WITHOUT_SUM)
-    if start and not any(line.strip() for line in log.lines[start:]):  # also in the middle of a test's name
+    if start and not any(line.strip() for line in log.lines[start:]):  # the test's name itself may be cut off
         raise log.error(start, "the log ends where this test begins: cut off")
     return tests
 

@@ -1,13 +1,13 @@
-"""Cost tables that differ from a given one as far as its figures may be wrong.
+"""Cost tables that differ from a given table by as much as its figures may be wrong.
 
 [Note: How a table is perturbed]
 * Every curve has one factor of its own: a machine that was slow while a curve was measured moves all of it.
-* Its points are drawn from where the true curve may lie (:mod:`megatron_ext.cost.true_curve`).
-* A figure that does not say how much it wavers is taken to waver as the table's curves do.
-* Times of the same computation in the chunks of one model are alike: what wavers much moves towards their mean.
-* Nothing runs faster beside other work than alone, and most runs little slower: a large slowdown is believed as far as
-  its noise allows.
-* What the table lacks is drawn from a range, and named (:mod:`megatron_ext.cost.missing_ranges`).
+* The points of a curve are drawn from where the true curve may lie (:mod:`megatron_ext.cost.true_curve`).
+* A figure whose noise is not known gets the noise of the table's curves.
+* Times of the same computation in the chunks of one model are alike: times with much noise move towards their mean.
+* No operation runs faster next to other work than alone, and most run only a little slower. So a large measured
+  slowdown is drawn smaller, the more the larger its noise.
+* Figures that the table lacks are drawn from a range, and named (:mod:`megatron_ext.cost.missing_ranges`).
 Factors are log-normal.
 """
 
@@ -37,11 +37,11 @@ from megatron_ext.cost.scaled_table import scaled_launches
 from megatron_ext.cost.true_curve import P95, noise_of_misses, noise_of_samples, posterior, posterior_of_likes
 
 SYSTEMATIC = 0.05
-"""Standard deviation of what all figures of one curve are off by together, beyond what their own noise explains. It was
+"""Standard deviation of the relative error that all figures of one curve share, in addition to their own noise. It was
 4 % between two measurements in a row on the CPU test bench."""
 
 OF_ROUGHNESS = ("routes", "publish", "reduce", "optimizer", "p2p")
-"""Curves that say how rough a table is."""
+"""Curves whose scatter gives the roughness of a table."""
 
 SELDOM = log(2.0)
 """Mean logarithm of the slowdowns of pairs that share a link."""
@@ -51,11 +51,11 @@ class PerturbedTables:
     """Tables drawn around ``table``.
 
     Args:
-        kinds: activities that occur, by the names of ``contention``; others need no row.
+        kinds: activities that occur, with the names of ``contention``. Other activities need no row.
 
     Attributes:
-        costs: by number of :meth:`table`'s input, the name of the cost that it moves.
-        missing: what the table lacks and how it is taken, one text each.
+        costs: for each number in the input of :meth:`table`, the name of the cost that it moves.
+        missing: one text for each figure that the table lacks: what it is, and which range is assumed.
     """
 
     def __init__(self, table: CostTable, kinds: Sequence[str]):
@@ -67,11 +67,11 @@ class PerturbedTables:
 
     @property
     def size(self) -> int:
-        """How many numbers one table takes."""
+        """How many numbers make one table."""
         return len(self.costs)
 
     def table(self, numbers: Sequence[float]) -> CostTable:
-        """The table of ``numbers`` (standard normal, one a name of :attr:`costs`)."""
+        """The table for ``numbers`` (standard normal, one for each name in :attr:`costs`)."""
         given = iter(numbers)
         return self._rebuild(lambda cost: float(next(given)))
 
@@ -80,8 +80,8 @@ class PerturbedTables:
         return self._rebuild(lambda name: by if name == cost else 0.0)
 
     def draw(self, count: int, seed: int = 0) -> list[CostTable]:
-        """``count`` tables by Latin hypercube sampling (McKay, Beckman and Conover 1979): every figure takes each of
-        ``count`` equally likely parts of its distribution once."""
+        """``count`` tables by Latin hypercube sampling (McKay, Beckman and Conover 1979): the distribution of every
+        figure is divided into ``count`` equally likely parts, and each part is drawn once."""
         return [self.table(row) for row in latin_hypercube(count, self.size, seed)]
 
     def _record(self, cost: str) -> float:
@@ -89,7 +89,7 @@ class PerturbedTables:
         return 0.0
 
     def with_missing_at(self, part: float) -> CostTable:
-        """The given table with all that it lacks at ``part`` (0 to 1) of its range."""
+        """The given table with every figure that it lacks at ``part`` (0 to 1) of the figure's range."""
         return self._filled(self._table, lambda _: part)
 
     def _filled(self, table: CostTable, part: Callable[[str], float]) -> CostTable:
@@ -140,7 +140,7 @@ class PerturbedTables:
         return tuple(rows)
 
     def _contention(self, number: Callable[[str], float]) -> tuple[Contention, ...]:
-        """Rows of one pair move together: they come from one measurement beside one busy link."""
+        """Rows of one pair move together: they come from one measurement next to one busy link."""
         # A slowdown is the quotient of two times, each as rough as the curves.
         spread = sqrt(SYSTEMATIC**2 + 2 * self._noise**2)
         given = self._table.contention
@@ -152,7 +152,7 @@ class PerturbedTables:
         return given and given * exp(number(CALL) * sqrt(SYSTEMATIC**2 + self._noise**2))
 
     def _with_launches(self, table: CostTable, number: Callable[[str], float]) -> CostTable:
-        """All launches move together: one thread makes them."""
+        """All launches move together, because one thread makes them."""
         launches = table.launches
         if launches is None and all(row.forward_launch_us is row.backward_launch_us is None for row in table.compute):
             return table
@@ -169,8 +169,8 @@ class PerturbedTables:
 
 
 def roughness(table: CostTable) -> float:
-    """By how much the points of this table's curves waver, relative (one standard deviation): the median over curves
-    of the root mean square of what their points miss by when they are read from their neighbours."""
+    """Relative noise of this table's points (one standard deviation). For each curve, every point is read from its
+    neighbours; the curve's noise is the root mean square of these misses. The result is the median over curves."""
     found = []
     for name in (name for name in CURVES if name.partition(".")[0] in OF_ROUGHNESS):
         for points in curves_of(part_named(table, name) or ()).values():
@@ -181,7 +181,8 @@ def roughness(table: CostTable) -> float:
 
 
 def latin_hypercube(count: int, dimensions: int, seed: int = 0) -> numpy.ndarray:
-    """``count`` standard normal vectors, in each dimension one of every ``count``-th part of the distribution."""
+    """``count`` standard normal vectors (shape ``[count, dimensions]``). In each dimension every one of ``count``
+    equally likely parts of the distribution is drawn once."""
     draw = numpy.random.default_rng(seed)
     order = draw.permuted(numpy.tile(numpy.arange(count), (dimensions, 1)), axis=1).T
     uniform = (order + draw.random((count, dimensions))) / count
@@ -190,16 +191,17 @@ def latin_hypercube(count: int, dimensions: int, seed: int = 0) -> numpy.ndarray
 
 
 def _slowdown(row: Contention, spread: float, number: float) -> float:
-    """A true slowdown, given a measured one whose logarithm has this spread; ``number`` standard normal."""
+    """A draw of the true slowdown, given a measured one whose logarithm has standard deviation ``spread``; ``number``
+    is standard normal."""
     logs, below = _where_slowdown_lies(log(row.slowdown), spread, log(1 + most_excess(row.measured, row.busy)))
     return exp(float(numpy.interp(_part(number), below, logs)))
 
 
 @lru_cache(maxsize=256)
 def _where_slowdown_lies(measured: float, spread: float, usual: float) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Logarithms of slowdowns, and how likely the true one is below each (Bayes): :data:`USUAL` of the pairs slow down
-    by about what a pair without a row may, the others by more, exponentially distributed. None exceeds what was
-    measured and what a pair without a row may."""
+    """Logarithms of slowdowns, and the probability that the true one is below each (Bayes). In the prior, the share
+    :data:`USUAL` of pairs slows down by about as much as a pair without a row may, and the others by more, both
+    exponentially distributed. No slowdown exceeds the larger of the measured one and that of a pair without a row."""
     logs = numpy.linspace(0.0, max(measured, usual), 400)
     prior = sum(part * numpy.exp(-logs / mean) / mean for part, mean in ((USUAL, usual), (1 - USUAL, SELDOM)))
     density = prior * numpy.exp(-((logs - measured) ** 2) / (2 * spread**2))
@@ -208,5 +210,5 @@ def _where_slowdown_lies(measured: float, spread: float, usual: float) -> tuple[
 
 
 def _part(number: float) -> float:
-    """A standard normal number as a part of a range, 0 to 1."""
+    """Map a standard normal number to a part of a range, 0 to 1."""
     return NormalDist().cdf(number)

@@ -1,4 +1,4 @@
-"""A cost table whose figures are multiplied, and the factors by which another table differs."""
+"""Multiply the figures of a cost table, and find the factors by which another table differs."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -21,11 +21,11 @@ CURVES = (
 """Curves that can be multiplied."""
 
 _OF_EXPERTS = {"experts.gpu": "routes.gpu", "experts.reduce": "reduce"}
-"""Whose factors curves of experts have: lanes of a trace have the collectives of both."""
+"""Curves of experts, and the curves whose factors they get: the lanes of a trace do not separate these collectives."""
 
 
 class Factors(NamedTuple):
-    """By curve; and of all forwards, all backwards and all launches."""
+    """A factor for each curve, for all forwards, for all backwards and for all launches."""
 
     curves: dict[str, float]
     forward: float
@@ -36,8 +36,13 @@ class Factors(NamedTuple):
 def with_factors(
     table: CostTable, curves: dict[str, float], row: Callable[[Compute], Compute], of_algorithms: tuple[str, ...] = ()
 ) -> CostTable:
-    """``table`` with the points of curves times their factors in ``curves``, by names of :data:`CURVES`, and every row
-    of compute as ``row`` says; of curves ``of_algorithms`` only those of their algorithms, where they have any."""
+    """``table`` with the points of curves times their factors.
+
+    Args:
+        curves: factors by names of :data:`CURVES`.
+        row: gives the new row for each row of compute.
+        of_algorithms: names of curves of which only the points of algorithms are multiplied, if they have any.
+    """
 
     def curve(name: str, given: Curve) -> Curve:
         factor = curves.get(_OF_EXPERTS.get(name, name))
@@ -54,12 +59,12 @@ def with_factors(
 
 
 def _times(given: T, *names: str, by: float) -> T:
-    """``given`` with its fields ``names`` times ``by``, where they are known."""
+    """``given`` with its fields ``names`` times ``by``; fields that are None stay None."""
     return replace(given, **{name: us * by for name in names if (us := getattr(given, name)) is not None})
 
 
 def scaled(table: CostTable, factors: Factors) -> CostTable:
-    """``table`` times ``factors``."""
+    """``table`` with its figures times ``factors``."""
     if factors == Factors({}, 1.0, 1.0):
         return table
     ways = {"forward": factors.forward, "backward": factors.backward}
@@ -68,22 +73,22 @@ def scaled(table: CostTable, factors: Factors) -> CostTable:
 
 
 def scaled_row(row: Compute, factors: dict[str, float]) -> Compute:
-    """``row`` with its times of ``forward`` and ``backward`` times their factors."""
+    """``row`` with its forward and backward times multiplied by ``factors["forward"]`` and ``factors["backward"]``."""
     for way, factor in factors.items():
         row = _times(row, f"{way}_us", f"{way}_p95_us", by=factor)
     return row
 
 
 def scaled_launches(table: CostTable, factor: float) -> CostTable:
-    """``table`` with all launches times ``factor``: one thread makes them."""
+    """``table`` with the times of all launches times ``factor``. One factor holds for all: one thread launches."""
     rows = tuple(_times(row, "forward_launch_us", "backward_launch_us", by=factor) for row in table.compute)
     launches = table.launches and _times(table.launches, "reduce_us", "tensor_us", by=factor)
     return replace(table, compute=rows, launches=launches)
 
 
 def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:
-    """What ``measured`` is to ``estimated`` for ``workload``: of each curve that both have at its largest group, of
-    compute in all layers."""
+    """The factors from ``estimated`` to ``measured`` for ``workload``: for each curve that both have, at the size of
+    the largest group; for compute, over all layers."""
     both = [Costs(table, extrapolate=True) for table in (estimated, measured)]
     size, found = largest_group_bytes(workload), {}
     for name in CURVES:

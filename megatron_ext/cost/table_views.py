@@ -1,16 +1,17 @@
-"""A cost table as a plan reads it: by bytes of experts' groups, with reduces by bytes of parameters, or with one choice
-alone of several algorithms and ways.
+"""A cost table as a plan reads it: by bytes of experts' groups, with reduces by bytes of parameters, or with only one
+of several algorithms and ways of the host's step.
 
 [Note: Experts]
 A group of experts is sharded among the expert-data-parallel ranks. Its all-gathers and reduces are collectives of these
-ranks and have curves of their own (``experts`` of the cost table). What each rank does with its own shard alone takes
-as long as for a dense group with shards as large, so those curves are read at that size: publishing, the optimizer's
-step, and between nodes what each network card carries. A whole group comes from the host or the drive like any other.
+ranks and have curves of their own (``experts`` of the cost table). Work of a rank on its own shard takes as long as for
+a dense group whose shards are as large, so the curves of this work are read at the size of that group: publishing, the
+optimizer's step, and the bytes that each network card carries between nodes. Copies of a whole group from the host or
+the drive cost the same as for any other group.
 
 [Note: Bytes of a reduce]
 Megatron reduces gradients of 16-bit parameters in float32 unless ``--grad-reduce-in-bf16`` is given
 (``megatron/training/arguments.py``), so a group of P bytes sends 2 P, or P. `measure` and data sheets time a reduce of
-float32; logs of other tools count bytes of what is sent, the gradients.
+float32. Logs of other tools count the bytes that are sent: those of gradients.
 """
 
 from msgspec.structs import replace
@@ -26,10 +27,10 @@ from megatron_ext.workload.workload import Workload
 
 
 def table_of_experts(table: CostTable, parallel: Parallel) -> CostTable:
-    """``table`` by bytes of groups of experts, with their collectives in place of the data-parallel ranks'.
+    """``table`` by bytes of experts' groups, with the experts' collectives in place of those of data-parallel ranks.
 
     Raises:
-        InputError: it has collectives of the data-parallel ranks, and none of the experts'.
+        InputError: it has collectives of the data-parallel ranks but none of the experts.
     """
     own, ranks = table.experts, parallel.expert_dp
     for name, dense, curve in (
@@ -57,8 +58,8 @@ def table_of_experts(table: CostTable, parallel: Parallel) -> CostTable:
 
 
 def by_parameter_bytes(table: CostTable, workload: Workload) -> CostTable:
-    """``table`` with the sizes of ``reduce`` in bytes of parameters whose gradients ``workload`` sends. Where it has
-    parameters of several dtypes, that of most bytes counts."""
+    """``table`` with the sizes of ``reduce`` in bytes of the parameters whose gradients ``workload`` sends. If the
+    parameters have several dtypes, the item size with most bytes counts."""
     curve, parameters = table.reduce, [p for chunk in workload.chunks for p in chunk.parameters]
     item = max(ITEM_BYTES.values(), key=lambda size: sum(p.bytes for p in parameters if ITEM_BYTES[p.dtype] == size))
     sent = workload.optimizer.gradient_item_bytes
@@ -69,7 +70,8 @@ def by_parameter_bytes(table: CostTable, workload: Workload) -> CostTable:
 
 
 def by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
-    """The table without the all-gathers that a schedule can ask for, and by algorithm one with these alone."""
+    """The table without the all-gather algorithms that a schedule can choose, and for each of them a table in which it
+    is the only all-gather."""
     gpu = table.routes.gpu
     if gpu is None:
         return table, {}
@@ -87,8 +89,8 @@ def by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
 
 
 def host_steps(table: CostTable) -> list[CostTable]:
-    """The table with the host's step as Megatron makes it, as the run does, and with parameters cast on the device;
-    where that was not measured, as Megatron does."""
+    """Three tables: with the host's step as Megatron makes it, as a scheduled run makes it (tensors joined), and with
+    parameters cast on the device. Where a way was not measured, the curve of Megatron's step is used."""
     step = table.host_step
     if step is None:
         return [table] * 3
