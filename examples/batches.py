@@ -21,7 +21,7 @@ def build_datasets(
 
     Args:
         data_path: prefix of a byte-level indexed dataset, see :mod:`corpus`.
-        cache_path: directory of the index; by default ``cache`` beside the dataset.
+        cache_path: directory of the index; by default ``cache`` next to the dataset.
     """
     corpus.compile_helpers()
     config = GPTDatasetConfig(
@@ -44,8 +44,8 @@ def build_datasets(
 def batches(
     dataset, *, micro_batch_size: int, global_batch_size: int, start_iteration: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Micro-batches of this data-parallel rank, in order, without end; values are
-    (micro-batch, sequence) on this rank's device. Every chunk has its own iterator."""
+    """Micro-batches of this data-parallel rank, in order, without end. Tensors have shape
+    (micro-batch, sequence) and lie on this rank's device. Every chunk has its own iterator."""
     dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     position = start_iteration * global_batch_size
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")

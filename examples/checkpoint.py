@@ -1,13 +1,13 @@
-"""Checkpoints of the example: a directory an iteration, in which each rank has one file for each model chunk, one for
-the optimizer's states of each bucket, and one for the rest.
+"""Checkpoints of the example. A checkpoint is a directory, in which each rank has one file for each model chunk, one
+for the optimizer states of each bucket, and one main file for the rest.
 
-Files are written to a directory with a temporary name, which is renamed when all are there, so that the last complete
-checkpoint always loads. The file for the rest holds the SHA-256 of the others; its own lies beside it. Reading a file
-runs no code from it (torch.load with weights_only=True): it holds tensors, numbers and text. All ranks fail with the
-same line.
+Files are written to a directory with a temporary name, which is renamed when all of them are there. So the last
+complete checkpoint always loads. The main file holds the SHA-256 of the others; its own SHA-256 is in a file next to
+it. Files hold tensors, numbers and text, and reading one runs no code from it (torch.load with weights_only=True). All
+ranks fail with the same line.
 
-Saving and loading take memory for the states of one bucket, beside what training keeps there: states that rest on a
-drive are read and written through mapped files.
+Saving and loading need memory for the optimizer states of one bucket, in addition to what training holds. States that
+rest on a drive are read and written through mapped files.
 """
 
 import hashlib
@@ -31,11 +31,11 @@ LATEST = "latest_checkpointed_iteration.txt"
 
 
 def claim(directory) -> None:
-    """Keep other jobs from saving to ``directory`` until this process ends, and clear away what a killed one left;
-    collective.
+    """Keep other jobs from saving to ``directory`` until this process ends, and remove what a killed job left.
+    Collective.
 
     Raises:
-        InputError: on every rank, where another job saves there or the directory cannot be written.
+        InputError: on every rank, if another job saves there or the directory cannot be written.
     """
     error = None
     if dist.get_rank() == 0:
@@ -58,7 +58,7 @@ def claim(directory) -> None:
 
 
 def save(directory, iteration: int, model, optimizer) -> None:
-    """Write iteration ``iteration``; all ranks call it, with parameters whole.
+    """Save iteration ``iteration``. All ranks call it, with whole parameters.
 
     Raises:
         InputError: on every rank, naming the file that could not be written.
@@ -88,10 +88,10 @@ def save(directory, iteration: int, model, optimizer) -> None:
 
 
 def load(directory, model, optimizer) -> int:
-    """Read the latest checkpoint and return its iteration; collective.
+    """Load the latest checkpoint and return its iteration. Collective.
 
     Raises:
-        InputError: on every rank: there is none, a file is damaged, or it is of another run's shape.
+        InputError: on every rank, if there is no checkpoint, a file is damaged, or a run of another shape saved it.
     """
     error, state, file = None, {}, Path(directory) / LATEST
     try:
@@ -101,7 +101,7 @@ def load(directory, model, optimizer) -> int:
         error = str(refused)
     _agree(error, directory)
     try:
-        # The optimizer first: Megatron's host optimizer makes its states by a step, which changes parameters.
+        # The optimizer first: Megatron's host optimizer makes its states with a step, which changes parameters.
         _load_optimizer(optimizer, state["optimizer"], file)
         for number, (chunk, digest) in enumerate(zip(model, state["model"], strict=True)):
             chunk.module.load_state_dict(_read(_part(file, f"model_{number}"), digest, mmap=True))
@@ -150,7 +150,7 @@ def _write(folder: Path, iteration: int, model, optimizer) -> None:
         ],
         "optimizer": _write_optimizer(optimizer, file),
         "rng": (random.getstate(), (numpy_name, numpy_keys.tolist(), *numpy_rest), torch.get_rng_state()),
-        # Dropout draws from these: the device's own state, and Megatron's, one a kind of region.
+        # Dropout draws from these: the device's own state, and Megatron's states, one per kind of region.
         "cuda_rng": (torch.cuda.get_rng_state(), get_cuda_rng_tracker().get_states()),
     }
     digest = _write_file(file, state)
@@ -158,7 +158,7 @@ def _write(folder: Path, iteration: int, model, optimizer) -> None:
 
 
 class _Digested:
-    """A file for torch.save, tensor by tensor, and the digest of what was written."""
+    """A file that torch.save writes tensor by tensor, and the digest of the bytes that were written."""
 
     def __init__(self, file):
         self._file, self.digest, self.flush = file, hashlib.sha256(), file.flush
@@ -179,7 +179,7 @@ def _write_file(path: Path, content) -> str:
             os.fsync(file.fileno())
         return written.digest.hexdigest()
     except (OSError, RuntimeError) as failed:
-        # Torch's writer may fail once more on its way out of the file's error, with an error of its own.
+        # While torch's writer handles the file's error, it may raise another one of its own.
         cause = failed if isinstance(failed, OSError) else failed.__context__
         why = cause.strerror if isinstance(cause, OSError) else _first_line(failed)
         place = path.parent.with_suffix("") / path.name
@@ -187,7 +187,8 @@ def _write_file(path: Path, content) -> str:
 
 
 def _put_in_place(building: Path, folder: Path) -> None:
-    """Give a whole checkpoint its name; one that had it is found as .old until its successor is the latest."""
+    """Give a complete checkpoint its name. A checkpoint that had the name stays as .old until the new one is the
+    latest."""
     _flush(building)
     if folder.exists():
         shutil.rmtree(folder.with_suffix(".old"), ignore_errors=True)
@@ -236,20 +237,20 @@ def _unreadable(file: Path, failed: OSError) -> InputError:
 
 
 def _read(file: Path, expected: str, mmap: bool = False):
-    """The content of ``file``, whose SHA-256 is ``expected``; ``mmap``: with tensors that are read as they are used.
+    """The content of ``file``, whose SHA-256 must be ``expected``. With ``mmap``, tensors are read when they are used.
     Raises InputError."""
     where = dict(file=file, field="--load")
     try:
         if file_digest(file) != expected:
             raise InputError("is damaged: its SHA-256 is not that with which it was saved", **where)
-        if not zipfile.is_zipfile(file):  # or torch would take it for a file of its older forms
+        if not zipfile.is_zipfile(file):  # torch would read it as one of its older formats
             raise ValueError("is no file of torch.save")
         return torch.load(file, weights_only=True, mmap=mmap)
     except InputError:
         raise
     except OSError as failed:
         raise _unreadable(file, failed) from None
-    except Exception as failed:  # of whatever kind: torch's reader has no error of its own for a file that is made up
+    except Exception as failed:  # any kind: torch's reader has no error of its own for a file with wrong content
         raise InputError(f"is no checkpoint of this example: {_first_line(failed)}", **where) from None
 
 
@@ -263,7 +264,7 @@ def _load_random_states(state: dict) -> None:
     get_cuda_rng_tracker().set_states(tracked)
 
 
-# The optimizer: step counts, scaler, and this rank's shards.
+# The optimizer: step counts, gradient scaler, and this rank's shards.
 
 
 def _optimizers(optimizer) -> list:
@@ -278,7 +279,7 @@ def _buckets(optimizer) -> Iterator[list]:
 
 
 def _write_optimizer(optimizer, file: Path) -> list:
-    """What the rest holds of each optimizer. Its shards go to files of their own."""
+    """Write the shards to files of their own, and return what the main file holds of each optimizer."""
     states = []
     for index, one in enumerate(_optimizers(optimizer)):
         digests, stepped = [], len(one.optimizer.state) > 0
@@ -288,7 +289,7 @@ def _write_optimizer(optimizer, file: Path) -> list:
                 for parameter in parameters
             ]
             digests.append(_write_file(_part(file, f"states_{index}_{number:04d}"), shards))
-        # Before the first update (with fp16, steps are skipped at first) Megatron has no state to give.
+        # Before the first update Megatron has no states (with fp16, the first steps are skipped).
         common = (
             one.state_dict() if stepped else {"grad_scaler": one.grad_scaler.state_dict() if one.grad_scaler else None}
         )
@@ -304,14 +305,15 @@ def _tensors(one, parameter, stepped: bool) -> dict[str, torch.Tensor]:
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or a copy where it is a part of something larger, which would be written with it."""
+    """``tensor``, or a copy if its storage is larger than the tensor: the whole storage would be written."""
     tensor = tensor.detach()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
 
 
 def _without_classes(common: dict) -> dict:
-    """Megatron's host optimizer names its classes in every parameter group; a checkpoint holds values alone."""
+    """``common`` without classes: Megatron's host optimizer puts classes into every parameter group, but a checkpoint
+    holds only values."""
     if "optimizer" not in common:
         return common
     groups = [
@@ -333,7 +335,7 @@ def _load_optimizer(optimizer, states: list, file: Path) -> None:
             shards = _read(_part(file, f"states_{index}_{number:04d}"), digest, mmap=True)
             for parameter, saved in zip(parameters, shards, strict=True):
                 for name, tensor in _tensors(one, parameter, stepped).items():
-                    if name == "step":  # loaded with the rest; not every optimizer keeps it here
+                    if name == "step":  # loaded with the common state; not every optimizer keeps it here
                         continue
                     if tensor.shape != saved[name].shape:
                         raise ValueError(f"{name} of {list(saved[name].shape)}, here {list(tensor.shape)}")
@@ -347,6 +349,6 @@ def _load_common(one, common: dict) -> None:
         group |= {name: value for name, value in own.items() if isinstance(value, type)}
     one.load_state_dict(common)
     for own in one.optimizer.state.values():
-        # Megatron gives all parameters the same tensor, which each of them then counts up.
+        # Megatron gives all parameters the same tensor, and each parameter would then increment it.
         if torch.is_tensor(own.get("step")):
             own["step"] = own["step"].clone()

@@ -1,6 +1,6 @@
-"""A real corpus that every machine has: the Python standard library's own source, byte level.
+"""A real corpus that every machine has: the Python standard library's own source, tokenized by bytes.
 
-Bytes are tokens 0 to 255; special ids lie above them, so that no byte can be mistaken for one.
+Bytes are tokens 0 to 255. Special tokens have larger ids, so that no byte is taken for one.
 """
 
 import os
@@ -19,14 +19,15 @@ SPLIT = "98,2,0"
 
 INDEX_HEADER = b"MMIDIDX\x00\x00"
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
-"""numpy's name of a token's type by its code in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
+"""NumPy's name for each code of a token type in an index (DType of megatron/core/datasets/indexed_dataset.py)."""
 
 LOOKED_AT = 1 << 26
-"""Tokens that are compared with the vocabulary: the first ones, because a corpus may have hundreds of gigabytes."""
+"""How many tokens are compared with the vocabulary. Only the first ones are, because a corpus may have hundreds of
+gigabytes."""
 
 
 def tokenizer():
-    """Megatron's byte-level tokenizer with special ids outside the bytes."""
+    """Megatron's byte-level tokenizer with special ids above those of bytes."""
     from megatron.core.tokenizers import MegatronTokenizer
 
     return MegatronTokenizer.from_pretrained(
@@ -45,9 +46,9 @@ def sources() -> list[Path]:
 
 
 def build(prefix, *, progress=None) -> int:
-    """Write ``prefix``.bin and ``prefix``.idx with one document a file; returns the tokens.
+    """Write ``prefix``.bin and ``prefix``.idx with one document per source file. Returns the number of tokens.
 
-    The files appear under their names only when complete.
+    The files get their names only when they are complete.
     """
     import numpy
     import torch
@@ -75,13 +76,13 @@ def build(prefix, *, progress=None) -> int:
 
 
 def compile_helpers() -> None:
-    """Compile Megatron's dataset helpers where the tree has none, as Megatron does at start.
+    """Compile Megatron's dataset helpers if the tree has none, as Megatron does when it starts.
 
-    Released packages contain them; a checkout builds them in place with g++ and pybind11.
+    Released packages contain the helpers; a checkout builds them in place with g++ and pybind11.
     Collective: one rank of each node compiles while the others wait.
 
     Raises:
-        InputError: they cannot be compiled; the compiler's output has been printed.
+        InputError: the helpers cannot be compiled. The compiler's output has been printed.
     """
     import importlib.util
 
@@ -105,14 +106,14 @@ def compile_helpers() -> None:
 
 
 def read_index(prefix):
-    """By the index ``prefix``.idx: tokens of every document (int32, one entry a document), and their type, for numpy.
+    """Read the index ``prefix``.idx. Returns the number of tokens of every document (int32) and the tokens' NumPy type.
 
-    Megatron's reader asserts on a damaged index, or reads beyond the tokens in training. The form is that of
-    megatron/core/datasets/indexed_dataset.py: header, version, code of the tokens' type, counts; then lengths (int32),
-    offsets in bytes (int64) and, of every document and the end, the number of its first sequence (int64).
+    With a damaged index Megatron's reader fails an assertion, or reads beyond the tokens in training. The format is
+    that of megatron/core/datasets/indexed_dataset.py: header, version, code of the tokens' type, counts; then lengths
+    (int32), offsets in bytes (int64), and the number of the first sequence of every document and of the end (int64).
 
     Raises:
-        InputError: the index is damaged, or is not that of ``prefix``.bin.
+        InputError: the index is damaged, or does not belong to ``prefix``.bin.
     """
     import numpy
 
@@ -143,7 +144,7 @@ def check(prefix, seq_length: int, vocab_size: int) -> None:
     """Refuse a corpus that is missing, has no whole sample, or has tokens that are not in the vocabulary.
 
     Raises:
-        InputError: naming the file; also where an index is damaged or not that of its tokens.
+        InputError: naming the file; also if the index is damaged or does not belong to its tokens.
     """
     import numpy
 
@@ -152,7 +153,7 @@ def check(prefix, seq_length: int, vocab_size: int) -> None:
             raise InputError("no such file", file=f"{prefix}{suffix}", field="--data-path")
     lengths, token_type = read_index(prefix)
     tokens = int(lengths.sum())
-    # Megatron splits by documents. A part without a token would be looked through for ever.
+    # Megatron splits by documents. In a part without a token it would search for ever.
     train_documents = int(round(len(lengths) * TRAIN_SHARE))
     for part, found in (("training", lengths[:train_documents]), ("validation", lengths[train_documents:])):
         if int(found.sum()) < seq_length + 1:

@@ -1,7 +1,7 @@
 """Layers of the example's model for ``megatron-ext measure --modules example_layers:layer_runners``.
 
 The example reads its samples on the thread that trains. With ``--data-path PREFIX --num-workers 0`` among the options,
-the measured time of a step includes this.
+the measured time of a step includes reading.
 """
 
 from megatron_ext.megatron import cpu_compat
@@ -16,7 +16,7 @@ from megatron_ext.megatron import ignored_options
 from megatron_ext.megatron import layer_runners as product
 
 SAMPLES = 1000
-"""Samples of the data set that are looked up: in the order of training, far apart from each other."""
+"""Samples of the data set that are read. In the order of training they lie far apart from each other."""
 
 
 def layer_runners(options: list[str]) -> dict:

@@ -1,11 +1,11 @@
-"""What the example prints while it trains: a line an iteration, or a progress bar."""
+"""Output of the example while it trains: one line per iteration, or a progress bar."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 def iteration_log(total: int, *, start: int, every: int, title: str | None, silent: bool):
-    """The log of a training run on this rank; only one rank should not be silent."""
+    """The log of a training run on this rank. All ranks except one should be ``silent``."""
     if silent:
         return _Silent()
     return _Bar(total, start, title) if title else _Lines(total, every)
@@ -13,10 +13,10 @@ def iteration_log(total: int, *, start: int, every: int, title: str | None, sile
 
 class _Silent:
     def iteration(self, iteration: int, loss: float, grad_norm: float | None, elapsed_us: float) -> None:
-        """Another rank prints."""
+        """Do nothing: another rank prints."""
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing."""
 
 
 class _Lines:
@@ -34,7 +34,7 @@ class _Lines:
         )
 
     def close(self) -> None:
-        """Lines are complete."""
+        """Do nothing: every line is already printed."""
 
 
 class _Bar:

@@ -1,4 +1,4 @@
-"""The example's model, wrapped for training, its initial values and its optimizer."""
+"""The example's model (wrapped for training), its initial values and its optimizer."""
 
 import hashlib
 
@@ -54,11 +54,11 @@ ADAM = (
     *("lr", "weight_decay", "clip_grad", "bf16", "fp16"),
     *("loss_scale", "initial_loss_scale", "overlap_param_gather"),
 )
-"""Options that Megatron's OptimizerConfig calls as the command line does."""
+"""Options that have the same name in Megatron's OptimizerConfig and on the command line."""
 
 
 def adam_config(args, params_dtype: torch.dtype, **more) -> OptimizerConfig:
-    """Adam, with states that are sharded over the data-parallel ranks."""
+    """Configuration of Adam with states that are sharded over the data-parallel ranks."""
     options = {name: getattr(args, name) for name in ADAM} | more
     return OptimizerConfig(optimizer="adam", params_dtype=params_dtype, use_distributed_optimizer=True, **options)
 
@@ -66,9 +66,9 @@ def adam_config(args, params_dtype: torch.dtype, **more) -> OptimizerConfig:
 def initialize_by_name(chunks: list[GPTModel], seed: int) -> None:
     """Give matrices initial values that depend only on ``seed`` and the parameter's global name.
 
-    Runs with other parallel sizes then start from the same model, which Megatron's own
-    initialisation (one random stream a pipeline rank) does not do. Tensor parallelism is not
-    covered: its ranks hold slices.
+    Runs with different parallel sizes then start from the same model. Megatron's own
+    initialisation (one random stream per pipeline rank) does not give that. Tensor parallelism is not
+    covered, because its ranks hold slices.
     """
     for chunk in chunks:
         offset = chunk.decoder.layers[0].layer_number - 1 if len(chunk.decoder.layers) else 0

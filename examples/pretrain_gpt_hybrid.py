@@ -1,7 +1,7 @@
-"""Train a GPT with megatron.core; with --user-defined-schedule, gather parameters by it.
+"""Train a GPT with megatron.core; with --user-defined-schedule, gather parameters by the schedule.
 
-Plain Megatron but for four calls: two hand our options to the package, one tells it that
-training begins and one that it has ended. Options are named as Megatron's are.
+This is plain Megatron except for four calls: two pass our options to the package, one tells it that
+training begins and one that training has ended. Options have Megatron's names.
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt_hybrid.py \
         --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 \
@@ -55,13 +55,13 @@ def parse_args():
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--weight-decay", type=float, default=0.01)
     training.add_argument(
-        "--optimizer-cpu-offload", action="store_true", help="Keep the optimizer's state on the host and step there."
+        "--optimizer-cpu-offload", action="store_true", help="Keep the optimizer's states on the host and step there."
     )
     training.add_argument("--loss-scale", type=float, default=None)
     training.add_argument("--initial-loss-scale", type=float, default=2**16)
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument(
-        "--init-by-name", action="store_true", help="Initial values that do not depend on the parallel sizes."
+        "--init-by-name", action="store_true", help="Make initial values independent of the parallel sizes."
     )
     training.add_argument("--no-overlap-param-gather", action="store_false", dest="overlap_param_gather")
     training.add_argument("--eval-interval", type=int, default=None)
@@ -71,13 +71,13 @@ def parse_args():
     training.add_argument("--save-interval", type=int, default=None)
     training.add_argument("--log-interval", type=int, default=1)
     training.add_argument(
-        "--progress-bar", default=None, metavar="TITLE", help="Show a progress bar in place of one line an iteration."
+        "--progress-bar", default=None, metavar="TITLE", help="Show a progress bar in place of one line per iteration."
     )
     training.add_argument(
         "--interleave",
         default=None,
         metavar="DIRECTORY,NUMBER,ITERATIONS",
-        help="Take turns of so many iterations with another run: see turns.py.",
+        help="Take turns with another run, of ITERATIONS iterations each: see turns.py.",
     )
     training.add_argument(
         "--metrics-path", default=None, help="Write losses, gradient norms, times and parameter hashes as JSON."
@@ -86,13 +86,13 @@ def parse_args():
 
 
 def initialize(args) -> None:
-    """Process groups, parallel sizes and seeds of this rank."""
+    """Set up process groups, parallel sizes and seeds of this rank."""
     backend = args.distributed_backend or ("nccl" if has_cuda() else "gloo")
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if has_cuda():
         device = own_device.take(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group(backend, timeout=timeout)
-        # Where a node has fewer GPUs than ranks.
+        # Needed if a node has fewer GPUs than ranks.
         own_device.tell_nccl(device, nodes=dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     else:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
@@ -102,7 +102,7 @@ def initialize(args) -> None:
 
 
 def set_seeds(args) -> None:
-    # Stages differ in their parameters, replicas do not.
+    # Stages have different parameters, replicas have the same.
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
@@ -123,8 +123,8 @@ def build_datasets(args):
 
 
 def batches_of(args, dataset, start_iteration: int = 0):
-    """This rank's micro-batches from ``start_iteration`` on: int64 ``tokens`` of shape (micro-batch, sequence) and what
-    goes with them."""
+    """This rank's micro-batches from ``start_iteration`` on: int64 ``tokens`` of shape (micro-batch, sequence), and
+    labels, loss mask and position ids."""
     return batches.batches(
         dataset,
         micro_batch_size=args.micro_batch_size,
@@ -134,7 +134,7 @@ def batches_of(args, dataset, start_iteration: int = 0):
 
 
 def loss_func(loss_mask, output):
-    """Mean loss over the tokens that ``loss_mask`` (micro-batch, sequence) keeps; ``output`` is the loss a token."""
+    """Mean loss over the tokens that ``loss_mask`` (micro-batch, sequence) keeps. ``output`` is the loss per token."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.float().view(-1) * mask) / mask.sum()
     return loss, {"lm loss": loss.detach().clone()}
@@ -142,7 +142,7 @@ def loss_func(loss_mask, output):
 
 @functools.cache
 def causal_mask(seq: int, device):
-    """Bool, shape (1, 1, sequence, sequence): true where a token must not look."""
+    """Bool, shape (1, 1, sequence, sequence): true for positions that a token must not attend to."""
     return torch.tril(torch.ones((1, 1, seq, seq), device=device)) < 0.5
 
 
@@ -156,7 +156,8 @@ def forward_step(data_iterator, model):
 
 
 def run_schedule(args, model, iterators, forward_only: bool = False, step=forward_step) -> list[dict]:
-    """All micro-batches of one iteration, in Megatron's order. Losses by micro-batch on the last stage, else empty."""
+    """Run all micro-batches of one iteration, in Megatron's order. Returns the losses of all micro-batches on the last
+    stage, an empty list on others."""
     return get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if len(model) > 1 else iterators[0],
@@ -169,7 +170,7 @@ def run_schedule(args, model, iterators, forward_only: bool = False, step=forwar
 
 
 def mean_loss(losses: list[dict]) -> float:
-    """Loss of an iteration, the same on every rank: the last stage's, averaged over replicas."""
+    """Loss of an iteration, averaged over the replicas of the last stage; the same on every rank. Collective."""
     value = torch.zeros(1)
     if losses:
         value[0] = torch.stack([row["lm loss"] for row in losses]).float().mean().cpu()
@@ -187,13 +188,13 @@ def parameter_hash(model) -> str:
     for chunk in model:
         for name, parameter in chunk.named_parameters():
             digest.update(name.encode())
-            copied = parameter.detach().to("cpu", copy=True)  # of a NumPy array's memory nothing is freed any more
+            copied = parameter.detach().to("cpu", copy=True)  # torch cannot free storage that a NumPy array was made of
             digest.update(copied.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def force_param_sync(model, args) -> None:
-    """All parameters whole, as Megatron does it before evaluation and checkpoints."""
+    """Make all parameters whole, in the way Megatron does before evaluation and checkpoints."""
     if args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
@@ -226,7 +227,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
         optimizer.zero_grad()
         losses = run_schedule(args, model, iterators)
         updated, grad_norm, _ = optimizer.step()
-        if has_cuda():  # Adam and the first gathers are only queued by now
+        if has_cuda():  # so far Adam and the first gathers are only queued
             torch.cuda.current_stream().synchronize()
         elapsed = (time.perf_counter_ns() - start) / 1e3
         iteration += 1
@@ -236,7 +237,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
         metrics["peak_bytes"] = max(metrics["peak_bytes"], hooks.peak_bytes())
         if args.metrics_path and args.user_defined_schedule and (held := hooks.census()) is not None:
             held = msgspec.to_builtins(held)
-            # Mostly the same as the one before: kept once, or 10,000 iterations would take 10 MB.
+            # Usually equal to the one before; then that one is kept again, or 10,000 iterations would take 10 MB.
             metrics["census"].append(metrics["census"][-1] if metrics["census"][-1:] == [held] else held)
         log.iteration(iteration, metrics["loss"][-1], metrics["grad_norm"][-1], elapsed)
         if turns is not None:
@@ -250,7 +251,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
             saved = iteration
     log.close()
     to_save = bool(args.save) and saved != iteration
-    if to_save or args.metrics_path:  # whole parameters take time, and may not fit
+    if to_save or args.metrics_path:  # not otherwise: gathering all parameters takes time, and they may not fit
         force_param_sync(model, args)
     if to_save:
         checkpoint.save(args.save, iteration, model, optimizer)
@@ -307,13 +308,13 @@ def main() -> int:
         checkpoint.claim(args.save)
     metrics = train(args, model, optimizer, config, build_datasets(args))
     hooks.finish(read_later=False)
-    save_metrics(args, metrics)  # last: where the metrics are, the run is complete
+    save_metrics(args, metrics)  # last: a run with a metrics file is complete
     dist.destroy_process_group()
     return 0
 
 
 def run() -> NoReturn:
-    """:func:`main`, then leave: threads of collectives may still wait for a rank that is gone."""
+    """Run :func:`main`, then exit at once, because threads of collectives may still wait for a rank that has ended."""
     try:
         code = main()
     except Exception as error:

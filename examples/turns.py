@@ -1,7 +1,7 @@
 """Turns of two training runs that share a machine: a few iterations of one, then a few of the other.
 
-Both runs are started together and meet the same states of the machine, so that its drift is in neither. They take turns
-between iterations, where no collective is under way.
+Both runs are started together and meet the same states of the machine, so that clock drift does not favour one of them.
+They change turns between iterations, when no collective is running.
 """
 
 import time
@@ -11,10 +11,10 @@ WAIT_S = 0.005
 
 
 class Turns:
-    """One run's part: ``--interleave DIRECTORY,NUMBER,ITERATIONS``.
+    """One run's turns: ``--interleave DIRECTORY,NUMBER,ITERATIONS``.
 
-    The file ``turn`` in the directory holds the number of the turn; even turns are of run 0, odd ones of run 1. Every
-    rank reads it, rank 0 writes it. Both runs train equally many iterations.
+    The file ``turn`` in the directory holds the number of the present turn. Even turns belong to run 0, odd turns to
+    run 1. Every rank reads the file, and rank 0 writes it. Both runs train equally many iterations.
     """
 
     def __init__(self, text: str, writes: bool):
@@ -34,7 +34,7 @@ class Turns:
                 time.sleep(WAIT_S)
 
     def after(self, iteration: int, *, last: bool) -> None:
-        """``iteration`` has ended on every rank: hand the turn on where it was the turn's last."""
+        """End the turn if ``iteration``, which has ended on every rank, was the last of the turn."""
         if self.writes and (last or iteration % self.iterations == self.iterations - 1):
             new = self.file.with_suffix(".new")
             new.write_text(str(2 * (iteration // self.iterations) + self.number + 1))
