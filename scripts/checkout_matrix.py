@@ -1,8 +1,8 @@
 """Patch, verify and revert many trees without training: releases, drawn commits, heads of forks.
 
-See test_checkouts.sh. Of every tree only the files that carry hooks are taken. Besides the tool's own verification
-there is a second judge: next to each hook line stands a statement that a release has there as well, compared by
-its head (the test of an ``if``, not its body).
+See test_checkouts.sh. Only the files of a tree that carry hooks are extracted. In addition to the tool's own
+verification there is a second check: next to each hook line there must be a statement that some release has next to the
+same hook. Statements are compared by their heads (the test of an ``if``, not its body).
 """
 
 import ast
@@ -30,7 +30,7 @@ SIGNS = {
     TRAINING: ["args.align_param_gather"],
     PRETRAIN: ["import torch"],
 }
-"""Text without which a tree cannot have the hooks' places: it is older than them, or no full Megatron."""
+"""Text that a file must contain to have the places of its hooks. A tree without it is older, or not a full Megatron."""
 FIRST = "core_v0.12.0"
 """Commits are drawn from main's history since this tag."""
 
@@ -61,15 +61,15 @@ class Source:
 
 @dataclass
 class Outcome:
-    """What became of one tree.
+    """The result for one tree.
 
     Attributes:
-        version: as megatron/core says.
-        date: of the commit.
+        version: the version that megatron/core states.
+        date: date of the commit.
         state: ``placed``, ``refused``, ``old`` (it cannot have the hooks' places) or ``FAILED``.
-        how: why it was not placed.
-        exact: so many of its files are those of a release; the others were placed by the syntax tree.
-        neighbours: of the second judge: hooks beside a statement that a release has there.
+        how: why the hooks were not placed.
+        exact: how many of its files are those of a release; in the others hooks were placed by the syntax tree.
+        neighbours: the statements next to each hook, for the second check.
     """
 
     version: str
@@ -86,7 +86,7 @@ def git(repository, *arguments: str) -> bytes:
 
 
 def sources_at(repository, commit: str, group: str, label: str) -> list[Source]:
-    """Every Megatron tree in one commit, in whatever folder."""
+    """Every Megatron tree in one commit, in any folder."""
     listed = git(repository, "ls-tree", "-r", "--full-tree", commit).decode(errors="replace").splitlines()
     blobs = {row.partition("\t")[2]: row.split()[2] for row in listed if " blob " in row}
     found = []
@@ -104,14 +104,14 @@ def releases(mirror) -> list[Source]:
 
 
 def drawn_commits(mirror, count: int, seed: int) -> list[Source]:
-    """Commits of main's own line since :data:`FIRST`, drawn by ``seed``."""
+    """Commits of main's first-parent history since :data:`FIRST`, drawn with ``seed``."""
     history = git(mirror, "rev-list", "--first-parent", f"{FIRST}..main").decode().split()
     drawn = random.Random(seed).sample(history, min(count, len(history)))
     return [s for commit in drawn for s in sources_at(mirror, commit, "commit", commit[:10])]
 
 
 def heads(repository, seen: set) -> list[Source]:
-    """The trees of all branches of a fork, its main branch first; of the others those that are not in ``seen``."""
+    """The trees of all branches of a fork, its main branch first. Other branches are left out if ``seen`` has them."""
     name = Path(repository).resolve()
     name = name.parent.name if name.name in ("repo", ".git") else name.name.removesuffix(".git")
     rows = git(repository, "for-each-ref", "--format=%(objectname) %(refname:lstrip=2)", "refs/heads", "refs/remotes")
@@ -184,7 +184,7 @@ def neighbours(file: str, text: str) -> Neighbours:
 
 
 def _head(statement: ast.stmt) -> str:
-    """A statement without the bodies in it."""
+    """Text of a statement without its bodies."""
     fields = ("name", "args", "test", "target", "iter", "items", "value", "targets", "names", "module")
     parts = [getattr(statement, name) for name in fields if hasattr(statement, name)]
     return type(statement).__name__ + " ".join(map(_dump, parts))
@@ -197,12 +197,13 @@ def _dump(part) -> str:
 
 
 def beside_known(outcome: Outcome, known: Neighbours) -> int:
-    """How many hooks stand beside a statement that a release has beside the same hook."""
+    """How many hooks stand next to a statement that a release has next to the same hook."""
     return sum(bool(heads & known.get(name, set())) for name, heads in outcome.neighbours.items())
 
 
 def run(mirror, commits: int, seed: int, forks: list[Path], at: list[str]) -> int:
-    """Try all trees and print the tables in Markdown; 1 if a tree failed or a hook stands beside nothing known."""
+    """Try all trees and print the tables in Markdown. Returns 1 if a tree failed, or if a hook stands next to no known
+    statement."""
     assert known_files()  # read once, before processes are forked
     trees = [*releases(mirror), *drawn_commits(mirror, commits, seed)]
     trees += [s for ref in at for s in sources_at(mirror, ref, "named", ref)]
@@ -263,7 +264,7 @@ def _print_forks(outcomes, known: Neighbours) -> None:
 
 
 def _print_totals(outcomes, known: Neighbours) -> int:
-    """The summary over all but the releases, and every refusal and failure."""
+    """Print the summary over all trees except releases, and every refusal and failure."""
     counts = Counter(outcome.state for _, outcome in outcomes)
     holding = counts["placed"] + counts["refused"] + counts["FAILED"]
     print(

@@ -1,7 +1,7 @@
 """One release of Megatron-LM under test: patch, train, compare, revert.
 
-Losses (of evaluation as well), gradient norms, parameters and optimizer states are compared, the latter
-two from checkpoints. Used by test_checkouts.py and edited_checkouts.py.
+Losses (also of evaluation), gradient norms, parameters and optimizer states are compared; the latter
+two are read from checkpoints. Used by test_checkouts.py and edited_checkouts.py.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from megatron_ext.checkout.verify import hook_numbers
 from megatron_ext.formats.errors import InputError
 
 BUILT_BY_MEGATRON = re.compile(r"helpers_cpp.*\.so$")
-"""The dataset helper that Megatron compiles into its own tree when it first trains."""
+"""The dataset helper that Megatron compiles into its own tree at its first training."""
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64
     --max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 8 --vocab-size 258
@@ -42,7 +42,7 @@ DATA_PARALLEL = {"interleaved": 2, "1f1b": 2, "no_pipeline": 4, "tensor": 2}
 
 
 class Failed(Exception):
-    """A step that did not do what it should; the text is for the table's footnotes."""
+    """A step failed. The text goes to the table's footnotes."""
 
 
 def environment(tree: Path, **more: str) -> dict[str, str]:
@@ -53,10 +53,10 @@ def environment(tree: Path, **more: str) -> dict[str, str]:
 
 
 def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more: str) -> str:
-    """Output of a command, also kept in ``log``.
+    """Run a command and return its output, which is also written to ``log``.
 
     Raises:
-        Failed: it ended with an error; with the line that says most.
+        Failed: the command ended with an error. The text holds the most telling line of its output.
     """
     with subprocess.Popen(
         list(map(str, command)),
@@ -70,7 +70,7 @@ def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more:
         try:
             out, _ = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            process.terminate()  # not kill: the launcher takes its ranks with it
+            process.terminate()  # not kill: when it is terminated, the launcher ends its ranks
             out, _ = process.communicate()
             log.write_text(out)
             if isinstance(error, subprocess.TimeoutExpired):
@@ -79,7 +79,7 @@ def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more:
     log.write_text(out)
     if process.returncode:
         errors = re.findall(r"^(?:\[rank\d+\]: ?)?(\w*Error: .*)$", out, re.M)
-        # gloo's own complaint is what the other ranks say when one has died.
+        # Errors of gloo come from the other ranks, after one rank has died.
         telling = [e for e in errors if "gloo" not in e] or errors or ["no reason given"]
         raise Failed(f"{telling[0][:160]} (exit {process.returncode}; see {log.name})")
     return out
@@ -103,7 +103,7 @@ class Checkout:
         work: directory for logs, checkpoints and schedules of this release.
         data: prefix of the corpus, or None where there is no training.
         iterations: length of every training run.
-        timeout_s: a training that takes longer has failed.
+        timeout_s: longest time of one training; a longer one has failed.
     """
 
     def __init__(self, name: str, tree: Path, work: Path, data: Path | None, iterations: int, timeout_s: float = 600):
@@ -118,14 +118,14 @@ class Checkout:
         return self.train("stock", ["-m", "megatron_ext.megatron.cpu_compat", self.tree / "pretrain_gpt.py"])
 
     def patch(self) -> str:
-        """Apply, and apply again."""
+        """Apply the patch twice; the second time must change nothing."""
         if checkout.apply(self.tree).state != "applied" or checkout.apply(self.tree).changed:
             raise Failed("apply is not the same twice")
         lines = sum(len(hook_numbers((self.tree / f).read_text())) for f in FILES if (self.tree / f).is_file())
         return f"{lines} lines"
 
     def check(self) -> str:
-        """The state, and every hook's place."""
+        """Check the state and every hook's place."""
         state, begin = checkout.check(self.tree).state, time.perf_counter()
         problems = checkout.verify_hooks(self.tree)
         if state != "applied" or problems:
@@ -133,12 +133,12 @@ class Checkout:
         return f"{1e3 * (time.perf_counter() - begin):.0f} ms"
 
     def plain(self) -> str:
-        """Train the patched tree without our options: equal to stock."""
+        """Train the patched tree without our options; must equal stock."""
         self.train("plain", [self.tree / "pretrain_gpt.py"])
         return self.compare("stock", "plain")
 
     def scheduled(self, layout: str = "interleaved", zero_stage: int = 1) -> str:
-        """Train by a schedule: equal to Megatron's own gather at the same bucket layout."""
+        """Train by a schedule; must equal Megatron's own gather with the same bucket layout."""
         end = "" if (layout, zero_stage) == ("interleaved", 1) else f"_{layout}_{zero_stage}"
         schedule = self.plan(layout, zero_stage, end)
         script = [self.tree / "pretrain_gpt.py", "--user-defined-schedule", schedule]
@@ -150,13 +150,13 @@ class Checkout:
         return self.compare(f"reference{end}", f"scheduled{end}")
 
     def revert(self) -> str:
-        """Revert, and revert again."""
+        """Revert twice; the second time must change nothing."""
         if checkout.revert(self.tree).state != "clean" or checkout.revert(self.tree).changed:
             raise Failed("revert is not the same twice")
         return "ok"
 
     def bytes(self) -> str:
-        """All files are what they were."""
+        """Check that all files are as they were."""
         after = snapshot(self.tree)
         changed = [f for f, digest in self.before.items() if after.get(f) != digest]
         new = [f for f in after if f not in self.before and not BUILT_BY_MEGATRON.search(f)]
@@ -183,7 +183,7 @@ class Checkout:
             raise Failed(f"logged iterations {[n for n, _, _ in found]}; see {name}.log")
         if any(value in ("nan", "inf") for row in found for value in row):
             raise Failed(f"a loss is not finite; see {name}.log")
-        # Evaluation after training reads parameters that the schedule was the last to gather.
+        # Evaluation after training reads parameters that the schedule gathered last.
         self.losses[name] = found + re.findall(r"validation loss at .*? lm loss value: (\S+)", out)
         if len(self.losses[name]) <= len(found):
             raise Failed(f"no evaluation; see {name}.log")
@@ -191,7 +191,7 @@ class Checkout:
         return f"{time.perf_counter() - begin:.0f} s"
 
     def compare(self, one: str, two: str) -> str:
-        """Losses, gradient norms and everything in the checkpoints are the same bits."""
+        """Check that losses, gradient norms and everything in the checkpoints are equal to the last bit."""
         if one not in self.losses:
             raise Failed(f"there is no {one} run to compare with")
         if self.losses[one] != self.losses[two]:
@@ -201,10 +201,10 @@ class Checkout:
         return f"equal, {json.loads(out.splitlines()[-1])['tensors']} tensors"
 
     def plan(self, layout: str, zero_stage: int, end: str) -> Path:
-        """Make a schedule of this release's model: both routes, by a made-up cost table."""
+        """Make a schedule for this release's model that uses both routes, from a made-up cost table."""
         command = [sys.executable, "-m", "megatron_ext"]
         workload, table, schedule = (self.work / f"{n}{end}.json" for n in ("workload", "cost_table", "schedule"))
-        # The whole command line, which the release's own script reads.
+        # The whole command line: the release's own script reads it.
         ours = ["--data-parallel-size", DATA_PARALLEL[layout], "--zero-stage", zero_stage]
         describe = ["describe", "--out", workload, "--checkout", self.tree, *ours, *self.options(layout)]
         run([*command, *describe], self.work / f"describe{end}.log", tree=self.tree)
@@ -215,7 +215,7 @@ class Checkout:
 
 
 def write_cost_table(place: Path) -> None:
-    """A made-up table, in which both routes are worth something."""
+    """Write a made-up table in which both routes are worth using."""
     from megatron_ext.cost import cost_table as cost
 
     def line(latency_us: float, bytes_per_us: float) -> cost.Curve:
@@ -241,7 +241,7 @@ def write_cost_table(place: Path) -> None:
 
 
 def build_corpus(tree: Path, work: Path) -> Path:
-    """Real text, tokenized: the prefix of an indexed dataset."""
+    """Tokenize real text, and return the prefix of the indexed dataset."""
     prefix = work / "corpus" / "stdlib"
     prefix.parent.mkdir(parents=True)
     program = Path(__file__).parents[1] / "examples" / "corpus.py"
@@ -250,7 +250,7 @@ def build_corpus(tree: Path, work: Path) -> Path:
 
 
 def extract(mirror: str, tag: str, tree: Path) -> Path:
-    """The tree of a tag, from a git clone or mirror.
+    """Extract the tree of a tag from a git clone or mirror.
 
     Raises:
         InputError: git cannot archive it.
@@ -265,7 +265,7 @@ def extract(mirror: str, tag: str, tree: Path) -> Path:
 
 
 def compare_checkpoints(one: Path, two: Path) -> int:
-    """Print the number of tensors that are the same in two checkpoint directories; 1 if any differs."""
+    """Print the number of equal tensors in two checkpoint directories. Returns 1 if any tensor differs."""
     from megatron_ext.megatron import cpu_compat
 
     cpu_compat.install()
@@ -291,14 +291,14 @@ def compare_checkpoints(one: Path, two: Path) -> int:
 
 
 def tensors(node, path=""):
-    """(path, tensor) of everything in a nested checkpoint, random states left out."""
+    """(path, tensor) for everything in a nested checkpoint except random states."""
     import torch
 
     if isinstance(node, torch.Tensor):
         yield path, node
     elif isinstance(node, dict):
         for key, value in node.items():
-            if key != "rng_state":  # holds the time of day at some releases
+            if key != "rng_state":  # holds the time of day in some releases
                 yield from tensors(value, f"{path}/{key}")
     elif isinstance(node, (list, tuple)):
         for index, value in enumerate(node):

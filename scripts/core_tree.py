@@ -1,10 +1,10 @@
-"""Fetch a release of megatron-core from the package index into a tree of our own, and patch it:
+"""Fetch a release of megatron-core from the package index into its own directory, and patch it:
 
     python scripts/core_tree.py RELEASE DIRECTORY
 
 The package holds ``megatron/core`` only: enough for a training script of ours, not for
 ``pretrain_gpt.py``. It is unpacked, not installed, so that an installed megatron-core of
-another version is left alone. scripts/setup.sh does it beside the project.
+another version is left alone. scripts/setup.sh runs this script.
 """
 
 import os
@@ -21,16 +21,16 @@ from megatron_ext.formats.errors import InputError
 
 
 def obtain(version: str, into) -> Path:
-    """The core-only tree of ``version`` at ``into``; fetched unless it is already there.
+    """The core-only tree of ``version`` at ``into``. It is fetched unless it is already there.
 
-    The tree is complete or absent: it is unpacked beside ``into`` and renamed.
+    The tree is complete or absent: it is unpacked next to ``into`` and renamed.
 
     Args:
         version: a release of megatron-core, e.g. ``0.16.1``.
         into: directory of the tree, which holds ``megatron/core`` afterwards.
 
     Raises:
-        InputError: not a version, ``into`` is something else, or the package cannot be had.
+        InputError: ``version`` is not a version, ``into`` holds something else, or the package cannot be fetched.
     """
     into = Path(into)
     if not re.fullmatch(r"\d+\.\d+\.\d+((rc|a|b)\d+)?", version):
@@ -62,7 +62,7 @@ def download_wheel(version: str, scratch: Path) -> Path:
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),
         *("--no-deps", "--only-binary=:all:", "--dest", str(scratch)),
-        # Releases from 0.17 ask for Python 3.12; their core runs on 3.11, with one addition
+        # Releases from 0.17 on require Python 3.12. Their core runs on 3.11 with one addition
         # that the CPU compatibility module makes.
         "--ignore-requires-python",
         f"megatron-core=={version}",
@@ -77,10 +77,10 @@ def download_wheel(version: str, scratch: Path) -> Path:
 
 
 def prepare(release: str, directory) -> Path:
-    """Unpack and patch ``release`` under ``directory``; does nothing where that is done.
+    """Unpack and patch ``release`` in ``directory``. Does nothing if that is already done.
 
     Raises:
-        InputError: the release is not served, cannot be had, or a hook is not in its place.
+        InputError: the release is not supported or cannot be fetched, or a hook is not in its place.
     """
     if not (Path(directory) / "megatron").is_dir():
         print(f"unpacking megatron-core {release} into {directory}", file=sys.stderr)

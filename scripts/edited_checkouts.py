@@ -1,12 +1,12 @@
-"""Train trees that were edited at random and then patched by the syntax tree; prints one table.
+"""Train trees that were edited at random and then patched by the syntax tree. Prints one table.
 
     python scripts/edited_checkouts.py MIRROR [TAG] [--trees 5]
 
 The edits are those of tests/helpers/random_edits.py: one to three within six lines of a hook, in one
-or two files. Of every edit: if the hooks are refused, or every file is exact, it is counted
-and left. If the edited tree does not train by itself either, it is counted and left. Otherwise its patched
-training must equal its own unpatched training to the last bit, and a scheduled one Megatron's own gather
-at the same buckets. TAG is core_v0.16.1 where none is given.
+or two files. An edit is only counted, and not trained further, if the hooks are refused, if every file is still that of
+a release, or if the edited tree does not train unpatched. Otherwise its patched training must equal its own unpatched
+training to the last bit, and a scheduled training must equal Megatron's own gather with the same buckets. TAG is
+core_v0.16.1 by default.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class Edited:
     """The edits of one release, one after the other.
 
     Attributes:
-        outcomes: how many edits came to which end.
+        outcomes: number of edits by outcome.
         rows: one row of the table for every tree that was trained.
     """
 
@@ -43,10 +43,10 @@ class Edited:
         self.rows: list[list[str]] = []
 
     def try_edit(self, seed: int) -> str:
-        """What became of one edit; a key of ``outcomes``.
+        """Try one edit and return its outcome, a key of ``outcomes``.
 
         Raises:
-            Failed: the tree trains by itself, and patched it does not train or not the same.
+            Failed: the tree trains unpatched; patched it does not train, or not to the same result.
         """
         texts = edit_files(random.Random(seed), self.originals, self.entries)
         for file, text in texts.items():
@@ -69,7 +69,7 @@ class Edited:
         return "trained"
 
     def run(self, trees: int):
-        """Edits one after another until ``trees`` of them were trained; yields the seed and its end."""
+        """Try one edit after another until ``trees`` of them were trained. Yields each seed and its outcome."""
         for seed in range(EDITS):
             try:
                 outcome = self.try_edit(seed)
@@ -82,11 +82,11 @@ class Edited:
 
 
 def main() -> int:
-    """Train edited trees; 1 if one differs from its own unpatched run."""
+    """Train edited trees. Returns 1 if one differs from its own unpatched run."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("mirror", help="git clone or mirror of Megatron-LM with its tags")
     parser.add_argument("tag", nargs="?", default="core_v0.16.1")
-    parser.add_argument("--trees", type=int, default=5, help="so many edited trees are trained")
+    parser.add_argument("--trees", type=int, default=5, help="number of edited trees to train")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--timeout-s", type=float, default=180, help="an edit may let training hang")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Write patches/ anew from a git clone or mirror of Megatron-LM: python scripts/make_patches.py MIRROR
+"""Write patches/ again from a git clone or mirror of Megatron-LM: python scripts/make_patches.py MIRROR
 
 Every hook is placed by its structural description (megatron_ext/checkout/find_places.py), so a new
-release needs a line in REFS and a run of this script. Nothing of Megatron's text is
+release needs a line in REFS and a run of this script. No text of Megatron is
 written: patches have no context lines, and the manifest holds names, ids and line numbers.
 """
 
@@ -26,7 +26,7 @@ REFS = {
         "0.15.0 0.15.1 0.15.2 0.15.3 0.16.0 0.16.1 0.17.0 0.17.1 0.18.0 0.18.2 0.19.0"
     ).split()
 } | {"main": "main"}
-"""Version -> ref. Candidates (rc) are placed by the syntax tree."""
+"""Version -> ref. Release candidates (rc) have no patch; hooks are placed by the syntax tree."""
 
 MODE = "100644"
 
@@ -67,7 +67,7 @@ def make_release(mirror: Path, version: str, ref: str) -> tuple[Release, str]:
 
 
 def compare_package(release: Release, folder: Path) -> bool | None:
-    """Whether the package's core files are the tag's; None where there is no such package."""
+    """Whether the package's core files equal the tag's; None if there is no such package."""
     try:
         tree = core_tree.obtain(release.version, folder / release.version)
     except InputError:
@@ -77,13 +77,13 @@ def compare_package(release: Release, folder: Path) -> bool | None:
 
 
 def main() -> int:
-    """Write patches/; print one line a release."""
+    """Write patches/ and print one line per release."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("mirror", type=Path, help="git clone or mirror of Megatron-LM with its tags")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "patches")
     parser.add_argument("--packages", type=Path, help="compare with the packages; keep them in this directory")
     options = parser.parse_args()
-    # What is not compared again stays as it was found.
+    # Releases that are not compared again keep the result of the earlier comparison.
     known = json_files.load(options.out / MANIFEST, Manifest).releases if (options.out / MANIFEST).exists() else []
     compared = {(r.version, r.commit): r.same_core_on_pypi for r in known}
     releases, written = [], {}

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The main job: measure, plan, train a real GPT by the schedule beside stock Megatron, compare.
+# The main job: measure, plan, train a real GPT by the schedule next to stock Megatron, and compare.
 #
 # Settings (environment): ITERS TURN_ITERS PP VP DP MICRO_BATCHES LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE
 #   POLICY (hybrid, all-gpu, all-cpu, random:SEED)  NAME (directory under runs/)
 #   MEGATRON_PATH (a Megatron-LM checkout to patch and use)  EXTRA (further options of the example)
-#   PLAN_OPTIONS (what a plan may use: --zero-stage and limits, as `describe` takes them)  NVME (a directory on the drive)
+#   PLAN_OPTIONS (zero stage and limits of the plan, as options of `describe`)  NVME (a directory on the drive)
 #   SLOW_LINKS ("NETWORK HOST_LINK DRIVE", rates in MB/s: a rehearsal without GPUs, see scripts/slow_links.sh)
-#   WITHIN (a command that starts the training by the schedule: what limits it)
-#   COST_TABLE (plan by this table, such as one that `megatron-ext cost calibrate` wrote, in place of measuring)
-#   ALLOW_DIFFERENCES=1 (use a cost table that lies there although it was measured elsewhere)
-# An interrupted run goes on where it was; a complete one is done again.
+#   WITHIN (a command that starts the training by the schedule, such as one that sets limits)
+#   COST_TABLE (use this table, such as one that `megatron-ext cost calibrate` wrote, instead of measuring)
+#   ALLOW_DIFFERENCES=1 (use the existing cost table even if it was measured elsewhere)
+# An interrupted run continues where it stopped. A complete run is done again.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -39,7 +39,7 @@ done
 [[ ${SLOW_LINKS:-} =~ ^([1-9][0-9]{0,5}( [1-9][0-9]{0,5}){2})?$ ]] || refuse "SLOW_LINKS = '$SLOW_LINKS': expected three whole numbers"
 [ $((PP * DP)) -le 64 ] || refuse "PP x DP = $((PP * DP)): more than 64 processes on one machine"
 
-# Nothing outlives this script. Every command is asked to end when the script is, and by the kernel when it was killed.
+# No process outlives this script. When the script is asked to end, it ends its commands. If it is killed, the kernel does.
 with_script=(setpriv --pdeathsig TERM)
 run() { # run COMMAND...: in the background, because bash does not hear of a signal while it waits for a command
     "${with_script[@]}" "$@" &
@@ -55,7 +55,7 @@ trap 'stop 129' HUP
 trap 'stop 130' INT
 trap 'stop 143' TERM
 
-# One run at a time in a directory, which is free again when the last process of the run has ended.
+# A directory holds one run at a time. It is free again when the last process of the run has ended.
 run=runs/$NAME
 mkdir -p "$run"
 exec 9>> "$run/.lock"
@@ -69,8 +69,8 @@ exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONWARNINGS=ignore
 world=$((PP * DP))
-# Runs are compared to the last bit: on GPUs nothing may add in another order each time. There a run by a schedule gives
-# the host's step all processors, and Megatron's own has to have them, too. Measured is what trains.
+# Runs are compared to the last bit, so on GPUs every sum must have the same order each time. There a run by a schedule
+# gives the host's step all processors, and Megatron's own step must get them as well. Measuring uses the same settings.
 variables=$(python -c 'import os, sys
 from megatron_ext.cpubench import allocator
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
@@ -87,7 +87,7 @@ model=(--num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HE
     --pipeline-model-parallel-size "$PP" --data-parallel-size "$DP" --untie-embeddings-and-output-weights
     --hidden-dropout 0 --attention-dropout 0 --transformer-impl local)
 [ "$VP" -gt 1 ] && model+=(--num-virtual-stages-per-pipeline-rank "$VP")
-# They may change the model: what is described and measured must be what is trained.
+# These options may change the model, so describing and measuring get them as well as training.
 read -r -a extra <<< "${EXTRA:-}"
 model+=(${extra[@]+"${extra[@]}"})
 read -r -a plan_options <<< "${PLAN_OPTIONS:-}"
@@ -111,7 +111,7 @@ if [ -n "${COST_TABLE:-}" ]; then # which may lie in this directory
     sha256sum < "$COST_TABLE" >> "$run/.settings.new"
 fi
 if [ -e "$run/report.md" ] || ! cmp -s "$run/.settings.new" "$run/.settings"; then
-    # What a run has taught the table stays: the next run may plan by it.
+    # The calibrated cost table stays: the next run may plan with it.
     find "$run" -maxdepth 1 \( -name '*.json' -o -name '*.md' -o -name '*.png' -o -name '*.log' \) ! -name calibrated.cost_table.json -delete
 fi
 [ -z "${COST_TABLE:-}" ] || mv "$run/.cost_table.given" "$run/cost_table.json"
@@ -120,7 +120,7 @@ printf '%s\n' "${model[@]}" > "$run/model_options.txt"
 
 if [ ! -e "$run/workload.json" ]; then
     say "describing the workload"
-    # The example's model, also where its core is a checkout's.
+    # The model is always the example's, even if megatron.core comes from a checkout.
     run env -u MEGATRON_PATH megatron-ext describe --out "$run/workload.json" "${model[@]}" ${plan_options[@]+"${plan_options[@]}"}
 fi
 
@@ -130,7 +130,7 @@ if [ ! -e $corpus.idx ]; then
     run python examples/corpus.py $corpus
 fi
 
-# Costs of an earlier run are used again only where they hold: on this machine, for these sizes.
+# Costs of an earlier run are used again only if they hold for this machine and these sizes.
 if [ -e "$run/cost_table.json" ]; then
     if ! run ${links[@]+"${links[@]}"} megatron-ext cost check "$run/cost_table.json" --workload "$run/workload.json" --this-machine ${ALLOW_DIFFERENCES:+--allow-differences} >&2; then
         say "the cost table does not hold here: measuring again (ALLOW_DIFFERENCES=1 would use it)"
@@ -153,7 +153,7 @@ if [ ! -e "$run/schedule.json" ]; then
         ${ALLOW_DIFFERENCES:+--allow-differences}
 fi
 
-# At zero stage 3 stock Megatron has nothing to compare with: the other run trains by the best plan of all-gathers alone.
+# Stock Megatron has no zero stage 3. There the other run trains by the best plan that uses all-gathers alone.
 other=(stock) what="Megatron as shipped"
 if grep -q '"zero_stage": *3' "$run/workload.json"; then
     gathers=$run/gathers_only.schedule.json
@@ -165,8 +165,8 @@ if grep -q '"zero_stage": *3' "$run/workload.json"; then
     [ ! -e "$gathers" ] || other+=(--user-defined-schedule "$gathers") what="the best plan by all-gathers alone"
 fi
 
-train() { # train KIND OPTIONS...: one training run, in place of the subshell in which it is called
-    # Runs that start together keep indices of their samples apart: each maps its files while it writes them.
+train() { # train KIND OPTIONS...: one training run; replaces the subshell in which it is called
+    # Runs that start together have separate sample indices, because each maps its files while it writes them.
     local kind=$1 limited=()
     shift
     [ "$kind" != scheduled ] || limited=(${within[@]+"${within[@]}"})
@@ -175,7 +175,7 @@ train() { # train KIND OPTIONS...: one training run, in place of the subshell in
         ${NVME:+--user-defined-schedule-nvme-path "$NVME"} --metrics-path "$run/$kind.metrics.json" "$@"
 }
 
-# Stock and schedule take turns of a few iterations, so that the machine's drift is in neither. A half of the pair is no pair.
+# Stock and schedule take turns of a few iterations, so that clock drift favours neither. If one run is missing, both train.
 if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ]; then
     say "training $ITERS iterations of each, in turns of $TURN_ITERS: $what, and by the schedule"
     rm -rf "$run"/{stock,scheduled}.metrics.json "$run"/{stock,scheduled}.trace.json "$run/turns"
@@ -189,7 +189,7 @@ if [ ! -e "$run/stock.metrics.json" ] || [ ! -e "$run/scheduled.metrics.json" ];
     for _ in "${pair[@]}"; do
         code=0
         wait -n || code=$?
-        # One that waits for the turn of a run that has failed would wait for ever.
+        # If one run fails, the other would wait for its turn for ever.
         [ "$code" = 0 ] || { tail -n 5 "$run/stock.log" >&2; stop "$code"; }
     done
     rm -rf "$run/turns"

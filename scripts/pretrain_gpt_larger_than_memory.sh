@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# A GPT larger than memory: under a limit that this script sets stock Megatron is ended, and the plan trains.
+# A GPT larger than memory: under a memory limit that this script sets, stock Megatron is ended and the plan trains.
 #
-# The plan keeps gradients and a part of the parameters in host memory and optimizer states on the drive. The same model
-# is trained without the limit as well: where the losses are not equal to the last bit, the script fails.
+# The plan keeps gradients and a part of the parameters in host memory, and optimizer states on the drive. The same model
+# is also trained without the limit. If the losses are not equal to the last bit, the script fails.
 # Settings (environment): LIMIT_MIB (of both ranks together)  LIMIT_BY (cgroup, address-space)  NVME (a directory on the
-#   drive)  SLOW_LINKS (see scripts/slow_links.sh; empty: links as they are. Without GPUs network, host link and drive are
-#   otherwise emulated where that is possible: copies of a processor are too short to see them at work)
+#   drive)  SLOW_LINKS (see scripts/slow_links.sh; empty: links as they are. Default without GPUs: network, host link and
+#   drive are emulated if possible, because copies by a processor are too short to see them overlap)
 #   CGROUPS (where cgroups are mounted)  ADDRESS_SPACE_MIB (of a rank without a model)  DEVICE_BYTES HOST_BYTES PINNED_BYTES (limits of the plan)  LAYERS HIDDEN HEADS SEQ ITERS MEASURE_SECONDS NAME
 set -euo pipefail
 if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
@@ -13,7 +13,7 @@ if [ "${1:-}" = --in ]; then # --in CGROUP COMMAND...: run the command there
     exec "${@:3}"
 fi
 cgroups=${CGROUPS:-/sys/fs/cgroup} limit_mib=${LIMIT_MIB:-1250} mib=$((1 << 20))
-make_group() { # prints a new cgroup below our own with the limit, of version 2 or 1; nothing where that is not allowed
+make_group() { # prints a new cgroup (version 2 or 1) with the limit below our own; prints nothing if that is not allowed
     local own file
     if [ -e "$cgroups/cgroup.controllers" ]; then
         own=$cgroups$(sed -n 's/^0:://p' /proc/self/cgroup) file=memory.max
@@ -22,7 +22,7 @@ make_group() { # prints a new cgroup below our own with the limit, of version 2 
         [ -e "$own/$file" ] || return 0
     fi
     own=${own%/}
-    for left in "$own"/larger-than-memory.*; do # of a script that was killed
+    for left in "$own"/larger-than-memory.*; do # left by a script that was killed
         [ ! -d "$left" ] || [ -e "/proc/${left##*.}" ] || rmdir "$left" || true
     done
     mkdir "$own/larger-than-memory.$$" || return 0
@@ -40,12 +40,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PP=1 DP=2 NAME=${NAME:-larger-than-memory} LAYERS=${LAYERS:-16} HIDDEN=${HIDDEN:-512} HEADS=${HEADS:-8} SEQ=${SEQ:-16}
 export MICRO_BATCH_SIZE=1 MICRO_BATCHES=${MICRO_BATCHES:-1} ITERS=${ITERS:-4} TURN_ITERS=${TURN_ITERS:-2} MEASURE_SECONDS=${MEASURE_SECONDS:-20}
 export EXTRA="--bf16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --optimizer-cpu-offload"
-EXTRA+=" --clip-grad 1000" # the first gradients are so large that with 1 no step during the backward would stand
+EXTRA+=" --clip-grad 1000" # with 1, the large first gradients would make every step during the backward be taken back
 parameters=$((12 * LAYERS * HIDDEN * HIDDEN))
 export PLAN_OPTIONS="--zero-stage 3 --limit-device-bytes ${DEVICE_BYTES:-$((parameters * 7 / 4))}"
 PLAN_OPTIONS+=" --limit-host-bytes ${HOST_BYTES:-$((parameters * 10))}"
 PLAN_OPTIONS+=" --limit-pinned-host-bytes ${PINNED_BYTES:-$((parameters * 6 / 5))}"
-# Freed memory goes back to the system, or what is needed before the first iteration would count for the whole run.
+# Return freed memory to the system. Otherwise memory needed before the first iteration would count for the whole run.
 export MALLOC_MMAP_MAX_=1000000 MALLOC_MMAP_THRESHOLD_=262144 MALLOC_TRIM_THRESHOLD_=1048576
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
@@ -57,7 +57,7 @@ export NVME=$drive
 tidy() {
     kill $(jobs -p) 2> /dev/null && wait
     rmdir "$drive" || true
-    # A cgroup can go when the last process in it is gone.
+    # A cgroup can be removed when its last process has ended.
     [ -z "$group" ] || for _ in $(seq 100); do rmdir "$group" 2> /dev/null && break || sleep 0.1; done
 }
 trap tidy EXIT
@@ -89,7 +89,7 @@ peak=$(cat "$group"/memory.{peak,max_usage_in_bytes} 2> /dev/null || true)
 say "the plan has trained within the limit${peak:+, holding up to $((peak / mib)) MiB}; losses are equal to the last bit; nothing is left on the drive"
 
 mapfile -t model < "$run/model_options.txt"
-limited() { # limited NAME ITERATIONS SCRIPT [ARGUMENTS]: train within the limit; whether that ended well
+limited() { # limited NAME ITERATIONS SCRIPT [ARGUMENTS]: train within the limit; returns whether that succeeded
     $WITHIN python -m megatron_ext.launch.launcher --fork --nproc-per-node $DP "${@:3}" "${model[@]}" --data-path runs/corpus/stdlib \
         --data-cache-path "$run/cache/limited" --train-iters "$2" --metrics-path "$run/$1.json" > "$run/limited.log" 2>&1 &
     wait $!
@@ -114,7 +114,7 @@ under_limit() { # under_limit SCRIPT [ARGUMENTS]: one iteration; whether it was 
 ended="ended for lack of memory" trains="trains within the limit, too"
 under_limit examples/pretrain_gpt_hybrid.py || fail "stock Megatron trains within the limit: set a lower LIMIT_MIB"
 say "stock Megatron, optimizer on the host as in the plan: $ended"
-# These hold fewer copies. In a limit of address space the plan has no room to spare below them: it counts what was ever reserved.
+# The next two hold fewer copies. A limit of address space may admit them too: it counts all memory that was ever reserved.
 for index in "${!model[@]}"; do [ "${model[$index]}" != --optimizer-cpu-offload ] || unset "model[$index]"; done
 under_limit examples/pretrain_gpt_hybrid.py && outcome=$ended || outcome=$trains
 say "stock Megatron, optimizer on the device: $outcome"

@@ -1,39 +1,40 @@
 #!/usr/bin/env bash
-# Set up .venv from pinned versions and a patched Megatron; does only what is not done yet.
+# Set up .venv with pinned versions and a patched Megatron. Does only what is not done yet.
 #
-#   PYTHON=python3.11         interpreter to use, 3.10 or newer; default: one whose PyTorch sees a CUDA device, or the first
-#   WHEELS=DIR                install from the wheels in DIR, without a network; the same Python fills it elsewhere, here:
+#   PYTHON=python3.11         interpreter to use, 3.10 or newer; default: one whose PyTorch sees a CUDA device, else the first
+#   WHEELS=DIR                install from the wheels in DIR, without a network. To fill DIR on another machine, run with
+#                             the same Python, in this directory:
 #                               pip download -d DIR -c constraints.txt ".[core]" setuptools pip "cuda-bindings==13.*"
 #                               pip download -d DIR --no-deps megatron-core==RELEASE    # that of constraints.txt
-#                             ".[train]" where there is no PyTorch, ".[core,test]" for WITH_TESTS, 12.* for CUDA 12
+#                             Use ".[train]" if there is no PyTorch, ".[core,test]" for WITH_TESTS, 12.* for CUDA 12
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
-#   WITH_CHECKOUT=1           also install what megatron/training of a checkout imports
-#   WITH_TESTS=1              also install what scripts/test.sh runs
+#   WITH_CHECKOUT=1           also install the packages that megatron/training of a checkout imports
+#   WITH_TESTS=1              also install the packages that scripts/test.sh needs
 #   MEGATRON_CORE=0.16.1      release to unpack into .megatron (site-packages is never edited); default: the newest that
 #                             is supported and has a package for the interpreter, see constraints.txt
 #
-# On a machine whose PyTorch already sees a CUDA device, that PyTorch is used, with the image's own versions of it and numpy.
-# USE_SYSTEM_TORCH=1 does so without a device.
+# If the machine's PyTorch already sees a CUDA device, that PyTorch and its numpy are used in the installed versions.
+# USE_SYSTEM_TORCH=1 uses them without a device as well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*" >&2; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
-# Images for GPUs pin what pip may install (PIP_CONSTRAINT): that concerns their environment, not ours, and ends in conflicts.
+# GPU images pin what pip may install (PIP_CONSTRAINT). These pins are for their environment and conflict with ours.
 unset PIP_CONSTRAINT PIP_BUILD_CONSTRAINT
 if [ -n "${WHEELS:-}" ]; then
     [ -d "$WHEELS" ] || die "WHEELS = '$WHEELS': no such directory"
     export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
 fi
 
-has_torch() { # has_torch PYTHON: a PyTorch that is to be used as it is
+has_torch() { # has_torch PYTHON: whether its PyTorch is to be used
     "$1" -c 'import os, sys, torch; sys.exit(not (torch.cuda.is_available() or os.environ.get("USE_SYSTEM_TORCH")))' 2> /dev/null
 }
 
 find_python() {
     local candidate
-    if [ -z "${PYTHON:-}" ]; then # an image's python3 rather than a newer one beside it that has no PyTorch
+    if [ -z "${PYTHON:-}" ]; then # prefer an image's python3 to a newer one that has no PyTorch
         for candidate in python3 python; do
             if has_torch "$candidate" && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
                 command -v "$candidate"
@@ -54,7 +55,7 @@ python=$(find_python)
 than=$("$python" -c 'import sys; print("<" if sys.version_info < (3, 12) else ">=")')
 release=${MEGATRON_CORE:-$(sed -n "s/^megatron-core==\([^;]*\); python_version $than .*/\1/p" constraints.txt)}
 
-# What is asked for beyond training the example; what an earlier call installed stays.
+# Packages in addition to those that train the example. Packages that an earlier call installed stay.
 extras=""
 [ -z "${MEGATRON_PATH:-}${WITH_CHECKOUT:-}" ] || extras+=",checkout"
 [ -z "${WITH_TESTS:-}" ] || extras+=",test"
@@ -75,13 +76,13 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
         say "using the installed PyTorch"
         venv_options+=(--system-site-packages)
         base=core
-        # The image's torch and numpy belong together: neither is pinned.
+        # The image's torch and numpy belong together, so neither is pinned.
         constraints=.venv/constraints.txt
     fi
     pip=(.venv/bin/python -m pip)
     if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then
         say "making .venv with $("$python" --version)"
-        if ! "$python" -m venv "${venv_options[@]}" .venv > /dev/null 2>&1; then # Debian's has no ensurepip
+        if ! "$python" -m venv "${venv_options[@]}" .venv > /dev/null 2>&1; then # Debian's Python has no ensurepip
             rm -rf .venv
             "$python" -m venv --without-pip "${venv_options[@]}" .venv || die "$python cannot make .venv: install python3-venv"
         fi
@@ -89,19 +90,19 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     if ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
         pip=("$python" -m pip --python .venv/bin/python)
         "${pip[@]}" --version > /dev/null 2>&1 || die "$python has no pip (22.3 or newer): install python3-venv"
-        "${pip[@]}" install --quiet pip # by which Megatron's package is fetched
+        "${pip[@]}" install --quiet pip # needed to fetch Megatron's package
         pip=(.venv/bin/python -m pip)
     fi
     [ "$constraints" = constraints.txt ] || grep -vE '^(torch|numpy)==' constraints.txt > "$constraints"
     if [ ${#venv_options[@]} -gt 0 ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-        # An interpreter that is a venv itself hands on the packages of its base alone.
+        # From an interpreter in a venv, a new venv gets only the packages of that interpreter's base.
         "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
             > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_torch.pth"
     fi
     say "installing pinned versions (constraints.txt)"
     PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
-    # Streams wait for flags by it. PyTorch for CUDA 13 brings it; without it, copies between host and device are refused.
-    # Read from a file of PyTorch: importing it takes seconds.
+    # Streams wait for flags with cuda-bindings. PyTorch for CUDA 13 brings it. Without it, copies between host and device
+    # are refused. The version is read from a file of PyTorch, because importing PyTorch takes seconds.
     cuda=$(.venv/bin/python -c 'import importlib.util as found, runpy
 place = found.find_spec("torch").origin.replace("__init__.py", "version.py")
 print((runpy.run_path(place)["cuda"] or "").split(".")[0])')
@@ -121,6 +122,6 @@ if [ -n "${MEGATRON_PATH:-}" ]; then
     .venv/bin/megatron-ext patch apply "$MEGATRON_PATH" >&2
 else
     .venv/bin/python scripts/core_tree.py "$release" .megatron >&2
-    # Behind everything else on the path, so that a checkout on PYTHONPATH comes first.
+    # Last on the path, so that a checkout on PYTHONPATH comes first.
     printf '%s\n' "$PWD/.megatron" > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_core.pth"
 fi

@@ -1,14 +1,14 @@
-"""A host link and a drive as slow as another machine's: a rehearsal on a machine without a device.
+"""Emulate the slow host link and drive of another machine, for a rehearsal on a machine without a device.
 
-``MEGATRON_EXT_SLOW_LINKS="host_link_mb=250,drive_mb=500"`` sets both, in MB/s for each rank. A copy to the device then
-takes at least as long as its bytes take at that rate, one copy at a time, and needs no processor for the rest of that
-time; copies from the device have the other direction to themselves. Reads and writes of the drive are real and take at
-least as long as their bytes take, one at a time. ``measure`` and training both see these links, and the cost table says
-which they were: the name of the device does. ``scripts/slow_links.sh`` sets them, and the network's rate
-(``network_mb``), which the kernel bounds.
+``MEGATRON_EXT_SLOW_LINKS="host_link_mb=250,drive_mb=500"`` sets both rates, in MB/s for each rank. Copies to the device
+then run one at a time. Each takes at least as long as its bytes take at that rate, and uses no processor for the rest
+of that time. Copies from the device do the same in the other direction. Reads and writes of the drive are real; they
+run one at a time, and each takes at least as long as its bytes take. ``measure`` and training both see these links, and
+the cost table holds their rates as a caution. ``scripts/slow_links.sh`` sets them, and the network's rate
+(``network_mb``), which the kernel enforces.
 
-The product knows nothing of it: :data:`WRAPPED` are called with its modules when they have been imported, by
-``tests/helpers/at_start/sitecustomize.py``.
+The product has no code for this. ``tests/helpers/at_start/sitecustomize.py`` calls the functions in :data:`WRAPPED`
+with the product's modules when these have been imported.
 """
 
 import os
@@ -29,7 +29,7 @@ _drive_free_at = 0.0
 
 
 def rates() -> dict[str, float]:
-    """The rates that are set, by name, in MB/s. Raises InputError where the variable is wrong."""
+    """The rates that are set, by name, in MB/s. Raises InputError if the variable is wrong."""
     from megatron_ext.formats.errors import InputError
 
     found = {}
@@ -46,7 +46,7 @@ def rates() -> dict[str, float]:
 
 @contextmanager
 def host_link(size_bytes: int) -> Iterator[None]:
-    """Around a copy of ``size_bytes`` by a stream's thread, for which it may have to wait."""
+    """Context of a copy of ``size_bytes`` by a stream's thread: waits for other copies, and until the time is over."""
     rate, stream = rates().get("host_link_mb"), threading.current_thread().name
     if rate is None:
         yield
@@ -58,7 +58,7 @@ def host_link(size_bytes: int) -> Iterator[None]:
 
 
 def slow_streams(module) -> None:
-    """``runtime/host_device.py``."""
+    """Slow the copies of ``runtime/host_device.py``."""
     copy = module.copy_now
 
     @wraps(copy)
@@ -73,8 +73,8 @@ def slow_streams(module) -> None:
 
 
 def slow_drive(module) -> None:
-    """``runtime/drive.py``: a transfer ends behind the time that a slow drive takes for its bytes, and for all that it
-    was given before."""
+    """Slow ``runtime/drive.py``: a transfer ends after the time that a slow drive takes for its bytes and for all
+    transfers that were started before."""
     start, write_through = module.DriveFile.start, module.DriveFile.write
 
     def wait_behind(size_bytes: int):
@@ -106,7 +106,7 @@ def slow_drive(module) -> None:
 
 
 def say_so(module) -> None:
-    """``runtime/machine.py``: that links are emulated, and how fast."""
+    """Make ``runtime/machine.py`` say that links are emulated, and how fast they are."""
     from megatron_ext.formats.facts import CAUTION
 
     environment = module.environment

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Run a command on slower links: slow_links.sh NETWORK HOST_LINK DRIVE COMMAND..., rates in MB/s.
 #
-# A rehearsal of a machine with slow links on one without GPUs. The command gets a network of its own, which reaches
-# nothing outside: a loopback whose rate the kernel bounds (tc-tbf(8)), for what all ranks send each other together.
-# That needs root or user namespaces, and iproute2. HOST_LINK and DRIVE are rates of each rank, see
+# Rehearses a machine with slow links on a machine without GPUs. The command gets a network of its own that reaches
+# nothing outside: a loopback whose rate the kernel limits (tc-tbf(8)). All ranks together share this rate.
+# This needs root or user namespaces, and iproute2. HOST_LINK and DRIVE are rates per rank, see
 # scripts/slow_links.py.
 set -euo pipefail
 if [ "$1" = --inside ]; then
     ip link set lo up
     tc qdisc add dev lo root tbf rate "$2mbps" burst 200kb limit 10mb
-    # A user namespace forgets the signal that our caller may have asked for, and torch looks in vain for host names.
+    # Entering a user namespace clears the death signal that the caller may have set. torch warns that it finds no host names.
     TORCH_CPP_LOG_LEVEL=ERROR exec setpriv --pdeathsig TERM "${@:3}"
 fi
 as_root=()

@@ -2,7 +2,7 @@
 
 For every release: take its tree, train it unpatched, patch it, verify every hook, train it without
 our options (must equal the unpatched run to the last bit), train it by a schedule (must equal
-Megatron's own gather at the same bucket layout to the last bit), revert, compare all bytes.
+Megatron's own gather with the same bucket layout to the last bit), revert, compare all bytes.
 """
 
 import argparse
@@ -26,11 +26,11 @@ PACKAGES = "0.12.3 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2 0.19.0".split()
 PACKAGE_CELLS = "patch check revert bytes".split()
 CELLS = "stock patch check plain scheduled revert bytes".split()
 LAYOUT_CELLS = {f"{layout}-{zero}": (layout, zero) for layout in LAYOUTS for zero in (1, 3)}
-"""Asked for by --layouts: scheduled as well, by every order of steps and zero stage."""
+"""Further scheduled trainings with --layouts: every order of steps with every zero stage."""
 
 
 def trees(options, work: Path):
-    """(name, tree) of every release asked for."""
+    """(name, tree) of every chosen release."""
     for name in options.tags or (PACKAGES if options.mirror == "pypi" else TAGS):
         tree = work / name / "tree"
         yield name, core_tree.obtain(name, tree) if options.mirror == "pypi" else extract(options.mirror, name, tree)
@@ -40,7 +40,7 @@ def chosen_cells(options) -> list[str]:
     """The steps to run, in order.
 
     Raises:
-        InputError: --cells names a step there is not.
+        InputError: --cells names a step that does not exist.
     """
     train = not (options.mirror == "pypi" or options.no_train)
     cells = CELLS if train else PACKAGE_CELLS
@@ -61,15 +61,15 @@ def chosen_cells(options) -> list[str]:
 
 
 def step(tested: Checkout, cell: str):
-    """What one cell of the table runs."""
+    """The function that runs one cell of the table."""
     return partial(tested.scheduled, *LAYOUT_CELLS[cell]) if cell in LAYOUT_CELLS else getattr(tested, cell)
 
 
 def main() -> int:
-    """Test every release; 1 if a cell of the table failed."""
+    """Test every release. Returns 1 if a cell of the table failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("mirror", help="git clone or mirror of Megatron-LM with its tags, or pypi")
-    parser.add_argument("tags", nargs="*", help="tags (or versions, for pypi); by default all we serve")
+    parser.add_argument("tags", nargs="*", help="tags (or versions, for pypi); by default all supported ones")
     parser.add_argument("--no-train", action="store_true", help="only patch, verify and revert")
     parser.add_argument(
         "--layouts", action="store_true", help="also 1F1B, no pipeline, tensor parallelism, and zero stage 3"
@@ -77,8 +77,8 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--cells", help="run only these steps, e.g. patch,check,1f1b-3,revert,bytes")
     parser.add_argument("--keep", type=Path, help="keep trees, logs and checkpoints in this directory")
-    parser.add_argument("--commits", type=int, default=0, help="no training: so many drawn commits of main since 0.12")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--commits", type=int, default=0, help="no training: draw N commits of main since 0.12")
+    parser.add_argument("--seed", type=int, default=0, help="seed for drawing commits")
     parser.add_argument("--at", nargs="+", default=[], help="no training: these commits of the mirror")
     parser.add_argument("--forks", nargs="+", default=[], type=Path, help="no training: all heads of these git clones")
     options = parser.parse_args()
@@ -109,7 +109,7 @@ def main() -> int:
 
 def print_command(options) -> None:
     """The command and the time, above the tables."""
-    # Paths of this machine say nothing to whoever reads the table elsewhere.
+    # Paths of this machine mean nothing to a reader of the table.
     names = {str(options.keep): "DIR", options.mirror: "MIRROR" if "/" in options.mirror else options.mirror}
     names |= {str(fork): "" for fork in options.forks[1:]} | {str(fork): "DIR..." for fork in options.forks[:1]}
     words = [names.get(word, word) for word in sys.argv[1:]]
@@ -118,7 +118,7 @@ def print_command(options) -> None:
 
 
 def print_table(head, rows, failures, options) -> None:
-    """The table in Markdown, with what failed and what was not run."""
+    """Print the table in Markdown, with failures and the steps that were not run."""
     print_command(options)
     for row in (head, ["---"] * len(head), *rows):
         print("| " + " | ".join(row) + " |")

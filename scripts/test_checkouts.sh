@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Patch, train and revert releases of Megatron-LM; prints one table.
+# Patch, train and revert releases of Megatron-LM. Prints one table.
 #
 #   scripts/test_checkouts.sh MIRROR [TAG...]   from a git clone or mirror with its tags
 #   scripts/test_checkouts.sh pypi [VERSION...] the core of releases from the package index:
@@ -9,8 +9,8 @@
 #                                               patched, verified and reverted, not trained: all releases, N drawn commits
 #                                               of main, the commits named, every head of the clones named
 #
-# --no-train leaves the training out; --layouts adds 1F1B, no pipeline, tensor parallelism and
-# zero stage 3. PYTHON names the interpreter that has torch; without it .venv is set up and used.
+# --no-train leaves out training; --layouts adds 1F1B, no pipeline, tensor parallelism and
+# zero stage 3. PYTHON names an interpreter that has torch; without it .venv is set up and used.
 # edited_checkouts.py does the same with trees that were edited at random.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

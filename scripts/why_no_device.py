@@ -1,8 +1,9 @@
-"""Say in one line why PyTorch sees no CUDA device on a machine that has one; nothing on others, and where it sees it:
+"""Print in one line why PyTorch sees no CUDA device on a machine that has one. Print nothing on other machines, or if
+PyTorch sees the device:
 
     python scripts/why_no_device.py
 
-Without it everything would run on the processor, and look as if it had run on the device.
+Without this line everything would run on the CPU and look as if it had run on the device.
 """
 
 import os
@@ -12,10 +13,10 @@ from megatron_ext.formats.errors import one_line
 
 
 def why() -> str:
-    """In torch's words; empty where there is nothing to say."""
+    """The reason in torch's words; empty if there is nothing to say."""
     if not allocator.may_have_cuda(os.environ):
         return ""
-    import torch  # takes seconds, on a machine without a device for nothing
+    import torch  # takes seconds; not needed on a machine without a device
 
     try:
         torch.cuda.init()
