@@ -41,7 +41,7 @@ def main_job(result: dict) -> str:
 
 
 def simulated_clusters(result: dict) -> str:
-    """Gain of the hybrid plan over the best plan by all-gathers alone, lowest and highest of the models."""
+    """Lowest and highest gain, over models, of the hybrid plan over the best plan that uses all-gathers alone."""
     gains: dict[tuple[int, str], list[float]] = {}
     for row in result["rows"]:
         gains.setdefault((row["zero_stage"], row["title"]), []).append(1 - row["hybrid_us"] / row["gathers_only_us"])
@@ -52,7 +52,7 @@ def simulated_clusters(result: dict) -> str:
 
 
 def peers(result: dict) -> str:
-    """Device bytes of every system, with as many micro-batches as most ran with; and by peer the ratio of times."""
+    """Device bytes of every system, with the number of micro-batches that most rows have; ratio of times per peer."""
     counts = [row["microbatches"] for row in result["rows"]]
     most = max(sorted(set(counts)), key=counts.count)
     held = [f"{r['title']} {r['device_bytes'] / 1e6:.1f}" for r in result["rows"] if r["microbatches"] == most]
@@ -69,7 +69,8 @@ def peers(result: dict) -> str:
 
 
 def throughput_kept(rows: list[dict]) -> str:
-    """Of Megatron's throughput, what ours keeps within 30 % of its device bytes, and what peers keep that offload."""
+    """Share of Megatron's throughput that our plans keep within 30 % of its device bytes, and that offloading peers
+    keep."""
     texts = []
     for count in sorted({row["microbatches"] for row in rows}):
         own = [row for row in rows if row["microbatches"] == count]
@@ -92,7 +93,7 @@ def hot_path(result: dict) -> str:
     rows = result["rows"].values()
     own = [row["own_us_per_parameter_and_step"] for row in rows if "own_us_per_parameter_and_step" in row]
     return (
-        f"{min(own):.2f} to {max(own):.2f} µs a parameter and step; "
+        f"{min(own):.2f} to {max(own):.2f} µs per parameter and step; "
         f"Megatron's own hooks {result['rows'][HOOKS]['us_per_parameter_and_step']:.1f}"
     )
 
@@ -103,7 +104,7 @@ def robustness(result: dict) -> str:
     failures = sum(len(row["failures"]) for row in result["fuzzing"].values())
     return (
         f"{inputs:,} fuzzed inputs: {failures} tracebacks or hangs; {kills['faults']} faults in training: "
-        f"{kills['hangs']} hangs, {kills['leftovers']} left something behind, the next start differs in "
+        f"{kills['hangs']} hangs, {kills['leftovers']} left something behind, the next start differed in "
         f"{kills['next start differs'] + kills['next start failed']}, the rank was named in {kills['rank named']} of "
         f"{kills['rank to be named']}; {sum(row['as expected'] for row in rows)} of {len(rows)} disturbances by "
         "network, disk, clock and other jobs as expected"
@@ -113,7 +114,7 @@ def robustness(result: dict) -> str:
 def strict_device(result: dict) -> str:
     return (
         f"{result['cases'] - len(result['wrong'])} of {result['cases']} drawn cases without a report on a stand-in of "
-        f"a CUDA device; {result['seen']} of {result['taken_away']} orderings that were taken away are seen, "
+        f"a CUDA device; {result['seen']} of {result['taken_away']} removed orderings are seen, "
         f"{len(result['not_reached'])} are not reached"
     )
 
@@ -130,7 +131,7 @@ def verdict_truth(result: dict) -> str:
 
 
 def delayed_update(result: dict) -> str:
-    """What the delay costs in loss, means over seeds."""
+    """Loss with and without the delay, means over seeds."""
     rows = result["losses"]
     last = {name: sum(row["last"][name] for row in rows) / len(rows) for name in rows[0]["last"]}
     return (
@@ -165,7 +166,7 @@ def fit_truth(result: dict) -> str:
 
 
 def gpu_offload(result: dict) -> str:
-    """Of every line its fastest row, by size and number of micro-batches."""
+    """The fastest row of every line, by size and number of micro-batches."""
     best: dict[tuple, dict] = {}
     for row in result["rows"]:
         key = row["size"], row["micro_batches"], row["line"]
@@ -191,45 +192,43 @@ def gpu(result: dict) -> str:
 
 ROWS = {
     "gpu": Row("Does a GPU train as stock Megatron does, to the last bit?", "bash scripts/test_gpu.sh", gpu),
-    "gpu_offload": Row("What does offload cost on one GPU?", "benchmarks/gpu_offload.py", gpu_offload),
-    "main_job": Row("Scheduled to stock on one node", "benchmarks/main_job.py runs/NAME", main_job),
-    "parity": Row(
-        "Does every schedule that validates train like Megatron, to the last bit?", "benchmarks/parity.py", parity
-    ),
+    "gpu_offload": Row("How much time does offload cost on one GPU?", "benchmarks/gpu_offload.py", gpu_offload),
+    "main_job": Row("Scheduled run compared with stock, on one node", "benchmarks/main_job.py runs/NAME", main_job),
+    "parity": Row("Does every valid schedule train like Megatron, to the last bit?", "benchmarks/parity.py", parity),
     "simulated_clusters": Row(
         "On which known machines would a plan win?", "benchmarks/simulated_clusters.py", simulated_clusters
     ),
     "published_iterations": Row(
-        "What do data sheets alone predict of iteration times that others have published?",
+        "How close are predictions from data sheets alone to published iteration times?",
         "benchmarks/published_iterations.py",
         published_iterations,
     ),
-    "peers": Row("Device bytes beside what people use", "benchmarks/peers.py", peers),
+    "peers": Row("Device bytes and iteration times of other systems", "benchmarks/peers.py", peers),
     "peers_slow_link": Row("The same on two nodes over a slow link", "benchmarks/peers.py --gbit 2.5", peers),
     "planner_suite": Row(
         "How far are plans of large models from the proven bound?", "benchmarks/planner_suite.py", planner_suite
     ),
     "verdict_truth": Row(
-        "Is the verdict right of cost tables with 10 to 40 % of noise, beside tables known to be true?",
+        "Is the verdict right if the cost table has 10 to 40 % of noise around a known true table?",
         "benchmarks/verdict_truth.py --first 900 --cases 60",
         verdict_truth,
     ),
     "fit_truth": Row(
         "Is what `fit` chooses the fastest of all settings, each planned in full?", "benchmarks/fit_truth.py", fit_truth
     ),
-    "hot_path": Row("What does our Python cost the training thread?", "benchmarks/hot_path.py", hot_path),
+    "hot_path": Row("How much time of the training thread does our Python take?", "benchmarks/hot_path.py", hot_path),
     "robustness": Row(
-        "Does it survive what users and machines do to it?",
+        "Does it withstand bad input, kills and disturbances?",
         "sudo .venv/bin/python benchmarks/robustness.py",
         robustness,
     ),
     "strict_device": Row(
-        "Would a missing event or wait on CUDA be seen?",
+        "Do tests see a missing event or wait on CUDA?",
         "benchmarks/strict_device.py --cases 300 --tries 8",
         strict_device,
     ),
     "delayed_update": Row(
-        "What does the delayed parameter update cost in loss?", "benchmarks/delayed_update.py", delayed_update
+        "How much does the delayed parameter update increase the loss?", "benchmarks/delayed_update.py", delayed_update
     ),
 }
 
