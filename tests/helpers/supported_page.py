@@ -17,25 +17,25 @@ PAGE = ROOT / "docs" / "supported.md"
 ACCEPTED = {
     "--rampup-batch-size": "a schedule for every number of micro-batches; releases from 0.18 on ignore the option",
     "--step-batch-size-schedule": "the same, from 0.18 on",
-    "--decrease-batch-size-if-needed": "the rest of a batch is left out, in every iteration alike",
-    "--overlap-param-gather-with-optimizer-step": "the schedule takes its place and says so",
-    "--context-parallel-size": "parameters are sharded over these ranks as over replicas; `measure` on GPUs alone, "
-    "`describe`, `fit` and `cost estimate` anywhere",
-    "--num-distributed-optimizer-instances": "shards lie over the ranks of one instance; all zero stages, also with "
-    "experts",
+    "--decrease-batch-size-if-needed": "every iteration leaves out the same rest of its batch",
+    "--overlap-param-gather-with-optimizer-step": "the schedule replaces it, and a line says so",
+    "--context-parallel-size": "parameters are sharded over these ranks as over replicas; `measure` needs GPUs, "
+    "`describe`, `fit` and `cost estimate` do not",
+    "--num-distributed-optimizer-instances": "parameters are sharded over the ranks of one instance; all zero stages, "
+    "also with experts",
     "--fp8-format": "compute in fp8, parameters gathered in 16 bits; described and planned, trained on no GPU yet",
     "--log-params-norm": "reads whole, fresh parameters",
-    "--async-save": "but for states on the drive, new parameters that the device casts, and states in host memory by a "
-    "persistent worker",
+    "--async-save": "except for states on the drive, for new parameters that the device casts, and for states in host "
+    "memory with a persistent worker",
     "--ckpt-format torch_dist": "also of states on the drive",
 }
-"""Options about which people ask, that are accepted; each has a test."""
+"""Accepted options that people ask about; each has a test."""
 
 HEADER = """# What is supported
 
-`tests/helpers/supported_page.py` writes this page from what the code refuses and what the tests try; a test fails where
-it is out of date. *Trained*: by the schedule on the CPU test bench, to the last bit as Megatron's own gather trains.
-*Described*: described and planned from the option's own command line.
+`tests/helpers/supported_page.py` writes this page from what the code refuses and what the tests try. A test fails if
+the page is out of date. *Trained*: trained by a schedule on the CPU test bench, equal to Megatron's own gather to the
+last bit. *Described*: described and planned from the option's own command line.
 """
 
 
@@ -52,11 +52,11 @@ def _models() -> list[str]:
     rows = [
         ["GPT, all releases below", "trained", "zero stages 1, 2, 3; " + ", ".join(sorted(cases.MODELS))],
         ["pipelines", "trained", ", ".join(cases.LAYOUTS)],
-        ["experts (`--num-experts`)", "trained", "measured and planned, too: [experts](adopting.md#experts)"],
-        ["multi-token prediction (`--mtp-num-layers`)", "trained", "gradients have to stay whole"],
+        ["experts (`--num-experts`)", "trained", "also measured and planned: [experts](adopting.md#experts)"],
+        ["multi-token prediction (`--mtp-num-layers`)", "trained", "whole gradients have to stay on the device"],
         ["norms on queries and keys (`--qk-layernorm`)", "trained", "bf16-tied"],
-        ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, hence a GPU"],
-        ["a script of one's own (`--entry`)", "trained", "that builds a model whose layers are `decoder.layers`"],
+        ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, which needs a GPU"],
+        ["your own script (`--entry`)", "trained", "it must build a model whose layers are `decoder.layers`"],
         ["T5", "refused", "messages between stages carry two tensors"],
         ["BERT, vision", "refused", "layers outside of one decoder"],
         ["multimodal", "refused", "layers in two models"],
@@ -67,7 +67,7 @@ def _models() -> list[str]:
 def _refused() -> list[str]:
     rows = [[_option(name), refusals.REASONS[name]] for name in sorted(refusals.NEUTRAL)]
     rows += [
-        [_option(name), "with gradients that come and go: needs them at another time than the schedule has them"]
+        [_option(name), "with gradients that come and go: it needs gradients when the schedule does not have them"]
         for name in refusals.NEUTRAL_FOR_GRADIENTS
     ]
     return _table(["option", "why not"], rows)
@@ -121,22 +121,22 @@ def page() -> str:
         "## Models\n",
         *_models(),
         "## Trained on real checkouts with default arguments\n",
-        "By `tests/nightly`, on four processes, Transformer Engine's stand-in under them.\n",
+        "`tests/nightly` trains these on four processes, with a stand-in for Transformer Engine.\n",
         *_table(["case", "release", "options", "zero stage"], trained),
         "## Options that are accepted\n",
         *_table(["option", "about"], [[f"`{name}`", about] for name, about in ACCEPTED.items()]),
         "## Options that are refused\n",
         *_refused(),
         "## Public scripts\n",
-        f"Their options at tiny sizes, read by the parser of megatron-core 0.17.1: {ready} of "
-        f"{len(public_scripts.SCRIPTS)} are described\nand planned. Options that only a fork's parser knows are left "
-        "out, and where a fork has its own script the checkout's\n`pretrain_gpt.py` builds the model. A schedule needs "
-        "`--use-distributed-optimizer` and `--overlap-param-gather`; *to add* names\nscripts without them.\n",
+        f"The options of these scripts at tiny sizes, read by the parser of megatron-core 0.17.1: {ready} of "
+        f"{len(public_scripts.SCRIPTS)} are\ndescribed and planned. Options that only a fork's parser knows are left "
+        "out. If a fork has its own script, the\ncheckout's `pretrain_gpt.py` builds the model. A schedule needs "
+        "`--use-distributed-optimizer` and\n`--overlap-param-gather`; *to add* marks scripts without these two.\n",
         *_scripts(),
         "## Megatron's functional tests\n",
-        "Those that set `--use-distributed-optimizer` and `--overlap-param-gather`, at their own sizes, without data,\n"
-        "tokenizer and paths (`tests/nightly/megatron/test_functional_tests.py`). `--export-te-mcore-model` is an\n"
-        "option of the package `nvidia-modelopt`.\n",
+        "All tests that set `--use-distributed-optimizer` and `--overlap-param-gather`, at their own sizes, without\n"
+        "their data, tokenizer and paths (`tests/nightly/megatron/test_functional_tests.py`).\n"
+        "`--export-te-mcore-model` is an option of the package `nvidia-modelopt`.\n",
         *_functional_tests(),
     ]
     return "\n".join(lines).rstrip() + "\n"
