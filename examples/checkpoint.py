@@ -242,16 +242,16 @@ def _read(file: Path, expected: str, mmap: bool = False):
     where = dict(file=file, field="--load")
     try:
         if file_digest(file) != expected:
-            raise InputError("is damaged: its SHA-256 is not that with which it was saved", **where)
+            raise InputError("is damaged: its SHA-256 is not the one that was saved", **where)
         if not zipfile.is_zipfile(file):  # torch would read it as one of its older formats
-            raise ValueError("is no file of torch.save")
+            raise ValueError("is not a file of torch.save")
         return torch.load(file, weights_only=True, mmap=mmap)
     except InputError:
         raise
     except OSError as failed:
         raise _unreadable(file, failed) from None
     except Exception as failed:  # any kind: torch's reader has no error of its own for a file with wrong content
-        raise InputError(f"is no checkpoint of this example: {_first_line(failed)}", **where) from None
+        raise InputError(f"is not a checkpoint of this example: {_first_line(failed)}", **where) from None
 
 
 def _load_random_states(state: dict) -> None:
@@ -338,7 +338,7 @@ def _load_optimizer(optimizer, states: list, file: Path) -> None:
                     if name == "step":  # loaded with the common state; not every optimizer keeps it here
                         continue
                     if tensor.shape != saved[name].shape:
-                        raise ValueError(f"{name} of {list(saved[name].shape)}, here {list(tensor.shape)}")
+                        raise ValueError(f"{name} has shape {list(saved[name].shape)}, here {list(tensor.shape)}")
                     tensor.copy_(saved[name])
         if stepped and hasattr(one.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             one.optimizer._sync_hdo_state_to_sub_optimizers()  # as Megatron does after it has loaded states

@@ -121,7 +121,7 @@ def read_index(prefix):
     head, token_bytes = struct.Struct("<9sQBQQ"), os.path.getsize(f"{prefix}.bin")
     data = numpy.memmap(path, mode="r") if os.path.getsize(path) >= head.size else numpy.zeros(0, numpy.uint8)
     if not data[: len(INDEX_HEADER)].tobytes() == INDEX_HEADER:
-        raise InputError("is no index of Megatron's indexed datasets", file=path, field="--data-path")
+        raise InputError("is not an index of Megatron's indexed datasets", file=path, field="--data-path")
     _, version, code, sequences, documents = head.unpack(data[: head.size].tobytes())
     if version != 1 or code not in TOKEN_TYPES or len(data) < head.size + 12 * sequences + 8 * documents:
         raise InputError("is damaged or of another version", file=path, field="--data-path")
@@ -130,10 +130,10 @@ def read_index(prefix):
     first = numpy.frombuffer(data, numpy.int64, documents, head.size + 12 * sequences)
     ends = offsets + numpy.dtype(TOKEN_TYPES[code]).itemsize * lengths.astype(numpy.int64)
     if not documents or first[0] or first[-1] != sequences or (numpy.diff(first) < 0).any() or (lengths < 0).any():
-        raise InputError("is damaged: its documents are not its sequences", file=path, field="--data-path")
+        raise InputError("is damaged: its documents do not match its sequences", file=path, field="--data-path")
     if (offsets < 0).any() or (offsets > token_bytes).any() or (ends > token_bytes).any():
         raise InputError(
-            f"is damaged, or is not that of the tokens beside it, which are {token_bytes} bytes",
+            f"is damaged, or does not belong to the tokens next to it, which have {token_bytes} bytes",
             file=path,
             field="--data-path",
         )

@@ -74,7 +74,7 @@ def run(command: list, log: Path, *, tree: Path, timeout_s: float = 600, **more:
             out, _ = process.communicate()
             log.write_text(out)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise Failed(f"no end after {timeout_s:.0f} s; see {log.name}") from None
+                raise Failed(f"did not end within {timeout_s:.0f} s; see {log.name}") from None
             raise
     log.write_text(out)
     if process.returncode:
@@ -120,7 +120,7 @@ class Checkout:
     def patch(self) -> str:
         """Apply the patch twice; the second time must change nothing."""
         if checkout.apply(self.tree).state != "applied" or checkout.apply(self.tree).changed:
-            raise Failed("apply is not the same twice")
+            raise Failed("a second apply changed something")
         lines = sum(len(hook_numbers((self.tree / f).read_text())) for f in FILES if (self.tree / f).is_file())
         return f"{lines} lines"
 
@@ -146,13 +146,13 @@ class Checkout:
         trace = self.work / f"trace{end}.json"
         self.train(f"scheduled{end}", [*script, "--user-defined-schedule-trace", trace], layout)
         if not trace.is_file():
-            raise Failed("the scheduled run has written no trace")
+            raise Failed("the scheduled run wrote no trace")
         return self.compare(f"reference{end}", f"scheduled{end}")
 
     def revert(self) -> str:
         """Revert twice; the second time must change nothing."""
         if checkout.revert(self.tree).state != "clean" or checkout.revert(self.tree).changed:
-            raise Failed("revert is not the same twice")
+            raise Failed("a second revert changed something")
         return "ok"
 
     def bytes(self) -> str:

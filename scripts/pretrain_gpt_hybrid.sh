@@ -28,7 +28,7 @@ for name in ITERS TURN_ITERS PP VP DP LAYERS HIDDEN HEADS SEQ MICRO_BATCH_SIZE M
 done
 [[ $POLICY =~ ^(hybrid|all-gpu|all-cpu|exact|random:[0-9]+)$ ]] || refuse "POLICY = '$POLICY': expected hybrid, all-gpu, all-cpu, exact or random:SEED"
 [[ $NAME =~ ^[A-Za-z0-9._:-]+$ && $NAME != . && $NAME != .. ]] || refuse "NAME = '$NAME': expected letters, digits, '.', '_', ':' and '-'"
-[ "$ITERS" -ge 4 ] || refuse "ITERS = '$ITERS': at least 4 are needed: two warm up"
+[ "$ITERS" -ge 4 ] || refuse "ITERS = '$ITERS': expected at least 4, because two warm up"
 [ "$VP" -eq 1 ] || [ "$PP" -gt 1 ] || refuse "VP = '$VP': interleaving needs PP of at least 2"
 [ $((LAYERS % (PP * VP))) -eq 0 ] || refuse "LAYERS = '$LAYERS': does not divide into PP x VP = $((PP * VP)) stages"
 [ $((HIDDEN % HEADS)) -eq 0 ] || refuse "HEADS = '$HEADS': does not divide HIDDEN = $HIDDEN"
@@ -63,7 +63,7 @@ flock --nonblock 9 || [ $? -ne 1 ] || refuse "NAME = '$NAME': $run is in use by 
 echo $$ > "$run/.lock"
 
 exec 8>> runs/.setup.lock
-run flock 8 || say "$PWD/runs takes no locks: two first runs at once would disturb each other"
+run flock 8 || say "$PWD/runs cannot be locked: do not start two first runs at once"
 run scripts/setup.sh
 exec 8>&-
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="${MEGATRON_PATH:-$PWD/.megatron}${PYTHONPATH:+:$PYTHONPATH}"
@@ -99,7 +99,7 @@ sharing=$(python -m megatron_ext.launch.device_sharing "$world") || exit 2
 links=()
 if [ -n "${SLOW_LINKS:-}" ]; then
     devices=$(python -c 'from megatron_ext.launch import device_sharing; print(device_sharing.visible_devices())')
-    [ "$devices" = 0 ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only where ranks have no GPU; CUDA_VISIBLE_DEVICES= hides them"
+    [ "$devices" = 0 ] || refuse "SLOW_LINKS = '$SLOW_LINKS': links are slowed only if ranks have no GPU; set CUDA_VISIBLE_DEVICES= to hide GPUs"
     links=(scripts/slow_links.sh $SLOW_LINKS)
     "${links[@]}" true || refuse "SLOW_LINKS = '$SLOW_LINKS': this machine cannot slow its links, see above"
     say "EMULATED links: network, host link and drive carry $SLOW_LINKS MB/s"
@@ -160,7 +160,7 @@ if grep -q '"zero_stage": *3' "$run/workload.json"; then
     if [ ! -e "$gathers" ]; then
         say "planning by all-gathers alone"
         run megatron-ext plan --cost-table "$run/cost_table.json" --workload "$run/workload.json" --policy gathers-only --out "$gathers" \
-            ${ALLOW_DIFFERENCES:+--allow-differences} || say "by all-gathers alone nothing fits: compared with Megatron as shipped, zero stage 1"
+            ${ALLOW_DIFFERENCES:+--allow-differences} || say "no plan by all-gathers alone fits: comparing with Megatron as shipped, zero stage 1"
     fi
     [ ! -e "$gathers" ] || other+=(--user-defined-schedule "$gathers") what="the best plan by all-gathers alone"
 fi

@@ -76,7 +76,7 @@ setpriv --pdeathsig TERM flock runs/.setup.lock scripts/setup.sh & # here, becau
 wait $!
 if [ -z "${SLOW_LINKS+set}" ] && ! [ -e /dev/nvidiactl ]; then
     SLOW_LINKS="250 250 500"
-    scripts/slow_links.sh $SLOW_LINKS true || { say "links cannot be slowed here, see above: they are too fast to be seen at work at once"; SLOW_LINKS=""; }
+    scripts/slow_links.sh $SLOW_LINKS true || { say "links cannot be slowed here, see above: copies will be too short to see them overlap"; SLOW_LINKS=""; }
 fi
 export SLOW_LINKS=${SLOW_LINKS:-}
 setpriv --pdeathsig TERM scripts/pretrain_gpt_hybrid.sh &
@@ -109,7 +109,7 @@ fi
 under_limit() { # under_limit SCRIPT [ARGUMENTS]: one iteration; whether it was ended for lack of memory
     if limited limited 1 "$@"; then return 1; fi
     grep -qE 'SIGKILL|memory|bad_alloc|MemoryError' "$run/limited.log" ||
-        { tail -n 5 "$run/limited.log" >&2; fail "$1 was ended by something else than the limit"; }
+        { tail -n 5 "$run/limited.log" >&2; fail "$1 was ended by something other than the limit"; }
 }
 ended="ended for lack of memory" trains="trains within the limit, too"
 under_limit examples/pretrain_gpt_hybrid.py || fail "stock Megatron trains within the limit: set a lower LIMIT_MIB"

@@ -118,7 +118,7 @@ def say_so(module) -> None:
             links = ", ".join(
                 f"{name.removesuffix('_mb').replace('_', ' ')} {rate:g} MB/s" for name, rate in rates().items()
             )
-            said = f"EMULATED links: {links}: neither measured nor simulated figures are of this machine's own links"
+            said = f"EMULATED links: {links}: measured and simulated figures are not those of this machine's own links"
             found["hardware"][CAUTION] = said
         return found
 

@@ -29,6 +29,6 @@ def why() -> str:
 if __name__ == "__main__":
     if reason := why():
         print(
-            f"{reason}. Everything runs on processors. To use the GPU, activate an environment whose PyTorch sees it "
+            f"{reason}. Everything runs on the CPU. To use the GPU, activate an environment whose PyTorch sees it "
             "(or give its PYTHON), rm -rf .venv, and set up again"
         )

@@ -23,11 +23,11 @@ def look_at(tree: Path, script: Path) -> str:
     sources = {node.module or "." for node in imports if any(alias.name == "pretrain" for alias in node.names)}
     if any(source.startswith("megatron.training") for source in sources):
         return (
-            f"{script}: trains by pretrain of {tree}/megatron/training, where the hooks are; it needs none of its own"
+            f"{script}: trains with pretrain of {tree}/megatron/training, where the hooks are; it needs no hooks itself"
         )
-    other = f"it takes pretrain from {', '.join(sorted(sources))}" if sources else "it imports no pretrain"
+    other = f"it takes pretrain from {', '.join(sorted(sources))}" if sources else "it does not import pretrain"
     raise InputError(
-        f"does not train by pretrain of megatron.training, where the hooks are: {other}; place the calls by hand as "
+        f"does not train with pretrain of megatron.training, where the hooks are: {other}; insert the calls by hand as "
         "patches/README.md says",
         file=script,
         field="--entry",

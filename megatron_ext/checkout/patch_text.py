@@ -100,5 +100,5 @@ def releases_text(payload: dict) -> str:
         found = payload["checkout"]
         lines.append(f"{found['path']}: megatron-core {found['version']}")
         for file, versions in found["releases"].items():
-            lines.append(f"  {file}: {', '.join(versions) or 'no known release has this very file'}")
+            lines.append(f"  {file}: {', '.join(versions) or 'no known release has exactly this file'}")
     return "\n".join(lines)

@@ -175,7 +175,7 @@ def _unknown_release(tree: Tree) -> str:
     return f" (this is megatron-core {tree.version}; known are {known_releases()})"
 
 
-_NO_HOOK = "has no hook, while other files have"
+_NO_HOOK = "has no hooks, but other files have"
 
 
 def _first(report: Report, state: str) -> str:

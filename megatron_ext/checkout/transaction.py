@@ -73,7 +73,7 @@ def _lock(handle: int, root: Path) -> None:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > until:
-                raise InputError("another patch command is at work here; wait for it", file=root) from None
+                raise InputError("another patch command changes this tree; wait for its end", file=root) from None
             time.sleep(0.05)
         except OSError:
             return  # some network file systems cannot lock a directory
@@ -136,7 +136,7 @@ def recover(root: Path) -> str | None:
         found = blob_id((root / entry.path).read_bytes())
         if found not in (entry.before, entry.after):
             raise InputError(
-                f"was changed after a patch command was interrupted; look it through, then delete {stage}",
+                f"was changed after a patch command was interrupted; check the file, then delete {stage}",
                 file=root / entry.path,
             )
     _finish(root, stage, entries)
@@ -181,6 +181,6 @@ def _write(place: Path, data: bytes, like: Path) -> None:
             os.chown(place, wanted.st_uid, wanted.st_gid)
         except OSError:
             owner = f"user {wanted.st_uid}, group {wanted.st_gid}"
-            raise InputError(f"this user cannot keep the owner ({owner}); run as it", file=like) from None
+            raise InputError(f"this user cannot keep the owner ({owner}); run as the owner", file=like) from None
     shutil.copystat(like, place)
     os.utime(place)

@@ -46,7 +46,7 @@ class Tree:
         self.version = _version((self.root / _CORE_SIGN).read_text(errors="replace"))
         for place in map(self.root.joinpath, FILES):
             if place.is_symlink() and not place.exists():
-                raise InputError(f"is a link to {os.readlink(place)}, which is not there", file=place)
+                raise InputError(f"is a link to {os.readlink(place)}, which does not exist", file=place)
         self.present = tuple(f for f in FILES if (self.root / f).is_file())
         self.absent = tuple(f for f in FILES if f not in self.present)
         lost = [f for f in CORE_FILES if f in self.absent]

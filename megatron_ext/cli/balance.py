@@ -29,6 +29,6 @@ def balance(cost_table: str, workload_path: str, extrapolate: bool, as_json: boo
     }
     text = (
         f"--pipeline-model-parallel-layout '{found.layout}'\n"
-        f"slowest stage {before / 1e3:.3f} ms a micro-batch as placed now, {after / 1e3:.3f} ms with this layout"
+        f"slowest stage {before / 1e3:.3f} ms per micro-batch as placed now, {after / 1e3:.3f} ms with this layout"
     )
     emit(as_json, payload, text)

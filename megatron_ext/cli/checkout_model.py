@@ -50,7 +50,7 @@ def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
     elif entry is not None:
         raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     elif importlib.util.find_spec("megatron") is None:
-        raise InputError("measuring layers needs Megatron, which cannot be imported here; give it", field="--checkout")
+        raise InputError("is required to measure layers, because Megatron is not installed", field="--checkout")
 
 
 def refuse_script(script: ScriptArguments, verb: str) -> None:
@@ -69,7 +69,7 @@ def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
     from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
 
     if (size := script.sizes.context_parallel_size or 1) > 1 and not has_cuda():
-        why = f"on a CPU {verb} times layers that have the whole sequence; {ESTIMATE}"
+        why = f"on a CPU {verb} can time only layers that compute the whole sequence; {ESTIMATE}"
         raise InputError(why, field="--context-parallel-size", value=size)
 
 
@@ -100,8 +100,8 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:
         raise InputError(
-            f"measuring takes {wanted.world_size} processes, pipeline x data: start one for each tensor-parallel "
-            "group, and say --data-parallel-size",
+            f"measuring needs {wanted.world_size} processes, pipeline x data parallel: start one per tensor-parallel "
+            "group, and give --data-parallel-size",
             field="WORLD_SIZE",
             value=int(launched),
         )

@@ -127,11 +127,11 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     cost_table.save(path, found.table)
     lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
     if found.left:
-        lines.append(f"{NOT_CORRECTED}: {', '.join(found.left)}. A verdict by the corrected table rests on both")
+        lines.append(f"{NOT_CORRECTED}: {', '.join(found.left)}. A verdict from the corrected table rests on both")
     if found.moving:
-        lines.append(f"not settled: {', '.join(found.moving)}. Plan, train and calibrate again by the corrected table")
+        lines.append(f"not settled: {', '.join(found.moving)}. Plan, train, calibrate again with the corrected table")
     lines.append(
-        f"the run's iteration time was predicted {found.error_before:+.1%} off, by the corrected table "
+        f"the prediction of the run's iteration time was {found.error_before:+.1%} off, with the corrected table "
         f"{found.error_after:+.1%}; wrote {path}"
     )
     figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left, "not_settled": found.moving}
@@ -168,7 +168,7 @@ def cost_estimate(
     if megatron_options:
         batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
     elif sizes["seq_length"] is None:
-        raise InputError("is needed, here or behind --", field="--seq-length")
+        raise InputError("is required, here or after --", field="--seq-length")
     else:
         sizes["recompute_modules"] = tuple(sizes["recompute_modules"].split(","))
         batch = MicroBatch(**sizes, recompute=recompute_granularity)
@@ -191,7 +191,7 @@ def cost_hardware(name: str | None, template: bool, as_json: bool) -> None:
     """
     if template:
         if name is None:
-            raise InputError("needs the NAME of the sheet that is nearest; see: cost hardware", field="--template")
+            raise InputError("needs the NAME of the most similar data sheet; see: cost hardware", field="--template")
         click.echo(json.dumps(hardware_sheet.template(name), indent=1))
         return
     if name is None:

@@ -77,8 +77,7 @@ def _of_known_options(megatron_options) -> Workload:
         described = describe_model.describe_options(ignored_options.parse(megatron_options, transformer_impl=layers))
     except ModuleNotFoundError as error:
         raise InputError(
-            f"there is no package {error.name} here: give a checkout by --checkout, or run in an environment with "
-            "megatron-core"
+            f"there is no package {error.name} here: give --checkout, or run in an environment with megatron-core"
         ) from None
     taken = ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
     if taken:

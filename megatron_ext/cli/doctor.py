@@ -39,7 +39,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
 
     need, of = _need(schedule_path, workload_path)
     if nvme is not None and not os.path.isdir(nvme):
-        raise InputError("is no directory", field="--nvme", value=nvme)
+        raise InputError("is not a directory", field="--nvme", value=nvme)
     nvme = nvme and str(Path(nvme).resolve())
     if checkout is not None:
         checkout = _require_tree(checkout)
@@ -49,7 +49,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
     printed = ""
     if is_launched():
         if nproc is not None:
-            raise InputError("a launcher has started the ranks", field="--nproc", value=nproc)
+            raise InputError("a launcher has already started the ranks; leave it out", field="--nproc", value=nproc)
         if os.environ["RANK"] == "0":
             json_files.check_writable(out)
         if checkout is not None:
@@ -92,7 +92,7 @@ def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | N
 def _require_tree(checkout: str) -> str:
     tree = Path(checkout).resolve()
     if not os.path.isdir(tree / "megatron" / "core"):
-        raise InputError("holds no megatron/core", field="--checkout", value=checkout)
+        raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
     return str(tree)
 
 

@@ -67,7 +67,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     request = Request(words=with_defaults(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
     problem = ready(request)
     if problem.passed_over:
-        click.echo(f"{verb}: not known here and passed over: {', '.join(problem.passed_over)}", err=True)
+        click.echo(f"{verb}: unknown here and ignored: {', '.join(problem.passed_over)}", err=True)
     found = answer(request, problem)
     if len(request.words) > len(megatron_options):
         added = " ".join(request.words[len(megatron_options) :])

@@ -57,6 +57,6 @@ def this_machine(device: str = "auto") -> dict[str, Facts]:
         [sys.executable, "-c", ASK, device], env=environment, capture_output=True, text=True, check=False
     )
     if asked.returncode:
-        last = (asked.stderr.strip().splitlines() or ["it says nothing"])[-1]
-        raise InputError(f"this machine's devices cannot be asked: {one_line(last, 300)}", field="--this-machine")
+        last = (asked.stderr.strip().splitlines() or ["no error text"])[-1]
+        raise InputError(f"this machine's devices cannot be queried: {one_line(last, 300)}", field="--this-machine")
     return json.loads(asked.stdout.splitlines()[-1])

@@ -36,7 +36,7 @@ def refuse_unread(imported: str | None) -> None:
     if imported in READ_BY:
         unread = {*names} - {"out", "imported", "as_json", *READ_BY[imported]}
     for name in given_on_the_command_line(*(name for name in names if name in unread)):
-        how = f"is not read with --import {imported}" if imported else "is read with --import alone"
+        how = f"is not read with --import {imported}" if imported else "is read only with --import"
         raise InputError(how, field=names[name] if names[name].startswith("-") else name.upper())
 
 
@@ -44,7 +44,7 @@ def _of_script(options, checkout: str | None, entry: str | None):
     """``options`` with the sizes that the script's arguments give, and the layers that they build."""
     if not options.module_args:
         if checkout:
-            raise InputError("needs the script's arguments behind --", field="--checkout", value=checkout)
+            raise InputError("needs the script's arguments after --", field="--checkout", value=checkout)
         return options
     from megatron_ext.megatron import ignored_options, script_arguments
     from megatron_ext.megatron.gpt_arguments import parallel_of

@@ -21,7 +21,7 @@ def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
         said = _fit_again(run, extrapolate)
         if said is None:
             lacks = next(path for key in COMPARED if not (path := run.path / READ[key]).exists())
-            why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` takes a trace without it"
+            why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` needs only a trace"
             raise InputError(why, file=lacks)
         return emit(as_json, {"fit": said[0]}, said[1])
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):

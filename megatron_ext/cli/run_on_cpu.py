@@ -39,7 +39,7 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
     nproc = (nproc or given.replica_size) if given.schedule is None else _ranks_of_schedule(given, nproc)
     if nproc % given.replica_size:
         raise InputError(
-            f"is no multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)",
+            f"is not a multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)",
             field="--nproc",
             value=nproc,
         )
@@ -81,7 +81,7 @@ def _ranks_of_schedule(given, nproc: int | None) -> int:
     default = None if "--use-mp-args-from-checkpoint-args" in given.megatron else 1
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         if (said := getattr(given.sizes, name) or default) not in (None, size := getattr(parallel, name)):
-            why = f"by the script's arguments it is {said} ({flag(name)})"
+            why = f"the script's arguments say {said} ({flag(name)})"
             raise InputError(why, file=given.schedule, field=f"parallel.{name}", value=size)
     if nproc not in (None, parallel.world_size):
         raise option_error("nproc", f"the schedule is for {parallel.world_size} ranks", nproc)

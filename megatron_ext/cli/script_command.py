@@ -65,7 +65,7 @@ class ScriptCommand(click.Command):
     def _refuse_unknown(self, words: tuple[str, ...]) -> None:
         for option in values(words):
             if option not in PLAN_OPTIONS:
-                raise InputError(f"is no option of {self.name}; the script's arguments stand behind --", field=option)
+                raise InputError(f"is not an option of {self.name}; put the script's arguments after --", field=option)
 
 
 class BareScriptCommand(ScriptCommand):

@@ -55,8 +55,8 @@ def simulate(
     lines += [interval.text()] if interval else []
     known = f"{result.iteration_time_us / 1e3:.3f} ms by {by}"
     if interval:
-        known = f"{interval.low_us / 1e3:.3f} to {interval.high_us / 1e3:.3f} ms by {by}, since not all was measured"
-    known += "; from a synthetic cost table, of which any figure may be off" * table.metadata.synthetic
+        known = f"{interval.low_us / 1e3:.3f} to {interval.high_us / 1e3:.3f} ms by {by}, because figures are missing"
+    known += "; from a synthetic cost table, in which any figure may be off" * table.metadata.synthetic
     lines.append(limit_text(limit_of(result.busy_us, result.iteration_time_us)))
     holds = max(host_bytes_of_nodes(given, work)) if given is not None else stock_bytes(work)[1]
     runs = [Run("this schedule" if given is not None else by, result.iteration_time_us, holds)]

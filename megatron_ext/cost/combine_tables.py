@@ -72,7 +72,7 @@ def _gathers_as_of_experts(table: CostTable, name: str) -> ExpertCurves:
     """Curves of collectives that were measured among as many ranks as share the shards of an expert."""
     ranks = (table.metadata.world_sizes or {}).get("data_parallel_size")
     if not isinstance(ranks, int) or not (has(table.routes.gpu) and has(table.reduce)):
-        raise InputError("has no routes.gpu and reduce of a known data_parallel_size", file=name, field="experts")
+        raise InputError("needs routes.gpu, reduce and a known data_parallel_size", file=name, field="experts")
     return ExpertCurves(ranks=ranks, gpu=table.routes.gpu, reduce=table.reduce)
 
 

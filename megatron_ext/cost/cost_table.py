@@ -258,7 +258,7 @@ def check(table: CostTable, *, file=None) -> CostTable:
     checker, publish = Checker(file), table.publish
     if publish.points:
         if publish.cpu is not None:
-            raise InputError("both points and cpu are given; they mean the same", file=file, field="publish")
+            raise InputError("points and cpu mean the same; give one of them", file=file, field="publish")
         table = with_parts(table, {"publish.points": (), "publish.cpu": Curve(points=publish.points)})
     if not isinstance(table.p2p, Curve):
         table = replace(table, p2p=Curve(points=table.p2p))
@@ -312,7 +312,7 @@ def _check_compute(table: CostTable, checker: Checker) -> None:
             checker.size(getattr(row, name), f"{field}.{name}")
         place = (row.pp_rank, row.model_chunk_id, row.layer_kind)
         if place in seen:
-            checker.refuse("is there twice", field)
+            checker.refuse("appears twice", field)
         seen.add(place)
 
 
@@ -323,5 +323,5 @@ def _check_contention(row: Contention, field: str, checker: Checker) -> None:
     checker.size(row.size_bytes, f"{field}.size_bytes")
     checker.positive(row.slowdown, f"{field}.slowdown")
     if not 1 / MOST_SLOWDOWN <= row.slowdown <= MOST_SLOWDOWN:
-        checker.refuse(f"no plausible slowdown: expected at most {MOST_SLOWDOWN:g}", f"{field}.slowdown", row.slowdown)
+        checker.refuse(f"is implausible: expected at most {MOST_SLOWDOWN:g}", f"{field}.slowdown", row.slowdown)
     checker.duration(row.p50_us, f"{field}.p50_us")

@@ -14,7 +14,7 @@ from megatron_ext.workload.route import ROUTES
 HOLDS_FOR = ("hardware", "software", "world_sizes", "model")
 """Fields of the metadata that say for what a table is valid."""
 
-NEIGHBOURS = "read from neighbours: how far off a size is where it is read from the line between the sizes next to it"
+NEIGHBOURS = "read from neighbours: the error if a size is read from the line between the two sizes next to it"
 HEAD = f"{'bytes':>12} {'p50 us':>12} {'p95 us':>12} {'GB/s':>8} {'n':>5}  {'read from neighbours':>20}"
 
 OTHERS = tuple(name for name in CURVES if not name.startswith("routes."))
@@ -114,7 +114,7 @@ def text(table: CostTable) -> str:
                 row = f"{point.size_bytes:12} {point.p50_us:12.1f} {p95} {rate:8.2f} {point.samples:5}  {off}"
                 lines.append(row.rstrip())
     if table.contention:
-        lines += ["", "contention: how many times longer it takes while the other works"]
+        lines += ["", "contention: how many times longer the first takes while the second is busy"]
         for row in sorted(table.contention, key=lambda row: (row.measured, row.busy)):
             size = f" at {row.size_bytes} bytes" if row.size_bytes is not None else ""
             lines.append(f"  {row.measured:8} beside {row.busy:8} {row.slowdown:6.2f}{size}")

@@ -53,7 +53,7 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
         if not chosen:
             raise InputError(f"the file has: {'; '.join(systems) or 'no names'}", file="--system", value=system)
     elif len(systems) > 1:
-        check.refuse(f"several systems; choose by --system: {'; '.join(systems)}", "curves")
+        check.refuse(f"the file has several systems; choose one with --system: {'; '.join(systems)}", "curves")
     else:
         chosen = list(range(len(content.curves)))
     if not chosen:
@@ -68,10 +68,10 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
             notes.append(f"{name}: times fall with size at {', '.join(map(str, falls))} bytes")
         if curve.algorithm is not None:
             if curve.algorithm in algorithms:
-                check.refuse("is there twice", f"{field}.algorithm", curve.algorithm)
+                check.refuse("appears twice", f"{field}.algorithm", curve.algorithm)
             algorithms[curve.algorithm] = read_points
         elif len(chosen) > 1:
-            check.refuse("one of several curves needs a name", f"{field}.algorithm")
+            check.refuse("needs a name, because the file has several curves", f"{field}.algorithm")
         else:
             points = read_points
     first = content.curves[chosen[0]]

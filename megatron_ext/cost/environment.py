@@ -110,7 +110,7 @@ def model_differences(metadata: Metadata, workload: Workload) -> list[str]:
         # With sequence parallelism a rank sends its part of the sequence. The workload does not say whether it is used.
         if workload.p2p_bytes not in (message, message // workload.parallel.tensor_model_parallel_size):
             lines.append(
-                f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes a "
+                f"model: table {' x '.join(map(str, shape))} (sequence x micro-batch x hidden), {message} bytes per "
                 f"message, here {workload.p2p_bytes}"
             )
     return lines

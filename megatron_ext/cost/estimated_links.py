@@ -47,7 +47,7 @@ class Links:
             said = f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node)"
             raise InputError(said, field="parallel.gpus_per_node", value=self.ranks_per_node)
         if parallel.num_nodes > 1 and sheet.network is None:
-            said = f"{sheet.title} has no network; cost hardware NAME --template > FILE begins a sheet that has one"
+            said = f"{sheet.title} has no network; cost hardware NAME --template > FILE makes a sheet with one"
             raise InputError(said, field="nodes", value=parallel.num_nodes)
         self.nodes = self._nodes_of(parallel.dp)
         """Nodes that one data-parallel group spans."""

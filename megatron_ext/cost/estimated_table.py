@@ -108,8 +108,8 @@ def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
     sizes = {(side, ITEM_BYTES[parameter.dtype]) for parameter in normed or used for side in parameter.shape}
     described = workload.p2p_bytes
     if described and described not in {p2p_bytes(workload.parallel, batch, side, item) for side, item in sizes}:
-        said = f"no activation of {batch.tokens} tokens (--micro-batch-size x --seq-length / --context-parallel-size) "
-        said += "has so many bytes: give these and --sequence-parallel as the model was described"
+        said = f"an activation of {batch.tokens} tokens (--micro-batch-size x --seq-length / --context-parallel-size) "
+        said += "has another number of bytes: give these and --sequence-parallel as for describe"
         raise InputError(said, file=file, field="p2p_bytes", value=described)
 
 
@@ -239,7 +239,7 @@ def _dtype(workload: Workload) -> str:
 
 def _scan_note(workload: Workload) -> tuple[str, ...]:
     mamba = any("mamba" in chunk.layer_kinds for chunk in workload.chunks)
-    return ("layers of kind mamba: the products of their matrices alone, without the scan between them",) * mamba
+    return ("layers of kind mamba: only the products of their matrices are counted, not the scan between them",) * mamba
 
 
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:

@@ -184,7 +184,7 @@ def load(name_or_path) -> HardwareSheet:
             raise InputError(f"is not a machine of the package; known: {known}", file=path, field="extends", value=base)
         raw = _merged(msgspec.to_builtins(load(base)), raw)
     elif "host" not in raw:
-        raise InputError("is missing; give it, or a sheet that has one by extends", file=path, field="host")
+        raise InputError("is missing; give it, or name a sheet that has it in extends", file=path, field="host")
     sheet = json_files.decode(msgspec.json.encode(raw), HardwareSheet, file=path)
     return _check(sheet, path)
 
@@ -194,7 +194,7 @@ def _part(sheet: HardwareSheet, gpus: int, name) -> HardwareSheet:
     The rates of memory and drives are this share if the neighbours work, and the full rate (of its NUMA nodes) if they
     are idle. The value is the geometric mean of both."""
     if not 1 <= gpus <= sheet.gpus_per_node:
-        raise InputError(f"is no part of a node of {sheet.gpus_per_node} GPUs", field="hardware", value=str(name))
+        raise InputError(f"is not a part of a node of {sheet.gpus_per_node} GPUs", field="hardware", value=str(name))
     own, numa_nodes = gpus / sheet.gpus_per_node, sheet.host.numa_nodes.value
     near = math.ceil(own * numa_nodes) / numa_nodes
     parts = {"host.memory_bytes": (own, own), "host.cores": (own, own), "host.numa_nodes": (near, near)}
@@ -288,15 +288,15 @@ def _replaced(node: Any, field: str, choose) -> Any:
 
 HOW_TO_FIND = {
     "device.memory_bytes": "nvidia-smi --query-gpu=memory.total --format=csv, in bytes",
-    "host_link.bytes_per_s": "nvidia-smi -q -d PCI under load: 1e9 x lanes at generation 3, twice that each later one",
-    "host_link.efficiency": "nvbandwidth -t host_to_device_memcpy_ce, over host_link.bytes_per_s",
-    "host_link.gpus_per_link": "nvidia-smi topo -m: GPUs that are PIX or PXB to each other share a way",
+    "host_link.bytes_per_s": "nvidia-smi -q -d PCI under load: 1e9 x lanes x 2^(generation - 3)",
+    "host_link.efficiency": "nvbandwidth -t host_to_device_memcpy_ce, divided by host_link.bytes_per_s",
+    "host_link.gpus_per_link": "nvidia-smi topo -m: GPUs that are PIX or PXB to each other share a link",
     "host.memory_bytes": "free -b: total",
-    "host.memory_bytes_per_s": "of a node: STREAM triad on all cores; or 0.8 x 8 bytes x channels x transfers a second",
+    "host.memory_bytes_per_s": "of a node: STREAM triad on all cores; or 0.8 x 8 bytes x channels x transfers/s",
     "host.numa_nodes": "lscpu: NUMA node(s)",
     "host.cores": "lscpu: Core(s) per socket x Socket(s)",
-    "host.core_bytes_per_s": "STREAM triad on all cores, over their number",
-    "network.bytes_per_s": "ibstat or ethtool: bits a second of all cards of a node / 8 / GPUs of a node",
+    "host.core_bytes_per_s": "STREAM triad on all cores, divided by their number",
+    "network.bytes_per_s": "ibstat or ethtool: bits per second of all cards of a node / 8 / GPUs of a node",
     "drive.read_bytes_per_s": "of all drives of a node: fio --rw=read --bs=16M --iodepth=8 --direct=1",
     "drive.write_bytes_per_s": "the same with --rw=write",
 }
@@ -319,7 +319,7 @@ def template(name: str) -> dict[str, Any]:
             source = f"FILL IN, or delete for {known[field].value:g}: {how}"
             made.setdefault(section, {})[figure] = {"value": None, "origin": "measured", "source": source}
     if base.network is None:  # nodes can be joined: the rate is theirs, the rest is as on sheets with a network
-        source = f"FILL IN, or delete network where there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
+        source = f"FILL IN, or delete network if there is one node: {HOW_TO_FIND['network.bytes_per_s']}"
         source += "; shares_host_link: whether nvidia-smi topo -m has PIX or PXB between GPU and card; efficiency and "
         source += "hop_us are those of RDMA: over Ethernet take those of h100-ethernet"
         rate = {"value": None, "origin": "measured", "source": source}

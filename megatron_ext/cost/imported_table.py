@@ -54,7 +54,7 @@ class Log:
             InputError: the number is larger than a file may hold; Python and floats may not hold it either.
         """
         if len(digits) > SIZE_DIGITS:
-            raise self.error(number, f"no plausible size: it has {len(digits)} digits")
+            raise self.error(number, f"is not a plausible size: it has {len(digits)} digits")
         return int(digits)
 
 

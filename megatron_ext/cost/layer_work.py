@@ -165,7 +165,7 @@ def forward_work(
 
 def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, share: ExpertsShare | None) -> Work:
     if share is None:
-        raise InputError("says of no experts, which its layers have: describe the model anew", field="experts")
+        raise InputError("is missing, but layers have experts: describe the model again", field="experts")
     item, tokens = ITEM_BYTES[used[0].dtype], batch.tokens * share.copies
     numel = sum(p.numel for p in used if len(p.shape) > 1) / share.number  # of one expert
     columns = numel / hidden  # between its two matrices, before and after the activation function

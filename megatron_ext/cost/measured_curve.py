@@ -64,7 +64,7 @@ def checked_points(points: tuple[Point, ...], field: str, checker: Checker) -> t
         where = f"{field}[{index}]"
         checker.size(point.size_bytes, f"{where}.size_bytes")
         if point.size_bytes in sizes:
-            checker.refuse("is there twice", f"{where}.size_bytes", point.size_bytes)
+            checker.refuse("appears twice", f"{where}.size_bytes", point.size_bytes)
         sizes.add(point.size_bytes)
         checker.duration(point.p50_us, f"{where}.p50_us")
         checker.duration(point.p95_us, f"{where}.p95_us")
@@ -75,7 +75,7 @@ def checked_points(points: tuple[Point, ...], field: str, checker: Checker) -> t
     for smaller, larger in zip(order, order[1:]):
         if points[larger].p50_us * MOST_FALL < points[smaller].p50_us:
             message = (
-                f"no plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
+                f"is not a plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
                 f"{points[smaller].size_bytes} bytes take"
             )
             checker.refuse(message, f"{field}[{larger}].p50_us", points[larger].p50_us)

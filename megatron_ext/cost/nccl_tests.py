@@ -62,7 +62,7 @@ def read(
     notes = [f"{source}: mean times without percentiles"]
     hardware: dict | None = {"device": devices[0][1]} if devices else None
     if not whole:
-        notes.append(f"{len(devices)} devices are listed, and busbw is that of {ranks or 'another number of'} ranks")
+        notes.append(f"{len(devices)} devices are listed, but busbw is that of {ranks or 'another number of'} ranks")
     elif hardware is not None:
         hardware["devices"] = len(devices) // max(len({host for host, _ in devices if host}), 1)
     return table_of(
@@ -121,7 +121,7 @@ def _header(log: Log) -> tuple[int, list[str]]:
                 raise log.error(number + 1, "rates are not in (GB/s)")
             return number + 1, columns
         if line.startswith("#") and columns[:2] == ["bytes", "N"]:
-            why = "a table of nccl-tests before April 2019: times in ms, too coarse; run a newer one"
+            why = "a table of nccl-tests before April 2019, whose times in ms are too coarse; run a newer version"
             raise log.error(number, why)
     raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=log.path)
 
@@ -172,7 +172,7 @@ def _check_rates(log: Log, rows: list[Row], old: bool) -> None:
         read = row.size * (1 - left_out) / row.us / 1e3
         if abs(row.algbw - read) > max(RATE_ERROR * read, 0.006):
             said = f"{row.size} bytes in {row.us} us ({read:.4g} GB/s)"
-            raise log.error(row.number, f"algbw {row.algbw} GB/s is not {said}: another unit?")
+            raise log.error(row.number, f"algbw {row.algbw} GB/s is not {said}: is it in another unit?")
 
 
 def _check_rising(log: Log, rows: list[Row]) -> None:
@@ -205,5 +205,5 @@ def _collective(log: Log, rows: list[Row]) -> str:
         return match[1]
     if all(row.redop == "none" for row in rows):
         return "all_gather"  # the only imported collective with neither a reduction nor a peer
-    why = "a reduction, and the log does not name its program: say --collective all_reduce or reduce_scatter"
+    why = "a reduction, and the log does not name its program: give --collective all_reduce or reduce_scatter"
     raise log.error(rows[0].number, why)

@@ -56,7 +56,7 @@ def read(path) -> CostTable:
     if not any(name in tests for name in TO_DEVICE + TO_HOST):
         found = f"holds {', '.join(found)} and no" if found else "no nvbandwidth results: it holds no finished"
         tests_to_run = f"{TO_DEVICE[1]} {TO_HOST[1]} {PAIRS[0][2]}"
-        why = f"{found} copy of host memory by the copy engine; run `nvbandwidth -t {tests_to_run}`"
+        why = f"{found} copy of host memory with the copy engine; run `nvbandwidth -t {tests_to_run}`"
         raise InputError(why, file=path)
     count = len(devices) or max(len(rates) for rates in tests.values())
 
@@ -116,7 +116,7 @@ def _of_json(path, text: str) -> Rates:
     try:
         report = msgspec.json.decode(text, type=_File).nvbandwidth
     except msgspec.MsgspecError as error:
-        raise InputError(f"is no JSON of nvbandwidth, or cut off: {error}", file=path) from None
+        raise InputError(f"is not JSON of nvbandwidth, or is cut off: {error}", file=path) from None
     if report.error is not None and not report.testcases:
         raise InputError(f"nvbandwidth ended with an error: {report.error}", file=path)
     tests = {}

@@ -42,13 +42,13 @@ class Checker:
         """Refuse a ``value`` that is not a plausible time in microseconds (or 0 with ``zero``); None passes."""
         self.positive(value, field, zero=zero)
         if value and not LEAST_US <= value <= MOST_US:
-            self.refuse(f"no plausible time: expected {LEAST_US:g} to {MOST_US:g} us", field, value)
+            self.refuse(f"is not a plausible time: expected {LEAST_US:g} to {MOST_US:g} us", field, value)
 
     def size(self, value: int | None, field: str | None = None) -> None:
         """Refuse a ``value`` that is not a plausible number of bytes; None passes."""
         self.at_least(0, value, field)
         if value is not None and value > MOST_BYTES:
-            self.refuse(f"no plausible size: expected at most {MOST_BYTES} bytes", field, value)
+            self.refuse(f"is not a plausible size: expected at most {MOST_BYTES} bytes", field, value)
 
     def not_below(self, other: str, least: float, value: float | None, field: str) -> None:
         """Refuse a ``value`` below ``least``, which is the value of field ``other``; None passes."""

@@ -67,7 +67,7 @@ def read_bytes(path) -> bytes:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
             data = stream.read(MAX_FILE_BYTES + 1)  # files in /proc report a size of 0
         if data is None:  # a file whose end is never reached, such as /proc/kmsg
-            raise InputError("cannot be read: has no end", file=path)
+            raise InputError("cannot be read: the file has no end", file=path)
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", file=path) from None
     if len(data) > MAX_FILE_BYTES:
@@ -76,7 +76,7 @@ def read_bytes(path) -> bytes:
 
 
 def _what_else(mode: int) -> str:
-    return "is a directory" if stat.S_ISDIR(mode) else "is no regular file"
+    return "is a directory" if stat.S_ISDIR(mode) else "is not a regular file"
 
 
 def decode(data: bytes, kind: type[T], *, file) -> T:
@@ -89,7 +89,7 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
         value = _value_at(data, field)
         if field == "kind" and isinstance(value, str):
             raise InputError(
-                f"is not what was expected here: a file of kind {_kind_of(kind)}", file=file, field=field, value=value
+                f"expected a file of kind {_kind_of(kind)}", file=file, field=field, value=value
             ) from None
         message = message[0].lower() + message[1:]
         choices = _choices_at(kind, field) if message.startswith("invalid enum value") else []

@@ -52,7 +52,7 @@ def load(path) -> Metrics:
             raise InputError(f"has {len(entries)} entries for {metrics.iterations} iterations", file=path, field=name)
     for index, us in enumerate(metrics.iteration_us):
         if us <= 0:
-            raise InputError("an iteration takes time", file=path, field=f"iteration_us[{index}]", value=us)
+            raise InputError("must be above 0", file=path, field=f"iteration_us[{index}]", value=us)
     if not metrics.parameter_sha256:
         raise InputError("holds no rank", file=path, field="parameter_sha256", value=[])
     return metrics

@@ -25,5 +25,5 @@ def check_version(kind: str, version: int, *, file=None) -> None:
     """
     ours = SCHEDULE_VERSION if kind == "user_defined_schedule" else SCHEMA_VERSION
     if version != ours:
-        message = f"this release reads version {ours}; make the file anew: {COMMANDS[kind]}"
+        message = f"this release reads version {ours}; make the file again: {COMMANDS[kind]}"
         raise InputError(message, file=file, field="schema_version", value=version)

@@ -39,11 +39,11 @@ def numbers_of_microbatches(args, consumed_samples: int = 0) -> tuple[int, ...]:
             changes = any(getattr(args, name, None) for name in (RAMPUP, STEPS))
             which = f"reaches a batch of {stage.batch_size}, which is" if changes else "is"
             of = f"micro-batch size {args.micro_batch_size} times data-parallel size {args.data_parallel_size}"
-            _refuse(args, f"{which} no multiple of {of}")
+            _refuse(args, f"{which} not a multiple of {of}")
         numbers.append(stage.batch_size // divisor)
     found = tuple(dict.fromkeys(numbers[::-1]))[::-1]
     if len(found) > MOST_NUMBERS:
-        _refuse(args, f"reaches {len(found)} numbers of micro-batches; at most {MOST_NUMBERS} can be planned")
+        _refuse(args, f"reaches {len(found)} different numbers of micro-batches; at most {MOST_NUMBERS} can be planned")
     return found
 
 
@@ -70,7 +70,7 @@ def _steps(args) -> list[Stage]:
         pairs = [[_number(part) for part in entry.split(":")] for entry in text.replace(",", " ").split()]
         stages = sorted(Stage(first // args.seq_length, size) for first, size in pairs)
     except ValueError:
-        _refuse(args, "expected TOKENS:BATCH_SIZE, several of them with blanks between")
+        _refuse(args, "expected entries TOKENS:BATCH_SIZE, separated by blanks")
     if not stages or stages[0].first_sample or min(stage.batch_size for stage in stages) < 1:
         _refuse(args, "expected a first entry at 0 tokens, and positive batch sizes")
     return stages

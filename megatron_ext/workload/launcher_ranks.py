@@ -20,6 +20,6 @@ def ranks_on_this_node() -> int | None:
         return None
     counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
     if len(counts) != 1:
-        said = "every node must have as many ranks: srun --ntasks-per-node"
+        said = "every node must have the same number of ranks: use srun --ntasks-per-node"
         raise InputError(said, field="SLURM_STEP_TASKS_PER_NODE", value=text)
     return counts.pop()

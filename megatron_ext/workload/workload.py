@@ -270,7 +270,7 @@ def check(workload: Workload, *, file=None) -> Workload:
         parallel.check_place(chunk.pp_rank, chunk.model_chunk_id, file=file, field=where)
         stage = chunk.model_chunk_id * parallel.pp + chunk.pp_rank
         if stage in stages:
-            checker.refuse(f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} is there twice", where)
+            checker.refuse(f"pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id} appears twice", where)
         _check_parameters(chunk, where, checker)
         _check_activations(chunk, where, checker)
         stages[stage] = _with_dense_layers(chunk)
@@ -302,18 +302,18 @@ def _check_parameters(chunk: Chunk, where: str, check: Checker) -> None:
     for index, parameter in enumerate(chunk.parameters):
         field = f"{where}.parameters[{index}]"
         if parameter.name in names:
-            check.refuse("is there twice", f"{field}.name", parameter.name)
+            check.refuse("appears twice", f"{field}.name", parameter.name)
         names.add(parameter.name)
         _check_size(parameter, field, check)
         if parameter.layer < previous_layer:
             said = "parameters must be in execution order: layers never decrease"
             check.refuse(said, f"{field}.layer", parameter.layer)
         if chunk.layer_kinds and parameter.layer >= largest:
-            check.refuse(f"chunk has {largest} layer_kinds", f"{field}.layer", parameter.layer)
+            check.refuse(f"must be below {largest}, the number of layer_kinds", f"{field}.layer", parameter.layer)
         previous_layer = parameter.layer
         ascending = all(a < b for a, b in zip(parameter.uses, parameter.borrowed_by))
         if parameter.borrowed_by and (not ascending or parameter.borrowed_by[-1] >= largest):
-            said = f"expected ascending layers of the chunk behind layer {parameter.layer}"
+            said = f"expected ascending layers of the chunk after layer {parameter.layer}"
             check.refuse(said, f"{field}.borrowed_by", list(parameter.borrowed_by))
 
 
@@ -333,7 +333,7 @@ def _check_size(parameter: Parameter, field: str, check: Checker) -> None:
 def _check_activations(chunk: Chunk, where: str, check: Checker) -> None:
     counted = chunk.activation_bytes
     if counted and (len(counted) != chunk.num_layers or min(counted) < 0):
-        said = f"expected {chunk.num_layers} figures that are not negative, one a layer"
+        said = f"expected {chunk.num_layers} figures that are not negative, one per layer"
         check.refuse(said, f"{where}.activation_bytes", list(counted))
     check.size(max(counted, default=0), f"{where}.activation_bytes")
     check.size(chunk.recompute_bytes, f"{where}.recompute_bytes")

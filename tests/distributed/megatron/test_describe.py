@@ -72,7 +72,7 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
         (
             ["--rampup-batch-size", "3", "1", "5859375"],
             "--rampup-batch-size = '3 1 5859375'",
-            "reaches a batch of 3, which is no multiple of micro-batch size 1 times data-parallel size 2",
+            "reaches a batch of 3, which is not a multiple of micro-batch size 1 times data-parallel size 2",
         ),
         (["--num-query-groups", "3", "--group-query-attention"], "--num-query-groups", "does not divide"),
         (

@@ -27,7 +27,7 @@ def test_the_command(archive, capsys):
     assert len(listed["hooks"]) == len(HOOKS) and "0.16.1" in [r["version"] for r in listed["releases"]]
     assert cli.main(["patch", "list", str(archive)]) == 0
     text = capsys.readouterr().out
-    assert "no known release has this very file" in text and f"main at {commits['main'][:10]}" in text
+    assert "no known release has exactly this file" in text and f"main at {commits['main'][:10]}" in text
     assert cli.main(["patch", "apply", str(archive)]) == 0
     text = capsys.readouterr().out
     assert f"{len(HOOKS)} lines inserted into 6 files" in text and f"{DDP}: line 13 (a file of a known release)" in text
@@ -83,7 +83,7 @@ def no_tree(root):
     [
         (no_tree, "not a Megatron tree", "give the directory that holds megatron/core"),
         (unknown, "2 times class DistributedDataParallel in the module, lines 4, 17", "known are 0.9.0 to 0.19.0, and"),
-        (dangling, DDP, "is a link to nowhere.py, which is not there"),
+        (dangling, DDP, "is a link to nowhere.py, which does not exist"),
         (half, f"{len(HOOKS) - 1} of {len(HOOKS)} hook lines", "patch revert"),
         (protect, TRAINING, "chmod u+w"),
         (windows, DDP, "core.autocrlf"),

@@ -110,8 +110,8 @@ def test_what_there_was_no_time_for_is_said(doctor):
 
 def test_bad_input_is_one_line(tmp_path, capsys):
     for options, words in (
-        (["--nvme", "/no/such/place"], "is no directory"),
-        (["--checkout", str(tmp_path)], "holds no megatron/core"),
+        (["--nvme", "/no/such/place"], "is not a directory"),
+        (["--checkout", str(tmp_path)], "does not contain megatron/core"),
         (["--schedule", str(tmp_path / "none.json")], "cannot be read"),
         (["--out", str(tmp_path / "r.json"), "--device", "cuda"], "sees no CUDA device"),
     ):

@@ -15,14 +15,14 @@ from megatron_ext.formats.errors import InputError
 )
 def test_a_script_that_trains_by_megatrons_pretrain_needs_no_line(tmp_path, text):
     (tmp_path / "own.py").write_text(text)
-    assert "it needs none of its own" in look_at(tmp_path, tmp_path / "own.py")
+    assert "it needs no hooks itself" in look_at(tmp_path, tmp_path / "own.py")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("from fork.training import pretrain\n", "it takes pretrain from fork.training; place the calls by hand"),
-        ("import torch\n", "it imports no pretrain"),
+        ("from fork.training import pretrain\n", "it takes pretrain from fork.training; insert the calls by hand"),
+        ("import torch\n", "it does not import pretrain"),
         ("def (\n", "cannot be read as Python"),
     ],
 )

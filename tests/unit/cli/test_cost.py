@@ -95,7 +95,7 @@ def test_combine_and_compare_verbs(path, tmp_path, capsys):
 
 @pytest.mark.parametrize("size", [-5, 10**25, 10**400], ids=["negative", "huge", "no float"])
 def test_predict_refuses_sizes_that_no_group_has(size):
-    with pytest.raises(InputError, match=r"^--bytes: .*(negative|no plausible size)"):
+    with pytest.raises(InputError, match=r"^--bytes: .*(negative|not a plausible size)"):
         cost_table_text.predicted(ONE_GPU, "gpu", size, extrapolate=True)
 
 

@@ -47,6 +47,6 @@ def test_parts_of_sequences_are_measured_on_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(checkout_model.script_arguments, "refuse_none", lambda script: None)
     given.transformer_impl = "local"
     with pytest.raises(
-        InputError, match="--context-parallel-size = 2: on a CPU measure times .*cost estimate --hardware NAME"
+        InputError, match="--context-parallel-size = 2: on a CPU measure can time only .*cost estimate --hardware NAME"
     ):
         checkout_model.refuse_script(given, "measure")

@@ -164,11 +164,11 @@ def refused(capsys, *arguments: str) -> str:
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, "--global-batch-size", "12"],
-            "--global-batch-size = 12: is no multiple of micro-batch size 1 times data-parallel size 8",
+            "--global-batch-size = 12: is not a multiple of micro-batch size 1 times data-parallel size 8",
         ),
         (
             ["--hardware", "l40s", "--fix", "micro-batch-size", "--", *MODEL, *BATCH, "--micro-batch-size", "3"],
-            "--global-batch-size = 32: is no multiple of micro-batch size 3 times data-parallel size 8",
+            "--global-batch-size = 32: is not a multiple of micro-batch size 3 times data-parallel size 8",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--delayed-parameter-update", "5"],
@@ -199,7 +199,7 @@ def test_a_batch_that_the_given_sizes_do_not_divide_is_searched_for_others(capsy
     size = found["frontier"][0]["options"]["--micro-batch-size"]
     assert 32 % (8 * int(size)) == 0
     # The script's own size goes.
-    assert f"--micro-batch-size {size}" in found["launch"]["add"] and "no multiple" in found["given"]["refused"]
+    assert f"--micro-batch-size {size}" in found["launch"]["add"] and "not a multiple" in found["given"]["refused"]
 
 
 def test_a_batch_that_only_other_layouts_divide_is_searched_for_them(capsys):

@@ -55,7 +55,7 @@ OTHER = {
         world_sizes=world_sizes(WORK.parallel) | {"ranks_per_node": 2}
     ),
     "model.dtype: table float32, here bfloat16": cost.Metadata(model=MODEL | {"dtype": "float32", "seq_length": 8}),
-    "model: table 16 x 1 x 64 (sequence x micro-batch x hidden), 2048 bytes a message, here 4096": cost.Metadata(
+    "model: table 16 x 1 x 64 (sequence x micro-batch x hidden), 2048 bytes per message, here 4096": cost.Metadata(
         model=MODEL | {"micro_batch_size": 1}
     ),
 }

@@ -24,11 +24,11 @@ from megatron_ext.formats.errors import InputError
         ),
         (
             {"routes": Routes(gpu=Curve(points=(Point(size_bytes=1, p50_us=1), Point(size_bytes=2, p50_us=1e-308))))},
-            r"routes.gpu.points\[1\].p50_us = 1e-308: no plausible time: expected 1e-12 to",
+            r"routes.gpu.points\[1\].p50_us = 1e-308: is not a plausible time: expected 1e-12 to",
         ),
         (
             {"p2p": Curve(points=(Point(size_bytes=2, p50_us=0.9), Point(size_bytes=1, p50_us=1e3)))},
-            r"p2p.points\[0\].p50_us = 0.9: no plausible time: less than 1/1000 of the 1000 us that 1 bytes take",
+            r"p2p.points\[0\].p50_us = 0.9: is not a plausible time: less than 1/1000 of the 1000 us that 1 bytes take",
         ),
         (
             {"compute": (Compute(layer_kind="a", forward_us=3, backward_us=1, forward_p95_us=2),)},
@@ -36,11 +36,11 @@ from megatron_ext.formats.errors import InputError
         ),
         (
             {"compute": (Compute(layer_kind="a", forward_us=1e15, backward_us=1),)},
-            r"compute\[0\].forward_us = 1000000000000000.0: no plausible time",
+            r"compute\[0\].forward_us = 1000000000000000.0: is not a plausible time",
         ),
         (
             {"contention": (Contention(measured="gpu", busy="cpu", slowdown=1e-300),)},
-            r"contention\[0\].slowdown = 1e-300: no plausible slowdown",
+            r"contention\[0\].slowdown = 1e-300: is implausible",
         ),
     ],
 )

@@ -34,7 +34,7 @@ def test_best_algorithm_changes_where_the_seed_notes_say(placement):
 
 def test_published_curves_by_system():
     path = DATA / "published_allgather_curves.json"
-    with pytest.raises(InputError, match="several systems; choose by --system"):
+    with pytest.raises(InputError, match="several systems; choose one with --system"):
         importers.read("curves", path)
     with pytest.raises(InputError, match="--system: 'mine'"):
         importers.read("curves", path, system="mine")

@@ -201,7 +201,7 @@ def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
     mlp = 2 * 256 * 1024
     assert flop(moe) == flop(one) + 2 * 128 * mlp  # two experts a token, each as large as the MLP
     assert moe.routed == (2 * 2 * 128 * 256,) * 2 and moe.backward(moe).routed == moe.routed * 2
-    with pytest.raises(InputError, match="experts: says of no experts"):
+    with pytest.raises(InputError, match="experts: is missing"):
         forward_work(*layers[2], batch, 1)
     # An expert-tensor-parallel size of 1 beside tensor parallelism: each rank computes on its own half of the tokens.
     assert experts_share(experts_of(run_of(dp=8, tp=2)[0], 4, 8, topk=2, etp=1)) == (1, 2)
@@ -240,7 +240,7 @@ def test_collectives_measured_among_as_many_ranks_become_those_of_experts():
         {"dense.json": dense, "two.json": two, "moe.json": compute}, {"experts": "two.json", "compute": "moe.json"}
     )
     assert evaluate(moe, table).iteration_time_us > 0
-    with pytest.raises(InputError, match="experts: has no routes.gpu and reduce of a known data_parallel_size"):
+    with pytest.raises(InputError, match="experts: needs routes.gpu, reduce and a known data_parallel_size"):
         combine(
             {"dense.json": replace(dense, metadata=replace(dense.metadata, world_sizes=None))},
             {"experts": "dense.json"},
@@ -286,7 +286,7 @@ def test_what_is_not_estimated_of_state_space_layers_is_said():
     )
     sheet = sheets.load("h100-rdma")
     said, plain = (estimate(sheet, one, batch).metadata.notes for one in (replace(work, chunks=mixers), work))
-    assert "without the scan" in said[-1] and said[:-1] == plain
+    assert "not the scan" in said[-1] and said[:-1] == plain
 
 
 def test_adam_of_pytorch_takes_what_was_measured_on_an_h200():
@@ -386,7 +386,5 @@ def test_a_batch_that_the_model_was_not_described_with_is_refused(pp):
     refuse_batch(work, MicroBatch(128, 2))
     refuse_batch(replace(work, p2p_bytes=0), MicroBatch(128, 3))  # does not say
     for batch in (MicroBatch(128, 3), MicroBatch(96, 2), MicroBatch(128, 2, context_parallel=4)):
-        with pytest.raises(
-            InputError, match="w.json: p2p_bytes = 32768: no activation of .* as the model was described"
-        ):
+        with pytest.raises(InputError, match="w.json: p2p_bytes = 32768: an activation of .* as for describe"):
             refuse_batch(work, batch, file="w.json")

@@ -56,7 +56,7 @@ def test_a_part_of_a_node_has_as_large_a_part_of_its_host():
     assert one.drive.read_bytes_per_s.high == node.drive.read_bytes_per_s.high
     assert sheets.load("h100-nvlink:8").host.memory_bytes_per_s.ends == (low, high)
     for name in ("h100-nvlink:0", "h100-nvlink:9", "h100-nvlink:all", "h100-nvlink:"):
-        with pytest.raises(InputError, match=f"hardware = '{name}': is no part of a node of 8 GPUs"):
+        with pytest.raises(InputError, match=f"hardware = '{name}': is not a part of a node of 8 GPUs"):
             sheets.load(name)
 
 

@@ -27,7 +27,7 @@ def test_unreadable_log(tmp_path):
         ),
         (["--import", "nccl-tests", "LOG", "--system", "a"], "--system: is not read with --import nccl-tests"),
         (["--import", "curves", "LOG", "--algorithm", "ring"], "--algorithm: is not read with --import curves"),
-        (["--collective", "all_gather"], "--collective: is read with --import alone"),
+        (["--collective", "all_gather"], "--collective: is read only with --import"),
     ],
 )
 def test_options_that_would_be_passed_over_are_refused(tmp_path, options, message, capsys):

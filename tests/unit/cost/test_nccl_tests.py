@@ -72,11 +72,11 @@ BROKEN = {
     "falling time": (logs.nccl_tests([*logs.ROWS[:4], (16777216, 70.0), *logs.ROWS[5:]]), "not monotone", FIRST + 4),
     "size twice": (logs.nccl_tests([*logs.ROWS[:3], *logs.ROWS[2:]]), "does not grow", FIRST + 3),
     "wrong results": (edited(FIRST + 1, "      0", "      7"), "results were wrong", FIRST + 1),
-    "huge size": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 400), "no plausible size", FIRST + 2),
-    "size beyond Python": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 5001), "no plausible size", FIRST + 2),
+    "huge size": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 400), "not a plausible size", FIRST + 2),
+    "beyond Python": (edited(FIRST + 2, LINES[FIRST + 2].split()[0], "9" * 5001), "not a plausible size", FIRST + 2),
     "largest size beyond Python": (
         logs.nccl_tests(summary=False).replace(f"maxBytes {logs.ROWS[-1][0]}", f"maxBytes {'9' * 5001}"),
-        "no plausible size",
+        "not a plausible size",
         1,
     ),
     "empty": ("", "is empty", None),
@@ -203,4 +203,4 @@ def test_a_log_that_cannot_be_read_says_the_true_reason(tmp_path, text, why):
 def test_ranks_are_those_of_the_rates_where_the_list_is_shorter(tmp_path):
     table = importers.read("nccl-tests", logs.write(tmp_path, REDUCE_SCATTER), collective="reduce_scatter")
     assert table.metadata.world_sizes == {"data_parallel_size": 8}
-    assert "1 devices are listed, and busbw is that of 8 ranks" in table.metadata.notes
+    assert "1 devices are listed, but busbw is that of 8 ranks" in table.metadata.notes

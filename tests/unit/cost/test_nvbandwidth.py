@@ -53,9 +53,9 @@ BROKEN_NV = {
     "negative rate": (NV.replace("55.20", "-5.20"), "must be a positive number"),
     "not a number": (NV.replace("55.40", "  nan"), "must be a positive number"),
     "a part missing": (logs.nvbandwidth(total=443.2), "a part is missing"),
-    "huge buffer": (f"Buffer Size: {'9' * 400} MiB\n{NV}", "line 1 = .*: no plausible size"),
-    "buffer beyond Python": (f"Buffer Size: {'9' * 5001} MiB\n{NV}", "line 1 = .*: no plausible size"),
-    "buffer beyond any machine": (f"Buffer Size: {'9' * 15} MiB\n{NV}", "nv.*routes.cpu.points.*no plausible size"),
+    "huge buffer": (f"Buffer Size: {'9' * 400} MiB\n{NV}", "line 1 = .*: is not a plausible size"),
+    "buffer beyond Python": (f"Buffer Size: {'9' * 5001} MiB\n{NV}", "line 1 = .*: is not a plausible size"),
+    "buffer beyond any machine": (f"Buffer Size: {'9' * 15} MiB\n{NV}", "nv.*routes.cpu.points.*not a plausible size"),
     "empty": ("", "is empty"),
     "another tool's": ("hello\n", "no nvbandwidth results"),
 }
@@ -118,12 +118,12 @@ def test_a_log_without_copies_of_the_copy_engine_says_what_it_has_and_what_to_ru
 @pytest.mark.parametrize(
     "text, why",
     [
-        (as_json()[:-40], "is no JSON of nvbandwidth, or cut off"),
+        (as_json()[:-40], "is not JSON of nvbandwidth, or is cut off"),
         (as_json(sum_of_all=221.2), "host_to_device_memcpy_ce.sum = 221.2: its rates add up to 110.60"),
         (as_json(unit="MB/s"), r"not in \(GB/s\)"),
         (as_json().replace("55.2", "nan"), "rate nan must be a positive number"),
         ('{"nvbandwidth": {"error": "no device"}}', "ended with an error: no device"),
-        ("{}", "is no JSON of nvbandwidth"),
+        ("{}", "is not JSON of nvbandwidth"),
     ],
 )
 def test_broken_json(tmp_path, text, why):

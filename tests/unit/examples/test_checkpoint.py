@@ -66,7 +66,7 @@ def flip(path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (flip, r"^\S+rank_00000.pt: --load: is damaged: its SHA-256 is not that with which it was"),
+        (flip, r"^\S+rank_00000.pt: --load: is damaged: its SHA-256 is not the one that was"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1000]), r"rank_00000.pt: --load: is damaged"),
         (lambda path: flip(path.with_suffix(".model_0.pt")), r"rank_00000.model_0.pt: --load: is damaged"),
         (lambda path: path.unlink(), r"rank_00000.pt: --load: cannot be read: rank_00000.pt: No such file"),
@@ -99,7 +99,7 @@ def test_a_crafted_file_runs_no_code(saved):
     for write in (lambda: torch.save(Crafted(trace), path), lambda: path.write_bytes(pickle.dumps(Crafted(trace)))):
         write()
         path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
-        with pytest.raises(InputError, match="is no checkpoint of this example"):
+        with pytest.raises(InputError, match="is not a checkpoint of this example"):
             checkpoint.load(saved, model(0.0), OPTIMIZER)
         assert not trace.exists()
 
@@ -109,7 +109,7 @@ def test_a_made_up_file_with_its_digest_is_refused(saved, data):
     path = rank_file(saved)
     path.write_bytes(data)
     path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
-    with pytest.raises(InputError, match="rank_00000.pt: --load: is no checkpoint of this example: "):
+    with pytest.raises(InputError, match="rank_00000.pt: --load: is not a checkpoint of this example: "):
         checkpoint.load(saved, model(0.0), OPTIMIZER)
 
 

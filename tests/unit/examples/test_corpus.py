@@ -33,12 +33,12 @@ def test_documents_of_a_whole_index(tmp_path):
         ({"header": b"MMIDIDY\x00\x00"}, "is no index"),
         ({"version": 2}, "another version"),
         ({"code": 77}, "another version"),
-        ({"lengths": [80, 91]}, "not that of the tokens beside it, which are 340 bytes"),
-        ({"lengths": [80, -90]}, "its documents are not its sequences"),
+        ({"lengths": [80, 91]}, "does not belong to the tokens next to it, which have 340 bytes"),
+        ({"lengths": [80, -90]}, "its documents do not match its sequences"),
         ({"offset": -160}, "not that of the tokens"),
-        ({"first": (0, 1, 3)}, "its documents are not its sequences"),
-        ({"first": (0, 3, 2)}, "its documents are not its sequences"),
-        ({"first": ()}, "its documents are not its sequences"),
+        ({"first": (0, 1, 3)}, "its documents do not match its sequences"),
+        ({"first": (0, 3, 2)}, "its documents do not match its sequences"),
+        ({"first": ()}, "its documents do not match its sequences"),
     ],
 )
 def test_a_damaged_index_is_named(tmp_path, damage, said):

@@ -18,7 +18,7 @@ def test_a_file_of_another_kind_is_named_with_the_kind_that_was_expected(tmp_pat
     path = tmp_path / "w.json"
     path.write_text('{"schema_version": 2, "kind": "workload"}')
     with pytest.raises(
-        InputError, match=r"w.json: kind = 'workload': is not what was expected here: a file of kind 'cost_table'"
+        InputError, match=r"w.json: kind = 'workload': expected a file of kind 'cost_table'"
     ):
         json_files.load(path, CostTable)
     path.write_text('{"schema_version": 2, "kind": "cost_table"}')
@@ -37,7 +37,7 @@ def importers_read(path):
 def test_only_files_are_replaced(tmp_path, act):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(InputError, match="pipe: cannot be written: is no regular file"):
+    with pytest.raises(InputError, match="pipe: cannot be written: is not a regular file"):
         act(pipe)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     with pytest.raises(InputError, match="cannot be written: is a directory"):
@@ -57,7 +57,7 @@ def test_only_files_are_read(tmp_path, read):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path in (pipe, "/dev/zero"):
-        with pytest.raises(InputError, match=f"{path}: cannot be read: is no regular file"):
+        with pytest.raises(InputError, match=f"{path}: cannot be read: is not a regular file"):
             read(path)
     with pytest.raises(InputError, match="cannot be read: is a directory"):
         read(tmp_path)
@@ -68,7 +68,7 @@ def test_what_calls_itself_a_file_and_gives_nothing_is_not_waited_for(tmp_path, 
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
     monkeypatch.setattr("stat.S_ISREG", lambda mode: True)
-    with pytest.raises(InputError, match="pipe: cannot be read: has no end"):
+    with pytest.raises(InputError, match="pipe: cannot be read: the file has no end"):
         json_files.read_bytes(tmp_path / "pipe")
     os.close(writer)
 
@@ -101,7 +101,7 @@ def test_looking_whether_a_place_can_be_written_changes_nothing(tmp_path):
 def test_a_special_file_as_a_link_is_left_alone(tmp_path):
     link = tmp_path / "null.json"
     link.symlink_to("/dev/null")
-    with pytest.raises(InputError, match="is no regular file"):
+    with pytest.raises(InputError, match="is not a regular file"):
         json_files.save(link, {})
     assert link.is_symlink()
 

@@ -90,8 +90,8 @@ REFUSED = {
     "beside, describe": (["describe", "--out", "OUT", "--num-layers", "8"], "arguments say --num-layers 4"),
     "beside, plan": (["plan", "--out", "OUT", "--cost-table", "T", "--hidden-size", "8"], "say --hidden-size 64"),
     "short form": (["measure", "--out", "OUT", "--pp", "4"], "--pipeline-model-parallel-size = '4'"),
-    "unknown, prepare": (["prepare", "--out", "OUT", "--secnds", "3"], "--secnds: is no option of prepare"),
-    "unknown, measure": (["measure", "--out", "OUT", "--zero-stages", "3"], "--zero-stages: is no option of measure"),
+    "unknown, prepare": (["prepare", "--out", "OUT", "--secnds", "3"], "--secnds: is not an option of prepare"),
+    "unknown, measure": (["measure", "--out", "OUT", "--zero-stages", "3"], "is not an option of measure"),
     "policy of plan": (["plan", "--out", "OUT", "--cost-table", "T", "--policy", "best"], "best"),
 }
 
@@ -133,7 +133,7 @@ def test_fit_takes_a_whole_command_line_without_megatron(capsys, monkeypatch):
     others = "--tokenizer-type NullTokenizer --vocab-size 1023 --mock-data --an-option-of-a-fork 3"
     command = ["fit", "--hardware", "h100-rdma", "--fix", "all", "--json", "--", *ARGUMENTS, *others.split()]
     assert cli.main(command) == 0, capsys.readouterr().err
-    assert "passed over: --an-option-of-a-fork" in capsys.readouterr().err
+    assert "ignored: --an-option-of-a-fork" in capsys.readouterr().err
     assert cli.main([*command, "--hidden-sice", "64"]) == 2
     assert "did you mean --hidden-size?" in capsys.readouterr().err
 
@@ -151,7 +151,7 @@ def test_run_on_cpu_says_at_once_what_every_rank_would_say_later(tmp_path, capsy
     assert capsys.readouterr().err == "megatron-ext: --nproc = 4: the schedule is for 8 ranks\n"
     option = "--pipeline-model-parallel-size"
     assert cli.main([*command, option, "4"]) == 2
-    said = f"parallel.pipeline_model_parallel_size = 2: by the script's arguments it is 4 ({option})\n"
+    said = f"parallel.pipeline_model_parallel_size = 2: the script's arguments say 4 ({option})\n"
     assert capsys.readouterr().err.endswith(f"s.json: {said}")
 
 
@@ -166,7 +166,7 @@ def test_plan_takes_a_workload_or_the_scripts_arguments(tmp_path, capsys):
     assert cli.main(start) == 2
     assert cli.main([*start, "--workload", "w.json", "--checkout", str(tmp_path)]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "--workload: is needed" in said[0] and "give one" in said[1]
+    assert "--workload: is required" in said[0] and "give one" in said[1]
 
 
 def test_run_on_cpu_asks_for_what_it_can_run(tmp_path, capsys):

@@ -73,7 +73,7 @@ def test_tables_say_that_links_are_emulated(rates):
     assert "caution" not in machine.environment()["hardware"]
     rates("network_mb=250,host_link_mb=120.5")
     said = machine.environment()["hardware"]["caution"]
-    assert said.startswith("EMULATED links: network 250 MB/s, host link 120.5 MB/s: neither measured")
+    assert said.startswith("EMULATED links: network 250 MB/s, host link 120.5 MB/s: measured and simulated")
     rates("drive_mb=fast")
     with pytest.raises(InputError, match="drive_mb"):
         slow_links.rates()

@@ -48,7 +48,7 @@ def test_a_batch_that_is_decreased_grows_in_fewer_numbers():
     assert numbers_of_run(args) == by_megatron(args) == (1, 2, 3, 4, 5, 6, 7, 8)
     args.decrease_batch_size_if_needed = False
     with pytest.raises(
-        InputError, match="--rampup-batch-size = '6 2 1000': reaches a batch of 6, which is no multiple"
+        InputError, match="--rampup-batch-size = '6 2 1000': reaches a batch of 6, which is not a multiple"
     ):
         numbers_of_run(args)
 
@@ -73,7 +73,7 @@ def test_steps_are_at_tokens_as_later_releases_read_them():
         ({"rampup_batch_size": [1, 1, 100], "global_batch_size": 4096, "micro_batch_size": 1, "data_parallel_size": 1},
          "at most 256 can be planned"),
         ({"step_batch_size_schedule": "8:8"}, "--step-batch-size-schedule = '?8:8'?: expected a first entry at 0"),
-        ({"step_batch_size_schedule": "0:8 12"}, "expected TOKENS:BATCH_SIZE"),
+        ({"step_batch_size_schedule": "0:8 12"}, "expected entries TOKENS:BATCH_SIZE"),
         ({"step_batch_size_schedule": "0:-8"}, "positive batch sizes"),
     ],
 )  # fmt: skip

@@ -30,5 +30,5 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "23")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),7")
-    with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have as many"):
+    with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have the same number"):
         ranks_on_this_node()
