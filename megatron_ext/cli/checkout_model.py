@@ -50,7 +50,7 @@ def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
     elif entry is not None:
         raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     elif importlib.util.find_spec("megatron") is None:
-        raise InputError("is required to measure layers, because Megatron is not installed", field="--checkout")
+        raise InputError("is needed to measure layers, because Megatron is not installed", field="--checkout")
 
 
 def refuse_script(script: ScriptArguments, verb: str) -> None:

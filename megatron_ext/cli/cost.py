@@ -142,7 +142,7 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the cost table is written.")
-@click.option("--seq-length", type=click.IntRange(1), help="Required, here or after --.")
+@click.option("--seq-length", type=click.IntRange(1), help="Needed, here or after --.")
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--sequence-parallel", is_flag=True)
 @click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
@@ -168,7 +168,7 @@ def cost_estimate(
     if megatron_options:
         batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
     elif sizes["seq_length"] is None:
-        raise InputError("is required, here or after --", field="--seq-length")
+        raise InputError("is needed, here or after --", field="--seq-length")
     else:
         sizes["recompute_modules"] = tuple(sizes["recompute_modules"].split(","))
         batch = MicroBatch(**sizes, recompute=recompute_granularity)

@@ -13,7 +13,7 @@ def _refuse_sources(path: str | None, checkout: str | None, entry: str | None, s
     """Require one source of the workload: a file, or a checkout's script. InputError names what is missing or too
     much."""
     if path is None and not checkout:
-        raise InputError("is required, or --checkout DIR with the script's arguments after --", field="--workload")
+        raise InputError("is needed, or --checkout DIR with the script's arguments after --", field="--workload")
     if path is not None and (checkout or entry or script_arguments):
         raise InputError(
             "cannot be combined with --checkout and the script's arguments; give one", field="--workload", value=path

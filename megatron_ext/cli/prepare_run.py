@@ -203,7 +203,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
     from megatron_ext.planner.fit.request import Request, ready
 
     if hardware is None:
-        raise InputError("is required with --fit", field="--hardware")
+        raise InputError("is needed with --fit", field="--hardware")
     world = script_arguments.read(words, verb="prepare").world_size()
     nodes = -(-world // hardware_sheet.load(hardware).gpus_per_node)
     more = {"hardware": hardware, "fixed": fixed_names(fixed), "nodes": nodes, "world_size": world}

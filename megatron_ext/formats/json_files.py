@@ -88,9 +88,7 @@ def decode(data: bytes, kind: type[T], *, file) -> T:
         field = where.rstrip("`").removeprefix("$").lstrip(".") or None
         value = _value_at(data, field)
         if field == "kind" and isinstance(value, str):
-            raise InputError(
-                f"expected a file of kind {_kind_of(kind)}", file=file, field=field, value=value
-            ) from None
+            raise InputError(f"expected a file of kind {_kind_of(kind)}", file=file, field=field, value=value) from None
         message = message[0].lower() + message[1:]
         choices = _choices_at(kind, field) if message.startswith("invalid enum value") else []
         if choices:

@@ -46,4 +46,4 @@ def test_the_winner_is_what_is_prepared(seen, tmp_path):
 
 def test_without_a_machine_it_is_refused(seen, tmp_path, capsys):
     assert main(["prepare", "--fit", "--checkout", "x", "--out", str(tmp_path / "run"), "--", *SCRIPT]) == 2
-    assert "--hardware: is required with --fit" in capsys.readouterr().err and not seen
+    assert "--hardware: is needed with --fit" in capsys.readouterr().err and not seen

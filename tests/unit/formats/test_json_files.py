@@ -17,9 +17,7 @@ from megatron_ext.workload.workload import Workload
 def test_a_file_of_another_kind_is_named_with_the_kind_that_was_expected(tmp_path):
     path = tmp_path / "w.json"
     path.write_text('{"schema_version": 2, "kind": "workload"}')
-    with pytest.raises(
-        InputError, match=r"w.json: kind = 'workload': expected a file of kind 'cost_table'"
-    ):
+    with pytest.raises(InputError, match=r"w.json: kind = 'workload': expected a file of kind 'cost_table'"):
         json_files.load(path, CostTable)
     path.write_text('{"schema_version": 2, "kind": "cost_table"}')
     with pytest.raises(InputError, match="a file of kind 'workload'"):

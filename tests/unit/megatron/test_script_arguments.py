@@ -166,7 +166,7 @@ def test_plan_takes_a_workload_or_the_scripts_arguments(tmp_path, capsys):
     assert cli.main(start) == 2
     assert cli.main([*start, "--workload", "w.json", "--checkout", str(tmp_path)]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "--workload: is required" in said[0] and "give one" in said[1]
+    assert "--workload: is needed" in said[0] and "give one" in said[1]
 
 
 def test_run_on_cpu_asks_for_what_it_can_run(tmp_path, capsys):
