@@ -9,7 +9,7 @@ import click
 from megatron_ext.cli import hidden_devices
 from megatron_ext.formats.errors import InputError
 
-ALLOW = "allow it by --allow-differences"
+ALLOW = "allow it with --allow-differences"
 
 
 class TableUse(NamedTuple):

@@ -129,7 +129,7 @@ class _Estimates:
     def __init__(self, sheet: HardwareSheet, workload: Workload, batch: MicroBatch, dtype: str):
         if dtype not in sheet.device.flop_per_s:
             known = ", ".join(sheet.device.flop_per_s)
-            raise InputError(f"{sheet.title} gives no FLOP/s for it; known: {known}", field="dtype", value=dtype)
+            raise InputError(f"{sheet.title} has no FLOP/s for this dtype; known: {known}", field="dtype", value=dtype)
         self.workload, self.batch, self.device = workload, batch, sheet.device
         self.links = Links(sheet, workload.parallel)
         self._item, self._layer_launch_us = ITEM_BYTES[dtype], sheet.host.layer_us.value

@@ -236,7 +236,7 @@ def _check(sheet: HardwareSheet, path) -> HardwareSheet:
         if field.endswith("efficiency") and high > 1:
             checker.refuse("must not be above 1", f"{field}.high", high)
         if not figure.source.strip():
-            checker.refuse("says nothing", f"{field}.source", figure.source)
+            checker.refuse("must not be empty", f"{field}.source", figure.source)
     pcie, rate = sheet.host_link.pcie, sheet.host_link.bytes_per_s.value
     if pcie is not None and not 0.95 <= pcie.bytes_per_s / rate <= 1.05:
         checker.refuse(

@@ -54,7 +54,7 @@ def read(path) -> CostTable:
     text = "\n".join(log.lines).strip()
     tests, found, devices, versions, size = _of_json(path, text) if text.startswith("{") else _of_text(log)
     if not any(name in tests for name in TO_DEVICE + TO_HOST):
-        found = f"holds {', '.join(found)} and no" if found else "no nvbandwidth results: it holds no finished"
+        found = f"holds {', '.join(found)} but no" if found else "no nvbandwidth results: it holds no finished"
         tests_to_run = f"{TO_DEVICE[1]} {TO_HOST[1]} {PAIRS[0][2]}"
         why = f"{found} copy of host memory with the copy engine; run `nvbandwidth -t {tests_to_run}`"
         raise InputError(why, file=path)

@@ -17,6 +17,6 @@ RANKS_PER_DEVICE = "ranks_per_device"
 def shared_device(ranks: object) -> str:
     """The caution for figures that were measured with ``ranks`` ranks on one device."""
     return (
-        f"measured on a shared device ({ranks} ranks on one): figures are not those of a rank with a device of its own"
-        ", and compute includes that of the others"
+        f"measured on a shared device ({ranks} ranks on one): a rank with its own device has other figures, and "
+        "compute includes that of the other ranks"
     )

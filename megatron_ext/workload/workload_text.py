@@ -22,7 +22,7 @@ def text(workload: Workload, path) -> str:
     sizes += f" in {p.instances} instances of the optimizer" * (p.instances > 1)
     if workload.experts is not None:
         sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
-    ramp = f", before it {', '.join(map(str, workload.ramp))}" if workload.ramp else ""
+    ramp = f" (before: {', '.join(map(str, workload.ramp))})" if workload.ramp else ""
     held = f"{figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} chunks"
     held += f" of one of {p.tensor_model_parallel_size} tensor-parallel ranks" * (p.tensor_model_parallel_size > 1)
     run = f"{sizes}, {p.num_microbatches} micro-batches{ramp}, {p.order}, zero stage {workload.zero_stage}"

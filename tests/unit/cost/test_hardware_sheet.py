@@ -164,7 +164,7 @@ def test_an_unknown_name_lists_the_known_ones():
         ("device.memory_bytes.value", -1, "device.memory_bytes"),
         ("device.flop_efficiency.high", 1.2, "device.flop_efficiency.high = 1.2: must not be above 1"),
         ("nvlink.efficiency.low", 0.85, "nvlink.efficiency.value = 0.8: is not between low and high"),
-        ("nvlink.hop_us.source", " ", "nvlink.hop_us.source = ' ': says nothing"),
+        ("nvlink.hop_us.source", " ", "nvlink.hop_us.source = ' ': must not be empty"),
         ("nvlink.hop_us.origin", "guessed", "nvlink.hop_us.origin = 'guessed': expected 'assumed'"),
         ("host.cores.value", 0, "host.cores"),
         ("host.adam_efficiency.high", 1.5, "host.adam_efficiency.high = 1.5: must not be above 1"),
