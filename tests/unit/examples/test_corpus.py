@@ -35,7 +35,7 @@ def test_documents_of_a_whole_index(tmp_path):
         ({"code": 77}, "another version"),
         ({"lengths": [80, 91]}, "does not belong to the tokens next to it, which have 340 bytes"),
         ({"lengths": [80, -90]}, "its documents do not match its sequences"),
-        ({"offset": -160}, "not that of the tokens"),
+        ({"offset": -160}, "does not belong to the tokens"),
         ({"first": (0, 1, 3)}, "its documents do not match its sequences"),
         ({"first": (0, 3, 2)}, "its documents do not match its sequences"),
         ({"first": ()}, "its documents do not match its sequences"),
