@@ -30,7 +30,7 @@ def test_documents_of_a_whole_index(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        ({"header": b"MMIDIDY\x00\x00"}, "is no index"),
+        ({"header": b"MMIDIDY\x00\x00"}, "is not an index"),
         ({"version": 2}, "another version"),
         ({"code": 77}, "another version"),
         ({"lengths": [80, 91]}, "does not belong to the tokens next to it, which have 340 bytes"),
