@@ -1,4 +1,4 @@
-"""torch.cuda answers for the CPU: devices, streams, memory and random numbers, and tensors that say they are on one."""
+"""Make torch.cuda work on the CPU: devices, streams, memory, random numbers, and tensors that report a CUDA device."""
 
 # Functions of torch are replaced here on purpose.
 # pyright: reportAttributeAccessIssue=false
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def install() -> None:
-    """Replace them, for as long as the process lives."""
+    """Replace these functions of torch, until the process ends."""
     _compile_nothing()
     _replace_cuda_functions()
     _replace_tensor_methods()
@@ -21,7 +21,7 @@ def install() -> None:
 
 
 def _to_cpu(device):
-    """The CPU, if ``device`` is one of CUDA in any of the forms torch takes."""
+    """The CPU if ``device`` is a CUDA device in any form that torch accepts, otherwise ``device``."""
     if isinstance(device, int) and not isinstance(device, bool):
         return "cpu"
     if isinstance(device, torch.device) and device.type == "cuda":
@@ -30,7 +30,7 @@ def _to_cpu(device):
 
 
 class _OnCpu(TorchFunctionMode):
-    """Every torch function that is handed a CUDA device gets the CPU."""
+    """Replaces a CUDA device by the CPU in the arguments of every torch function."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -45,9 +45,9 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _stay_on_cpu_in_backward() -> None:
-    """torch takes the mode off while it calls backward; what backward calls makes tensors, too."""
+    """Keep the mode on in backward: torch takes it off there, but functions that backward calls also make tensors."""
     run_backward = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    if run_backward is None:  # a torch that calls it otherwise
+    if run_backward is None:  # this release of torch calls backward in another way
         return
 
     def run_backward_on_cpu(*args, **kwargs):
@@ -58,7 +58,7 @@ def _stay_on_cpu_in_backward() -> None:
 
 
 class _Stream:
-    """A stream or an event of the CPU: all that was issued is done."""
+    """A stream or an event of the CPU, on which all issued work is already done."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -89,9 +89,9 @@ _MEMORY_KEYS = tuple(
 
 
 def _compile_nothing() -> None:
-    """Compiling the small functions takes longer than running them.
+    """Turn ``torch.compile`` off: compiling Megatron's small functions takes longer than running them.
 
-    Importing the compiler takes longer than importing Megatron, and ``torch.compile`` imports it in any case.
+    Importing the compiler takes longer than importing Megatron, and ``torch.compile`` always imports it.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch.compile = lambda model=None, **options: (lambda model: model) if model is None else model
@@ -107,16 +107,16 @@ def _replace_cuda_functions() -> None:
         "set_device synchronize empty_cache ipc_collect set_stream _lazy_init init "
         "reset_peak_memory_stats reset_max_memory_allocated"
     ).split():
-        # One function each: torch.compile's tables take the same function twice for an error.
+        # One function for each name: torch.compile's tables treat a function that occurs twice as an error.
         setattr(cuda, name, lambda *args, **kwargs: None)
     for name in "memory_allocated max_memory_allocated memory_reserved max_memory_reserved".split():
         setattr(cuda, name, lambda device=None: 0)
-    # A build for CUDA without a driver takes torch.cuda's word that there is a device, and fails where it asks for it.
+    # A CUDA build of torch without a driver would now believe that there is a device, and fail when it asks for it.
     torch.accelerator.current_accelerator = lambda check_available=False: None
     torch.accelerator.is_available = lambda: False
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_available.of_the_processor = True
-    # Megatron skips its own set-up, silently, where this is 0.
+    # Megatron silently skips its own set-up if this is 0.
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda.current_device = lambda: 0
     cuda.memory_stats = lambda device=None: dict.fromkeys(_MEMORY_KEYS, 0)
@@ -130,7 +130,7 @@ def _replace_cuda_functions() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: stream
     cuda.stream = cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
     cuda._lazy_call = lambda callable, **kwargs: callable()
-    for module in (cuda.memory, cuda.random):  # they have it by its name
+    for module in (cuda.memory, cuda.random):  # these modules have imported it by name
         if hasattr(module, "_lazy_init"):
             module._lazy_init = cuda._lazy_init
     cuda.nvtx.range_push = lambda message: None
@@ -155,7 +155,7 @@ def _replace_tensor_methods() -> None:
     def type_of(self, *args, **kwargs):
         # Megatron sorts parameters by the names of the CUDA tensor types.
         found = name_type(self, *args, **kwargs)
-        # Under a function mode torch looks the method up again by name and finds this one.
+        # Under a function mode torch looks the method up again by name and calls this function.
         if isinstance(found, str) and not found.startswith("torch.cuda."):
             found = found.replace("torch.", "torch.cuda.", 1)
         return found

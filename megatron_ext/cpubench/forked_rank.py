@@ -1,9 +1,9 @@
-"""Ranks that are forks of the launcher, which has imported what all of them need.
+"""Ranks that are forks of the launcher, which has imported the modules that all of them need.
 
-Importing torch and megatron-core takes 4 s of processor time: four ranks on two processors took 10 s to start. A forked
-rank finds the modules imported and runs the script from there, as ``python SCRIPT`` would.
+Importing torch and megatron-core takes 4 s of processor time: four ranks on two processors took 10 s to start. In a
+forked rank the modules are already imported; it then runs the script as ``python SCRIPT`` would.
 
-Only on the CPU, because CUDA does not survive a fork, and only for scripts whose import starts no thread.
+This works only on the CPU, because CUDA does not survive a fork, and only for scripts whose import starts no thread.
 """
 
 import atexit
@@ -25,46 +25,46 @@ from megatron_ext.cpubench import allocator
 
 
 def restart_with(environment: dict[str, str]) -> None:
-    """Start this program anew where ``environment`` has a variable that is not set: the C library and OpenMP read
-    theirs once, before Python runs. Does not return then."""
+    """Start this program again if ``environment`` has a variable that is not set, because the C library and OpenMP read
+    their variables once, before Python runs. In this case the call does not return."""
     missing = {name: value for name, value in environment.items() if name not in os.environ}
     if missing:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **missing})
 
 
 def import_for_forks(module: str) -> None:
-    """Import ``module``, and what training imports later; collections in forks do not look at it."""
+    """Import ``module`` and what training imports later. Garbage collections in forks skip these objects."""
     importlib.import_module(module)
     if "megatron.core" in sys.modules:
         with contextlib.suppress(ImportError):
-            importlib.import_module("torch._dynamo")  # as torch does when the first optimizer is made: half a second
+            importlib.import_module("torch._dynamo")  # takes half a second, when the first optimizer is made
     gc.freeze()
 
 
 def import_script(script: str) -> bool:
-    """Import ``script`` as a module, for what it imports itself.
+    """Import ``script`` as a module, so that the modules that it imports are loaded.
 
     Returns:
-        Whether forked ranks gain anything: not on a machine with a CUDA device, and not where the script cannot be
-        imported or has started a thread. Every rank then starts by itself and says what is wrong.
+        Whether ranks can be forked: not on a machine with a CUDA device, and not if the script cannot be imported or
+        has started a thread. Every rank then starts as a process of its own and reports what is wrong.
     """
     if not allocator.environment():
         return False
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         import_for_forks(Path(script).stem)
-    except BaseException:  # SystemExit too: the ranks end as they would without this
+    except BaseException:  # including SystemExit: the ranks then end as they would without this import
         return False
     return threading.active_count() == 1
 
 
 class ForkedRank:
-    """One forked rank, with what the launcher uses of :class:`subprocess.Popen`.
+    """One forked rank, with those methods of :class:`subprocess.Popen` that the launcher uses.
 
     Args:
         script: path of the script; its directory is the first on ``sys.path``.
-        arguments: its arguments.
-        environment: variables of this rank besides those of this process.
+        arguments: arguments of the script.
+        environment: variables of this rank in addition to those of this process.
         begin: called first in the rank.
     """
 
@@ -85,7 +85,7 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, once there is one.
+        """Wait for the end of the rank and return its exit code.
 
         Raises:
             subprocess.TimeoutExpired: the rank still runs after ``timeout`` seconds.
@@ -107,7 +107,7 @@ class ForkedRank:
 
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], begin: Callable[[], None]) -> None:
-    """In the rank: run the script and leave without returning to the launcher's code."""
+    """In the rank: run the script and end the process without returning to the launcher's code."""
 
     def program() -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -123,8 +123,8 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], begin: 
 
 
 def run_and_leave(program: Callable[[], None]) -> NoReturn:
-    """Call ``program`` and end this process, a fork, as Python ends after a script: with its exit code, its error
-    reported and its exit functions called."""
+    """Call ``program`` and end this process, which is a fork, as Python ends after a script: report the error, call
+    exit functions, and leave with the script's exit code."""
     code: int | str | None = 1
     try:
         program()

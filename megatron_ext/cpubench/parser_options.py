@@ -1,6 +1,6 @@
-"""Options of Megatron that training without a GPU needs and that change no parameter: the parser is given them.
+"""Options of Megatron that training without a GPU needs and that change no parameter. They are added for the parser.
 
-``--transformer-impl local`` is not among them: it names the parameters, and the user says so.
+``--transformer-impl local`` is not added: it changes the names of parameters, so the user has to give it.
 """
 
 import argparse
@@ -13,11 +13,12 @@ KERNELS: list[str] = list(
     --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
 """.split()
 )
-"""Megatron refuses to start without them where its kernels are absent."""
+"""Without these options Megatron refuses to start if its kernels are absent."""
 
 
 def add_to_parsers(extra: list[str], check: Callable[[argparse.Namespace], None] | None = None) -> None:
-    """Let every argparse parser read those of ``extra`` that it knows behind the user's, and ``check`` the result."""
+    """Let every argparse parser read, after the user's options, those of ``extra`` that it knows, and ``check`` the
+    result."""
     parse_args = argparse.ArgumentParser.parse_args
 
     def parse(self, args=None, namespace=None):
@@ -32,5 +33,5 @@ def add_to_parsers(extra: list[str], check: Callable[[argparse.Namespace], None]
 
 
 def without_a_gpu() -> None:
-    """Let Megatron's parser take what a run on the CPU needs."""
+    """Let Megatron's parser read the options that a run on the CPU needs."""
     add_to_parsers([*KERNELS, "--distributed-backend=gloo"])

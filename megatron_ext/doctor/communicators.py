@@ -1,9 +1,9 @@
-"""Collectives of two communicators in flight at once, issued as a run issues them: do they end, and hold the right
-bytes, whatever ranks do in between?
+"""Collectives of two communicators in flight at once, issued as a run issues them: do they end with the right bytes
+when ranks issue them at different times?
 
 On a GPU the training thread issues all of a run's collectives, in one order on all ranks; see [Note: One order over all
-communicators] in routes/__init__.py. Ranks are held up here by different times. Collectives that ranks order
-differently never end; the doctor then gives up and says so. Not yet run on a GPU.
+communicators] in routes/__init__.py. This check delays each rank by a different time. Collectives that ranks issue in
+different orders never end; the doctor then gives up and reports it. Not yet run on a GPU.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ NAME = "communicators"
 ROUNDS = 20
 LATE_SECONDS = 0.005
 ELEMENTS = 1 << 16
-"""Of one rank's shard."""
+"""Elements of one rank's shard."""
 
 
 def check(place: Place, fabric: Fabric) -> list[Finding]:
-    """All-gathers by two communicators, late now on this rank, now on that. Collective."""
+    """All-gathers by two communicators, delayed on one rank after the other. Collective."""
     if place.world_size == 1:
         return [not_tried(NAME, "one rank gathers from nobody")]
     wrong = _wrong(place, fabric)
@@ -38,7 +38,7 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
 
 
 def _wrong(place: Place, fabric: Fabric) -> int:
-    """How many of :data:`ROUNDS` all-gathers by each communicator, in turn, hold wrong bytes."""
+    """The number of all-gathers with wrong bytes, of :data:`ROUNDS` by each communicator in turn."""
     groups = fabric.data, fabric.data_busy
     streams = [torch.cuda.Stream(place.device) if place.on_cuda else None for _ in groups]
     wholes = []

@@ -1,4 +1,4 @@
-"""Reads from a drive past the page cache (O_DIRECT), as the route ``nvme`` does them."""
+"""Reads from a drive that bypass the page cache (O_DIRECT), as those of the route ``nvme`` do."""
 
 import mmap
 import time
@@ -19,7 +19,7 @@ BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 16
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
-    """Write a file without a name to the drive, read it back, and say how fast. Collective."""
+    """Write an unnamed file to the drive, read it back, and report the rate. Collective."""
     if options.nvme is None:
         return [not_tried(NAME, "no directory on a drive is given", "give --nvme DIR to check the route nvme")]
     kind = filesystem(options.nvme)
@@ -40,7 +40,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
 
 
 def _read(directory: str, size: int) -> tuple[bool, float]:
-    """Whether reads pass by the page cache, and the seconds that reading takes."""
+    """Whether reads bypass the page cache, and the seconds that reading takes."""
     file = open_filled(directory, size, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
     try:
         memory = memoryview(mmap.mmap(-1, size))

@@ -1,4 +1,4 @@
-"""What the doctor found: one finding a check, the report that holds them, and the table that people read."""
+"""What the doctor found: one finding per check, the report that holds them, and the table that people read."""
 
 from collections import Counter
 from typing import Literal
@@ -17,10 +17,10 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """The result of one check.
 
     Attributes:
-        check: what was looked at.
-        found: what was seen, in one line.
-        advice: what to do; empty where nothing is to be done.
-        figures: measured values, units in their names.
+        check: what was checked.
+        found: the result, in one line.
+        advice: what to do; empty if nothing has to be done.
+        figures: measured values, with units in their names.
     """
 
     check: str
@@ -34,9 +34,9 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """All findings of one run; written to a file that can be attached to an issue.
 
     Attributes:
-        version: of megatron-ext.
-        ranks, nodes: processes that took part, and nodes that they ran on.
-        machine: hardware and software of the first node, as a cost table's metadata has them.
+        version: the version of megatron-ext.
+        ranks, nodes: the number of processes that took part, and of nodes that they ran on.
+        machine: hardware and software of the first node, in the form of a cost table's metadata.
     """
 
     schema_version: int
@@ -55,7 +55,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 def save(path, report: Report) -> None:
-    """Write a report. Raises InputError where ``path`` cannot be written."""
+    """Write a report. Raises InputError if ``path`` cannot be written."""
     json_files.save(path, report, indent=1)
 
 
@@ -65,12 +65,15 @@ def load(path) -> Report:
 
 
 DID_NOT_END, NOT_REACHED = "did not end", "not reached"
-"""What a report says of the check that is being made, and of those behind it, while nothing better is known."""
+"""The result of the check that is being made, and of the checks after it, until their own results are known."""
 
 
 def left_of(report: Report) -> tuple[tuple[Finding, ...], str | None, tuple[str, ...]]:
-    """Of a report whose processes have ended: what was found, the check in which they ended or None, and the checks
-    that are left."""
+    """What the processes that wrote ``report`` left undone, once they have ended.
+
+    Returns:
+        The findings so far, the check in which the processes ended or None, and the checks that are left.
+    """
     left = tuple(one.check for one in report.findings if one.found == NOT_REACHED)
     found = report.findings[: len(report.findings) - len(left)]
     if found and found[-1].found == DID_NOT_END:
@@ -97,12 +100,12 @@ def not_tried(check: str, why: str, advice: str = "", figures: Figures = None) -
 
 
 def not_reached(check: str) -> Finding:
-    """A finding of a check to which the processes have not come."""
+    """A finding of a check that the processes have not reached."""
     return not_tried(check, NOT_REACHED)
 
 
 def no_time(check: str, seconds: float) -> Finding:
-    """A finding of a check for which no time was left of ``seconds``."""
+    """A finding of a check for which none of the ``seconds`` for all checks were left."""
     return not_tried(check, f"the {seconds:.0f} s for all checks were over", "--seconds gives more")
 
 
@@ -110,8 +113,8 @@ SEVERITY: tuple[Status, ...] = ("pass", "could not try", "fail")
 
 
 def merged(of_ranks: list[list[Finding]]) -> list[Finding]:
-    """One finding a check out of those of all ranks: the worst, with the number of ranks that have it where it is not
-    all of them. Checks keep their order."""
+    """One finding per check from the findings of all ranks: the worst, with the number of ranks that have it unless all
+    of them do. Checks keep their order."""
     names = dict.fromkeys(finding.check for findings in of_ranks for finding in findings)
     return [_worst(name, of_ranks) for name in names]
 
@@ -128,7 +131,7 @@ def _worst(name: str, of_ranks: list[list[Finding]]) -> Finding:
 
 
 def text(report: Report) -> str:
-    """The report for people: a table, what to do, and the sum."""
+    """The report as text: a table, what to do, and a summary."""
     width = max((len(finding.check) for finding in report.findings), default=0)
     lines = [f"{finding.status:<13}  {finding.check:<{width}}  {finding.found}" for finding in report.findings]
     todo = [f"  {finding.check}: {finding.advice}" for finding in report.findings if finding.advice]

@@ -1,4 +1,4 @@
-"""Limits of this node that host copies meet: locked memory, host memory, cgroups, /dev/shm."""
+"""Limits of this node that concern host copies: locked memory, host memory, cgroups, /dev/shm."""
 
 import os
 import resource
@@ -10,13 +10,13 @@ from megatron_ext.runtime import free_host_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 1 << 30
-"""Of /dev/shm, for NCCL and data loaders of several ranks. Docker gives 64 MiB."""
+"""Least size of /dev/shm for NCCL and the data loaders of several ranks. Docker's default is 64 MiB."""
 
 CONTAINER = "in a container: docker run --ipc=host --ulimit memlock=-1"
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
-    """What this node allows, against what the plan needs."""
+    """Compare what this node allows with what the plan needs."""
     return [
         locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], place.on_cuda, options),
         host(free_host_memory.available_bytes(), options),
@@ -25,7 +25,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
 
 
 def locked(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
-    """The limit of locked memory (``ulimit -l``), in bytes; ``resource.RLIM_INFINITY`` is none."""
+    """The limit of locked memory (``ulimit -l``), in bytes; ``resource.RLIM_INFINITY`` means no limit."""
     name = "locked memory"
     if limit == resource.RLIM_INFINITY:
         return passed(name, "no limit")
@@ -41,7 +41,7 @@ def locked(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
 
 
 def host(available: int | None, options: DoctorOptions) -> Finding:
-    """Host memory that this machine, or the cgroup, still has, in bytes."""
+    """Bytes of host memory that are still free in this machine, or in the cgroup."""
     name = "host memory"
     if available is None:
         return not_tried(name, "the system does not say how much is left")
@@ -70,5 +70,5 @@ def shared(place: Path, ranks: int) -> Finding:
 
 
 def mib(size: int) -> str:
-    """Bytes for people."""
+    """``size`` in bytes as readable text."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,10 +1,10 @@
 """Do copies, all-gathers and compute really run at the same time? Measured by the operations that a run issues.
 
 [Note: Overlap]
-Two kinds of work take T1 and T2 alone, and T together. Their overlap is (T1 + T2 - T) / min(T1, T2): 1 where the
-shorter one is hidden, 0 where one comes after the other. Rounds are so many that both take about the same. On a device
-all rounds are issued before the first is waited for, so what the host does is hidden as it is in training.
-With all-gathers not yet run on GPUs.
+Two kinds of work take T1 and T2 alone, and T together. Their overlap is (T1 + T2 - T) / min(T1, T2): 1 if the shorter
+one is hidden, 0 if they run one after the other. The numbers of rounds are chosen so that both take about equally long.
+On a device all rounds are issued before the first is waited for, so the host's work is hidden as it is in training.
+The pairs with all-gathers have not yet run on GPUs.
 """
 
 import os
@@ -31,7 +31,7 @@ MOST_ROUNDS = 2000
 
 
 def overlap_of(first: float, second: float, together: float) -> float:
-    """The share of the shorter of two times that is hidden behind the longer one, see [Note: Overlap]."""
+    """The part of the shorter of two times that is hidden behind the longer one, from 0 to 1; see [Note: Overlap]."""
     return (first + second - together) / min(first, second)
 
 
@@ -39,7 +39,7 @@ def check(place: Place, fabric: Fabric, size_bytes: int) -> list[Finding]:
     """The overlap of every pair of :data:`PAIRS`. Collective.
 
     Args:
-        size_bytes: of one transfer.
+        size_bytes: size of one transfer.
     """
     operations: dict[str, Operation] = {
         kind.name: kind(fabric)
@@ -53,11 +53,11 @@ def check(place: Place, fabric: Fabric, size_bytes: int) -> list[Finding]:
 
 
 class Work:
-    """So many rounds of each operation that all take about as long.
+    """For each operation, a number of rounds for which all operations take about equally long.
 
     Args:
-        operations: by name.
-        seconds: about what each takes.
+        operations: operations by name.
+        seconds: about how long all rounds of one operation take.
     """
 
     def __init__(self, fabric: Fabric, operations: dict[str, Operation], size_bytes: int, seconds: float):
@@ -71,7 +71,7 @@ class Work:
             self.alone[name] = self.time(name)
 
     def time(self, *names: str) -> float:
-        """Seconds until all rounds of ``names`` are done on every rank; the least of a few tries."""
+        """Seconds until all rounds of ``names`` are done on every rank; the minimum of a few tries."""
         return min(self._once(names) for _ in range(REPEATS))
 
     def _once(self, names: tuple[str, ...]) -> float:
@@ -94,7 +94,7 @@ class Work:
 
 
 def pair(place: Place, work: Work, first: str, second: str) -> Finding:
-    """What is found of two kinds of work. Judged where every rank has a device to itself."""
+    """The finding for two kinds of work. It passes or fails only if every rank has a device to itself."""
     name = f"overlap: {LABELS[first]}, {LABELS[second]}"
     if first not in work.operations:
         return not_tried(name, "one rank gathers from nobody")

@@ -1,4 +1,4 @@
-"""Where a rank of the doctor is, and what all its checks are given."""
+"""Where a rank of the doctor runs, and the options that all its checks are given."""
 
 import math
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from megatron_ext.runtime import own_device
 
 
 class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a run of the doctor is asked for.
+    """Options of one run of the doctor.
 
     Attributes:
         out: path of the report.
-        device: ``cpu`` leaves accelerators out even where torch sees them.
-        need_bytes: pinned host bytes that a plan needs on its fullest node; None where no plan is given.
-        need_of: what needs them.
+        device: ``cpu`` ignores accelerators even if torch sees them.
+        need_bytes: pinned host bytes that a plan needs on its fullest node; None if no plan is given.
+        need_of: what needs these bytes.
         nvme: directory on a drive, or None.
-        seconds: for all checks; what has not begun then is not tried.
-        check_seconds: after so long a check counts as hanging, and its processes end.
-        stacks: a folder for the stacks of ranks that hang, where whoever started them goes on with other processes;
-            empty where a launcher did.
-        deadline: by this machine's monotonic clock, when ``seconds`` are over.
-        earlier: what processes before these have found.
-        titles: checks that are left; empty is all.
+        seconds: time for all checks; a check that has not begun by then is not tried.
+        check_seconds: time after which a check counts as hanging, and its processes end.
+        stacks: a folder for the stacks of ranks that hang, if the process that started them can continue with other
+            processes; empty if a launcher started them.
+        deadline: the time on this machine's monotonic clock at which ``seconds`` are over.
+        earlier: findings of the processes before these.
+        titles: checks that are left; empty means all.
     """
 
     out: str
@@ -74,11 +74,11 @@ class Place(NamedTuple):
 
 
 def find_place(use_cuda: bool, ranks_per_node: int) -> Place:
-    """The place of this process, whose default process group is there. Collective.
+    """The place of this process, whose default process group exists already. Collective.
 
     Args:
         use_cuda: every rank has a CUDA device.
-        ranks_per_node: ranks that share a node; neighbours by rank.
+        ranks_per_node: ranks that share a node; their numbers are consecutive.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank = rank % ranks_per_node

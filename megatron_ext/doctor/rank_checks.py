@@ -1,11 +1,11 @@
 """All checks of one rank, in order; rank 0 keeps the report up to date.
 
 [Note: A check that ends the process]
-The report is written before a check begins, with the check in it as one that did not end, and again when it has. So
-whatever happens to the processes, the file says how far they came. A check that hangs is given up after a time, with
-the stacks of all threads, and its processes with it: its collectives cannot be taken back. Whoever started them
-(start_ranks.py) goes on with the checks that are left in other processes, also behind a check that raised an error,
-which a device may answer to whatever is asked of it later.
+The report is written before a check begins, with this check marked as one that did not end, and again when it has
+ended. So whatever happens to the processes, the file says how far they came. A check that hangs is given up after a
+time, and the stacks of all threads are written. Its processes end as well, because its collectives cannot be cancelled.
+start_ranks.py then makes the checks that are left in new processes. It does the same after a check that raised an
+error, because a device may answer every later call with that error.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.objects import gather_objects
 
 TRANSFER_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-"""Of one transfer whose overlap is measured, by kind of device."""
+"""Bytes of one transfer whose overlap is measured, by kind of device."""
 
 CHECKS: dict[str, Callable[["_Checks"], list[Finding]]] = {
     "versions": lambda run: software.check(run.place, run.options),
@@ -67,23 +67,23 @@ CHECKS: dict[str, Callable[["_Checks"], list[Finding]]] = {
         for case in training_check.CASES
     },
 }
-"""By title, in the order in which they are made."""
+"""Checks by title, in the order in which they are made."""
 
 LONGER = dict.fromkeys((case.check for case in training_check.CASES if case.all_on_host), 3.0)
 LONGER |= {training_check.MEGATRON: 3.0}
-"""How many times as long as another check: to import Megatron and Transformer Engine, and to train a large model three
-times."""
+"""How many times as long as other checks these may take: they import Megatron and Transformer Engine, or train a large
+model three times."""
 
 HELD_SECONDS = 2.0
-"""So long after a check was given up the process ends whatever it holds, the interpreter's lock too."""
+"""Seconds after a check was given up until the process ends, even if a thread holds the interpreter's lock."""
 
 
 def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None]) -> Report:
-    """All checks, as one rank of those that a launcher has started. Collective.
+    """Make all checks, as one of the ranks that a launcher has started. Collective.
 
     Args:
         ranks_per_node: ranks that share a node.
-        say: told the part that begins, on rank 0.
+        say: called on rank 0 with the check that begins.
 
     Returns:
         The report; rank 0's is also in ``options.out``.
@@ -106,7 +106,7 @@ class _Checks:
 
     def run(self) -> Report:
         wanted = [title for title in CHECKS if title in (self.options.titles or CHECKS)]
-        if self.options.earlier:  # the time that these processes take to start is not the first check's
+        if self.options.earlier:  # the time that these processes take to start does not count for the first check
             training_check.ready()
         with self._open_stacks() as stacks:
             faulthandler.enable(stacks)
@@ -122,7 +122,7 @@ class _Checks:
         return stacks_of_ranks.path_of(folder, rank).open("w") if folder else tempfile.TemporaryFile("w+")
 
     def _part(self, title: str, later: list[Finding], stacks: IO[str]) -> bool:
-        """Make one check; whether these processes can go on."""
+        """Make one check, and return whether these processes can make more."""
         left = self.options.deadline - time.monotonic()
         if self._agreed(left <= 0):
             self.findings.append(finding.no_time(title, self.options.seconds))
@@ -146,20 +146,20 @@ class _Checks:
         return not (self.options.stacks and any(raised for _, raised in of_ranks))
 
     def _agreed(self, value: bool) -> bool:
-        """Rank 0's ``value``: clocks differ."""
+        """Rank 0's ``value`` on all ranks, because their clocks differ."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.place.everyone)
         return values[0]
 
     def _last_words(self, seconds: float, patience: float, begun: tuple[Finding, ...], stacks: IO[str]) -> None:
-        """Of rank 0, behind its stacks: under a launcher nobody else tells what was found before."""
+        """On rank 0, after its stacks: print the report, because under a launcher no other process does."""
         self.say(f"{begun[0].check}: given up after {seconds:.0f} s")
         report = self._write(given_up(begun[0], seconds, patience, self.options, stacks), *begun[1:])
         if not self.options.stacks:
             self.say(finding.text(report))
 
     def fabric(self) -> Fabric:
-        """What transfers are issued by, made when it is first needed. Collective."""
+        """The fabric that issues transfers, made when it is first needed. Collective."""
         if self._fabric is None:
             place = self.place
             size = 16 * TRANSFER_BYTES[place.device.type]
@@ -190,8 +190,8 @@ class _Checks:
 
 
 def given_up(begun: Finding, seconds: float, patience: float, options: DoctorOptions, stacks: IO[str]) -> Finding:
-    """What is found of a check that has not ended in so many seconds. Where it had less than its ``patience``, because
-    the time of all checks is over, it has not failed; else whoever started the ranks looks at their stacks."""
+    """The finding of a check that has not ended in ``seconds``. If it had less than its ``patience``, because the time
+    for all checks is over, it has not failed; otherwise the process that started the ranks reads their stacks."""
     if seconds < patience:
         return finding.no_time(begun.check, options.seconds)
     if options.stacks:
@@ -203,7 +203,7 @@ def given_up(begun: Finding, seconds: float, patience: float, options: DoctorOpt
 
 @contextlib.contextmanager
 def _given_up_after(seconds: float, stacks: IO[str], last_words: Callable[[], None]) -> Iterator[None]:
-    """End the process where what is inside takes longer, with the stacks of all threads in ``stacks``."""
+    """End the process if the body of this context takes longer, with the stacks of all threads in ``stacks``."""
 
     def give_up() -> None:
         faulthandler.dump_traceback(stacks)

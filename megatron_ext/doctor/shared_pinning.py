@@ -1,4 +1,5 @@
-"""A block of memory that all ranks of a node share: can it be opened, made, page-locked, and how long does it take?"""
+"""A block of memory that all ranks of a node share: can it be opened, filled with pages and page-locked, and how long
+does this take?"""
 
 import contextlib
 import mmap
@@ -23,11 +24,11 @@ PLACES = Path("/proc/self/numa_maps")
 
 SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 ALLOWING = ("always", "within_size", "advise", "force")
-"""Settings of this file with which pages of shared memory that asks for it are large."""
+"""Settings in this file under which shared memory gets large pages if it asks for them."""
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
-    """Share, make and page-lock a block. Collective over the node."""
+    """Share a block, make its pages and page-lock it. Collective over the node."""
     available = free_host_memory.available_bytes()
     size: int = SIZES[place.device.type] if available is None else min(SIZES[place.device.type], available // 4)
     size = min(place.exchange(max(size // mmap.PAGESIZE, 1) * mmap.PAGESIZE))
@@ -64,7 +65,7 @@ def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
     slowest = max(place.exchange(time.monotonic() - start))
     if any(place.exchange(why)):
         return [failed("host pages", f"cannot be made: {why or 'another rank failed'}", "see host memory")]
-    np.frombuffer(block, dtype=np.uint8)[:: mmap.PAGESIZE].max()  # a process's map shows the pages that it has read
+    np.frombuffer(block, dtype=np.uint8)[:: mmap.PAGESIZE].max()  # a process's map shows only pages that it has read
     rate = slowest / (len(block) / 2**30)
     lie = pages_of_nodes(PLACES, "memfd:megatron_ext")
     where = "; ".join(f"node {node}: {count} pages" for node, count in sorted(lie.items())) or "one memory node"
@@ -74,7 +75,7 @@ def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
 
 
 def huge_pages(setting: Path) -> Finding:
-    """Whether shared memory may have large pages: page-locking them takes a small part of what it takes otherwise."""
+    """Whether shared memory may have large pages, which are page-locked in a small part of the time."""
     name = "huge pages"
     try:
         text = setting.read_text().strip()
@@ -88,8 +89,8 @@ def huge_pages(setting: Path) -> Finding:
 
 
 def pages_of_nodes(maps: Path, name: str) -> dict[int, int]:
-    """By NUMA node, how many pages of the mappings whose name holds ``name`` lie there (numa(7)); empty where the
-    system does not say."""
+    """By NUMA node, the number of pages there that belong to mappings whose name contains ``name`` (numa(7)); empty if
+    the system does not say."""
     found: dict[int, int] = {}
     for line in text_of(maps).splitlines():
         if name in line:

@@ -1,4 +1,4 @@
-"""Versions of what training is made of, and what they mean for a scheduled run."""
+"""Versions of the software that trains, and what they mean for a scheduled run."""
 
 import ctypes
 import importlib
@@ -41,7 +41,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def _python() -> Finding:
     here = platform.python_version()
-    if sys.version_info < (3, 10):  # noqa: UP036 - what is installed by hand may be older
+    if sys.version_info < (3, 10):  # noqa: UP036 - a Python that was chosen by hand may be older
         return failed("python", here, "use Python 3.10 or newer")
     return passed("python", f"{here} on {platform.machine()}")
 
@@ -82,7 +82,7 @@ def _cuda(place: Place) -> list[Finding]:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The CUDA that the driver is for, asked of the driver itself: torch has no public name for it."""
+    """The CUDA version that the driver supports. The driver itself is asked: torch has no public name for it."""
     version = ctypes.c_int()
     try:
         code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -92,7 +92,7 @@ def driver_version() -> tuple[int, int] | None:
 
 
 def _nccl() -> Finding:
-    here = nccl.version()  # numbers, and in some builds a word
+    here = nccl.version()  # numbers, and in some builds also a word
     text = ".".join(map(str, here))
     if here < (2, 18):
         return passed("nccl", f"{text}: several communicators in flight are not ordered", "use NCCL 2.18 or newer")
@@ -117,7 +117,7 @@ def _apex() -> Finding:
 
 
 def _bindings(place: Place) -> Finding:
-    if find_spec("cuda") and find_spec("cuda.bindings"):  # other packages lie in ``cuda``, too
+    if find_spec("cuda") and find_spec("cuda.bindings"):  # other packages also lie in ``cuda``
         here = version("cuda-bindings") or getattr(importlib.import_module("cuda.bindings"), "__version__", None)
         return passed("cuda-bindings", here or "no version known")
     if not place.on_cuda:

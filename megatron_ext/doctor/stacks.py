@@ -1,4 +1,4 @@
-"""Where the ranks were when a check did not end: what faulthandler wrote, in one line and whole."""
+"""Where the ranks were when a check did not end: the text that faulthandler wrote, in full and as one line."""
 
 import re
 from pathlib import Path
@@ -15,20 +15,20 @@ def path_of(folder: str, rank: int) -> Path:
 
 
 def main_thread(text: str) -> list[str]:
-    """The innermost frames of the thread that began last in ``text``: Python's own, as faulthandler orders them."""
+    """The innermost frames of the last thread in ``text``, which is the main thread in faulthandler's order."""
     last = re.split(r"(?m)^(?:Current thread|Thread) ", text)[-1]
     frames = [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)]
     return frames[:MOST_FRAMES]
 
 
 def fatal(text: str) -> str:
-    """The signal by which the process ended, as faulthandler calls it; empty where it was none."""
+    """The signal by which the process ended, as faulthandler calls it; empty if no signal ended it."""
     found = re.search(r"(?m)^Fatal Python error: (.*)$", text)
     return found[1] if found else ""
 
 
 def said(folder: str, ranks: int) -> tuple[str, dict[str, float | str]]:
-    """Of all ranks that wrote something: where they were, in one line, and the whole text by rank."""
+    """For all ranks that wrote stacks: where they were, in one line, and the full text by rank."""
     lines, whole = [], {}
     for rank in range(ranks):
         file = path_of(folder, rank)

@@ -1,4 +1,4 @@
-"""The doctor's ranks: started here, one a device, or by a launcher that has started this process as one of them."""
+"""The doctor's ranks: started here, one per device, or by a launcher that has started this process as one of them."""
 
 import faulthandler
 import os
@@ -22,13 +22,13 @@ TAIL_CHARACTERS = 3000
 
 
 def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Report, str]:
-    """Make all checks on ``nproc`` ranks of this machine, in other processes where some have ended in a check.
+    """Make all checks on ``nproc`` ranks of this machine, in new processes after some have ended in a check.
 
     Args:
         checkout: root of a Megatron tree that the ranks import, or None for the one that is installed.
 
     Returns:
-        The report, and the end of what ranks printed where they did not end well.
+        The report, and the end of what ranks printed if they failed.
 
     Raises:
         InputError: a rank found that the input is bad.
@@ -40,7 +40,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     options, printed = replace(options, deadline=time.monotonic() + options.seconds), ""
-    Path(options.out).unlink(missing_ok=True)  # of another run
+    Path(options.out).unlink(missing_ok=True)  # the report of another run
     while True:  # ends: every round leaves fewer checks
         with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
             code, tail = _launch(replace(options, stacks=folder), nproc, environment)
@@ -53,7 +53,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
                 raise RankFailed(f"the ranks ended before the first check: {tail}")
             report = finding.load(options.out)
             found, ended_in, left = finding.left_of(report)
-            if options.titles and left == options.titles:  # they did not even come to the first
+            if options.titles and left == options.titles:  # they did not even reach the first
                 ended_in, left = left[0], left[1:]
             if ended_in is not None:
                 found += (_ended_in(ended_in, folder, nproc),)
@@ -81,10 +81,10 @@ def _ended_in(title: str, folder: str, nproc: int) -> Finding:
 
 
 def join(options: DoctorOptions) -> Report:
-    """Be one rank of those that a launcher (torchrun, srun) has started. Collective.
+    """Run as one of the ranks that a launcher (torchrun, srun) has started. Collective.
 
     Raises:
-        InputError: it does not say how many ranks share a node.
+        InputError: the launcher does not say how many ranks share a node.
     """
     os.environ |= _settings()
     options = replace(options, deadline=time.monotonic() + options.seconds)
@@ -108,12 +108,12 @@ def join(options: DoctorOptions) -> Report:
 
 
 def _settings() -> dict[str, str]:
-    """Variables of a run by a schedule that is compared to the last bit; the user's own stay."""
+    """Environment variables of a scheduled run that is compared to the last bit; the user's settings stay."""
     return {name: value for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ}
 
 
 def _print_to(descriptor: int) -> None:
-    """What this process prints, Megatron's and NCCL's lines too, goes to ``descriptor``."""
+    """Redirect what this process prints, including Megatron's and NCCL's lines, to ``descriptor``."""
     sys.stdout.flush()
     sys.stderr.flush()
     for place in (1, 2):
@@ -125,7 +125,7 @@ def _say(descriptor: int, text: str) -> None:
 
 
 def main() -> None:
-    """One rank: ``OPTIONS ALOUD``, the latter a descriptor; started by :func:`start` only."""
+    """One rank: ``OPTIONS ALOUD``, where ``ALOUD`` is a descriptor; started by :func:`start` only."""
     options, aloud = msgspec.json.decode(sys.argv[1], type=DoctorOptions), int(sys.argv[2])
     early = stacks.path_of(options.stacks, int(os.environ["RANK"])).open("w")
     faulthandler.dump_traceback_later(max(options.deadline - time.monotonic(), 1.0), exit=True, file=early)
@@ -139,7 +139,7 @@ def main() -> None:
         code = 2
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking process groups down in order takes seconds and nothing of them is needed again
+    os._exit(code)  # destroying process groups in order takes seconds, and they are not needed again
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Do streams wait for flags in page-locked memory that other streams store? Tried as a run does it, not asked alone.
+"""Do streams wait for flags in page-locked memory that other streams store? Tried as a run does it, not only queried.
 
 Source: CUDA Driver API, "Stream Memory Operations".
 """
@@ -32,7 +32,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
 
 
 def _wait_and_store(device: CudaDevice) -> str:
-    """What is wrong; empty where nothing is."""
+    """What is wrong; empty if nothing is."""
     (flag,), waiting, storing = private_flags(1, device), device.stream("waits"), device.stream("stores")
     try:
         waiting.wait_flag(flag, 1, lambda: None)
@@ -46,5 +46,5 @@ def _wait_and_store(device: CudaDevice) -> str:
                 return "a flag that a stream stored was not seen"
             time.sleep(0.001)
     finally:
-        flag.store(1)  # or the device would wait for ever
+        flag.store(1)  # otherwise the device would wait for ever
     return "a stream did not wait for its flag" if early else ""

@@ -1,5 +1,5 @@
-"""All-gathers by copy engines, through buffers that NCCL knows on every rank: do they work here, and how fast are they
-compared with plain ones? See :mod:`megatron_ext.runtime.routes.symmetric_gather`.
+"""All-gathers by copy engines, through buffers that all ranks have registered with NCCL: do they work here, and how
+fast are they compared with ordinary all-gathers? See :mod:`megatron_ext.runtime.routes.symmetric_gather`.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from megatron_ext.runtime.routes import symmetric_gather as symmetric
 
 NAME = "symmetric buffers"
 ELEMENTS = 1 << 24
-"""Of one rank's shard, in bfloat16: 32 MiB."""
+"""Elements of one rank's shard, in bfloat16: 32 MiB."""
 
 ROUNDS = 10
 
 
 def check(place: Place, fabric: Fabric) -> list[Finding]:
-    """Gather through a symmetric buffer, and plainly. Collective."""
+    """Gather through a symmetric buffer, and without one. Collective."""
     why = symmetric.missing("cuda" if place.on_cuda else "cpu", place.world_size, place.nodes)
     if why is not None:
         return [not_tried(NAME, f"{why}; all-gathers take NCCL's kernels")]
@@ -42,13 +42,13 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
 
 
 def symmetric_gather(place: Place, whole: torch.Tensor) -> symmetric.SymmetricGather:
-    """With a communicator of its own."""
+    """A symmetric gather of ``whole``, with a communicator of its own."""
     group = dist.new_group(backend="nccl", **symmetric.without_thread_blocks(place.device))
     return symmetric.SymmetricGather(group, device_of(whole), {whole.dtype: whole.numel()}, place.everyone)
 
 
 def _time(gather: Callable[[], object]) -> float:
-    """Microseconds of one all-gather, of several in a row behind a first one."""
+    """Microseconds per all-gather, over several in a row after a first one."""
     gather()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

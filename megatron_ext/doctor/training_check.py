@@ -1,6 +1,6 @@
 """A tiny GPT trained by every route, against Megatron's own gather, to the last bit.
 
-The reference is trained twice: where it differs from itself, a difference says nothing of the schedule.
+The reference is trained twice: if it differs from itself, a difference says nothing about the schedule.
 """
 
 import functools
@@ -30,14 +30,14 @@ from megatron_ext.workload.workload import Workload
 MEGATRON = "megatron-core"
 SLOTS = 4
 MOST_SEEDS = 50
-"""Schedules that are drawn until one uses the route; a few are enough."""
+"""The most schedules that are drawn until one uses the route; usually a few are enough."""
 
 
 class Case(NamedTuple):
-    """One training: a route, and the zero stage; with the optimizer on the host, where its parameters are cast.
+    """One training: a route and a zero stage; if the optimizer is on the host, also where its parameters are cast.
 
-    ``all_on_host``: so are gradients and shards, and gradients are clipped; on a device the model is so large that a
-    copy or a kernel that nothing orders comes too late.
+    ``all_on_host``: gradients and shards are also on the host, and gradients are clipped. On a device the model is so
+    large that a copy or kernel that is not ordered after what it needs comes too late, which the comparison shows.
     """
 
     route: Route
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
     @property
     def check(self) -> str:
-        """Its name in the report."""
+        """The name of the check in the report."""
         offload = f", optimizer on the host, casts on the {self.cast}" if self.cast is not None else ""
         offload += ", all on the host, clipped" if self.all_on_host else ""
         return f"training: {self.route}, zero stage {self.zero_stage}{offload}"
@@ -59,7 +59,7 @@ CASES = (
 )
 
 CLIP_GRAD = 1e-2
-"""Of the case with everything on the host; norms are larger."""
+"""Value of --clip-grad for the case with everything on the host; gradient norms are larger."""
 
 
 def check(place: Place, options: DoctorOptions, case: Case) -> list[Finding]:
@@ -68,12 +68,12 @@ def check(place: Place, options: DoctorOptions, case: Case) -> list[Finding]:
         return [not_tried(case.check, f"see {MEGATRON}")]
     try:
         return [_one(_training(), place, options, case)]
-    except InputError as error:  # on all ranks: a run agrees before it refuses
+    except InputError as error:  # raised on all ranks, which agree before they refuse
         return [failed(case.check, str(error), "send this report")]
 
 
 def ready() -> Finding:
-    """What all cases need is imported and made, which takes longer than a case. Collective."""
+    """Import and make what all cases need, which takes longer than a case. Collective."""
     if megatron().status == "pass":
         _training().initialize()
     return megatron()
@@ -104,7 +104,7 @@ def megatron() -> Finding:
 
 
 def schedule_of(workload: Workload, route: Route) -> Schedule:
-    """A schedule of ``workload`` in which groups go by ``route`` wherever it can bring them."""
+    """A random schedule of ``workload`` that uses ``route``; with ``nvme`` other groups use ``gpu``."""
     if route == "cpu_shard":
         return with_host_shards(by_cpu_shard(random_schedule(workload, ("gpu",), 0)), workload)
     routes: tuple[Route, ...] = ("nvme", "gpu") if route == "nvme" else (route,)
@@ -115,8 +115,8 @@ def schedule_of(workload: Workload, route: Route) -> Schedule:
 def with_states_spread(
     schedule: Schedule, workload: Workload, cast: Literal["host", "device"], drive: bool
 ) -> Schedule:
-    """The schedule with optimizer states on the device, in host memory and, with a ``drive``, there; stepped during the
-    backward, with gradients and parameters through slots."""
+    """The schedule with optimizer states on the device, in host memory and, if there is a ``drive``, on the drive. The
+    host steps during the backward, and gradients and parameters pass through slots."""
     places = itertools.cycle((None, "device", "nvme") if drive else (None, "device"))
     groups = tuple(replace(group, states_rest=place) for group, place in zip(schedule.groups, places))
     schedule = replace(schedule, groups=groups)
@@ -137,7 +137,7 @@ def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
 
 
 def routes_of(schedule: Schedule) -> set[str]:
-    """Routes by which groups go."""
+    """The routes that the groups use."""
     return {action.route for action in schedule.unshards}
 
 
@@ -165,14 +165,14 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         schedule = with_states_spread(schedule, workload, case.cast, drive)
     if case.all_on_host:
         schedule = with_all_on_host(schedule, workload)
-    if large:  # the reference's step, too: one thread would take most of the time
+    if large:  # also for the reference's step: with one thread it would take most of the time
         host_threads.use(place.ranks_per_node, place.ranks_per_node)
     with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)
         first, second = (training.train(args, path, stock=True) for _ in range(2))
         scheduled = training.train(args, path, stock=False)
-        # A rank that is ahead would remove what another still opens by this rank's /proc.
+        # A rank that is ahead would otherwise remove what another rank still opens through its /proc.
         everyone = gather_objects((first == second, first == scheduled), place.everyone)
     layers = "Transformer Engine's layers" if engine else "local layers"
     return judged(case, layers, everyone, len(first.grad_norms))
@@ -182,8 +182,8 @@ def judged(case: Case, layers: str, everyone: list[tuple[bool, bool]], iteration
     """The finding of a case.
 
     Args:
-        everyone: by rank, whether the two references are equal, and whether the schedule equals the first.
-        iterations: how many were trained.
+        everyone: by rank, whether the two references are equal, and whether the scheduled run equals the first.
+        iterations: the number of trained iterations.
     """
     if not all(same for same, _ in everyone):
         return failed(

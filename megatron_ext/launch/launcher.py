@@ -1,16 +1,16 @@
-"""Start the processes of a run on this machine and let none of them outlive it.
+"""Start the processes of a run on this machine and make sure that none of them outlives the run.
 
     python -m megatron_ext.launch.launcher --nproc-per-node 4 [-m | --fork] SCRIPT_OR_MODULE [ARGUMENTS]
 
-sets the environment that torchrun sets. It differs from torchrun in what the main job needs:
-a rank's own exit code is passed on (2 means bad input), a killed launcher takes its ranks with it (PR_SET_PDEATHSIG),
-and what they have started, the rank that brought the others down is named, and nothing listens where another machine
-could reach it. On clusters use torchrun or srun.
+sets the environment that torchrun sets. It differs from torchrun in what the main job needs. A rank's own exit code is
+passed on (2 means bad input). When the launcher is killed, its ranks (PR_SET_PDEATHSIG) and the processes that they
+have started end too. The launcher names the rank that made the others fail. No port is open to other machines. On
+clusters use torchrun or srun.
 
 [Note: One session]
-Ranks have a process group each and the launcher's session. With a session each, as torchrun gives them, Linux shares
-processors among sessions (autogroups) and no longer among threads: where ranks are more than processors and all of them
-compute, a transfer was measured to take tens to hundreds of milliseconds longer.
+Each rank has a process group of its own and is in the launcher's session. If each had its own session, as under
+torchrun, Linux would share processors among sessions (autogroups) instead of among threads. With more ranks than
+processors, all of which compute, a transfer then took tens to hundreds of milliseconds longer (measured).
 """
 
 import argparse
@@ -32,24 +32,25 @@ from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart
 from megatron_ext.launch import device_sharing
 
 START_SECONDS = 300.0
-"""What each piece of starting may take: to import PyTorch and to meet, then what is said one by one. The first use of a
-device takes 5 to 15 s, making communicators up to 10, importing Transformer Engine 20 or more."""
+"""Time limit of each part of the start: importing PyTorch and joining the process group, then each part that a rank
+announces. The first use of a device takes 5 to 15 s, making communicators up to 10 s, importing Transformer Engine 20 s
+or more."""
 
 TIME_IS_UP = "Timeout ("
-"""What Python's faulthandler writes before the stacks."""
+"""The text that Python's faulthandler writes before the stacks."""
 
 GRACE_SECONDS = 10
-"""How long ranks may take to end after they were asked to."""
+"""How many seconds ranks may take to end after SIGTERM."""
 
 PEER_LOST_CODE = 3
-"""Exit code of a rank that ended because another one had gone: the cause is elsewhere."""
+"""Exit code of a rank that ended because another rank was gone: the cause is in the other rank."""
 
 CAUSE_SECONDS = 2.0
-"""How long to look for the rank whose end explains that of ranks that have lost a peer."""
+"""How long to look for the rank that failed first, after ranks have ended because they lost a peer."""
 
 SETTLE_SECONDS = 0.2
-"""How long to look whom else a failure has ended before one rank is named as its cause: a killed
-process closes its connections a moment before it counts as ended, and its peers see that."""
+"""How long to wait for other ranks that a failure has ended before one rank is named as the cause. A killed process
+closes its connections a moment before it counts as ended, and its peers notice that."""
 
 ADDRESS = "127.0.0.1"
 
@@ -59,23 +60,23 @@ ONE_MACHINE = {
 }
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Where process groups listen; the user's own settings go before. Left alone they take the interface of the host's
-name, on which other machines reach them."""
+"""The interface on which process groups listen, unless the user has set one. By default they take the interface of the
+host's name, on which other machines can reach them."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def _begin(parent: int, to_guard: int) -> None:
     """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it
-    ends. ``to_guard``: the descriptor that the launcher alone is to hold open."""
+    ends. ``to_guard`` is the descriptor that only the launcher may keep open."""
     os.close(to_guard)
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # or a terminal with "stty tostop" would stop whoever writes to it
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal with "stty tostop" stops ranks that write to it
     end_with_parent(parent)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, which has started it, ends, however it ends (Linux)."""
+    """Let the kernel kill this process when ``parent``, which has started it, ends in any way (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call
@@ -83,10 +84,10 @@ def end_with_parent(parent: int) -> None:
 
 
 class _Store:
-    """The store by which ranks find each other, on the loopback interface alone. torchrun's and torch's own listen on
-    all interfaces, and whoever reaches them may read and write.
+    """The store through which ranks find each other, on the loopback interface only. The stores of torchrun and torch
+    listen on all interfaces, and any machine that reaches them may read and write.
 
-    Its port is taken before any rank starts, and held: nothing else can come to listen there.
+    The port is taken before any rank starts and is held, so no other process can listen there.
     """
 
     def __init__(self) -> None:
@@ -98,11 +99,11 @@ class _Store:
         self._thread = threading.Thread(target=self._serve, name="megatron_ext-store", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve; returns at once. Who connected before is served as well."""
+        """Begin to serve, and return at once. Ranks that have connected before are served as well."""
         self._thread.start()
 
     def _serve(self) -> None:
-        with self._listener:  # without a store, ranks are refused and do not wait
+        with self._listener:  # if there is no store, ranks are refused instead of waiting
             from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public by its docs
 
             serve = partial(
@@ -119,7 +120,7 @@ class _Store:
                 self._store = serve(use_libuv=False)
 
     def close(self) -> None:
-        if self._thread.is_alive():  # an import cannot be broken off
+        if self._thread.is_alive():  # an import cannot be interrupted
             self._thread.join()
         self._store = None
         self._listener.close()
@@ -131,8 +132,9 @@ _KILL_GROUPS = 'all=; while read -r one; do all="$all -$one"; done; kill -s KILL
 
 
 def _guard() -> tuple[subprocess.Popen, int]:
-    """A process that kills the process groups whose numbers are written to the descriptor when that closes, unless it
-    is ended before: after a checkpoint Megatron keeps a process in each rank, which a killed launcher cannot end."""
+    """A process that, when the descriptor closes, kills the process groups whose numbers were written to it, unless the
+    process is ended before. It is for processes that ranks have started: after a checkpoint Megatron keeps one in each
+    rank, which would outlive a killed launcher."""
     numbers, write = os.pipe()
     guard = subprocess.Popen(["/bin/sh", "-c", _KILL_GROUPS], stdin=numbers, start_new_session=True, env={})
     os.close(numbers)
@@ -148,14 +150,14 @@ def launch(
     pass_fds: Collection[int] = (),
     fork: bool = False,
 ) -> int:
-    """Run ``command`` once a rank and return 0, or the exit code that :func:`cause_of` a failure has.
+    """Run ``command`` once per rank and return 0, or the exit code of the rank that :func:`cause_of` names.
 
     Args:
         command: program and arguments, the same for every rank; with ``fork`` a script and its arguments.
-        num_processes: ranks to start.
-        environment: variables besides those of this process.
+        num_processes: the number of ranks to start.
+        environment: variables in addition to those of this process.
         log: file for the ranks' standard output and error; None inherits. Not with ``fork``.
-        pass_fds: descriptors that the ranks inherit too. Not with ``fork``.
+        pass_fds: further descriptors that the ranks inherit. Not with ``fork``.
         fork: ranks are forks of this process.
     """
     store = _Store()
@@ -186,7 +188,7 @@ def launch(
             else:
                 files = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": pass_fds}
                 ranks.append(subprocess.Popen(command, env=own, preexec_fn=lambda: _begin(parent, to_guard), **files))
-            with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard
+            with contextlib.suppress(BrokenPipeError):  # the guard was killed
                 os.write(to_guard, b"%d\n" % ranks[-1].pid)
         store.start()
         return _watch(ranks, interrupted)
@@ -203,11 +205,11 @@ def launch(
 def launch_quietly(
     command: list[str], num_processes: int, *, environment: dict[str, str] | None = None, pass_fds: Collection[int] = ()
 ) -> tuple[int, str]:
-    """As :func:`launch`, for ranks whose standard output and error nobody reads as they run: these go to a file without
-    a name. ``command`` gets one more argument, a descriptor of this process's standard error, by which ranks speak.
+    """As :func:`launch`, but the ranks' standard output and error go to an unnamed file. ``command`` gets one more
+    argument, a descriptor of this process's standard error, for messages that are to be seen at once.
 
     Returns:
-        The exit code, and what the ranks have printed.
+        The exit code, and the text that the ranks have printed.
     """
     aloud = os.dup(2)
     try:
@@ -221,7 +223,7 @@ def launch_quietly(
 
 
 def _sharing(ranks: int, environment: dict[str, str]) -> int:
-    """How many of ``ranks`` share the fullest CUDA device that they see; said where it is more than one."""
+    """How many of ``ranks`` share the fullest CUDA device that they see; prints a line if it is more than one."""
     if ranks == 1 or not allocator.may_have_cuda(environment):  # looking for devices imports torch
         return 1
     devices = device_sharing.visible_devices()
@@ -236,7 +238,7 @@ def _say(text: str) -> None:
 
 
 def _watch(ranks: list[Rank], interrupted: list[int]) -> int:
-    """Wait until all ranks have ended well or one has not; returns the exit code."""
+    """Wait until all ranks have succeeded or one has failed, and return the exit code."""
     while True:
         if interrupted:
             _say(f"{signal.Signals(interrupted[0]).name} received; ending all ranks")
@@ -259,10 +261,11 @@ def _codes(ranks: list[Rank]) -> list[int | None]:
 
 
 def cause_of(codes: list[int | None]) -> tuple[int, int]:
-    """``(rank, exit code)`` of the rank whose end explains those of the others, of which one at
-    least has failed: bad input (2) before anything else, a signal before an error, which may be
-    that of a rank that lost its peer, and SIGKILL, which no rank gives itself, before others. A rank that says that it
-    lost a peer comes last."""
+    """``(rank, exit code)`` of the rank whose failure explains the others; at least one rank has failed.
+
+    Bad input (2) comes first, then SIGKILL, which no rank sends itself, then other signals, then errors, which may be
+    those of a rank that lost its peer. A rank that says that it lost a peer comes last.
+    """
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
     return min(
         failed,
@@ -277,7 +280,7 @@ def cause_of(codes: list[int | None]) -> tuple[int, int]:
 
 
 def _report(ranks: list[Rank], first: int, code: int) -> int:
-    if code == 2:  # the rank has said what is wrong; the others say or hide the same
+    if code == 2:  # the rank has said what is wrong; the others say the same or nothing
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     memory = (
@@ -288,7 +291,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
 
 
 def _end(ranks: list[Rank]) -> None:
-    """End every rank that still runs: first asked, then killed; and what ranks have started that did not end well."""
+    """End every rank that still runs, with SIGTERM and then SIGKILL, and what failed ranks have started."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
