@@ -1,15 +1,15 @@
-"""Ranks agree before they go on: all, or none with the same error. Collective."""
+"""Ranks agree before they go on: either all go on, or all raise the same error. Collective."""
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.objects import gather_objects
 
 
 def agree(error: str | None, fact: tuple[str, str], *, file) -> None:
-    """Go on only if no rank has an error and all hold the same fact.
+    """Return only if no rank has an error and all ranks have the same value of ``fact``.
 
     Args:
         error: this rank's error, or None.
-        fact: what is compared, and this rank's value of it.
+        fact: the name of what is compared, and this rank's value.
 
     Raises:
         InputError: on every rank, with the text of the lowest rank that has one.

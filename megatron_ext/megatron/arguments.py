@@ -1,4 +1,4 @@
-"""The options that a patched Megatron gains, and those of the run."""
+"""The options that the patch adds to Megatron, and the parsed arguments of the run."""
 
 import sys
 from typing import Any
@@ -47,5 +47,5 @@ def add_arguments(parser):
 
 
 def of_run() -> Any:
-    """Megatron's arguments; None before they are parsed, and where no script of Megatron's is run."""
+    """Megatron's parsed arguments; None before they are parsed, or if no Megatron script is running."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

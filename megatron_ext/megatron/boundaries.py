@@ -1,4 +1,4 @@
-"""Layers of a GPT chunk: which parameters they use and where one can act between them."""
+"""Layers of a GPT chunk: which parameters they use, and the boundaries between them at which actions can run."""
 
 import contextlib
 import copy
@@ -19,12 +19,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 KINDS = {"MambaLayer": "mamba", "MLPLayer": "mlp"}
-"""Of a hybrid model's layers, by the name of their class; all others are ``transformer``."""
+"""Kinds of a hybrid model's layers by the name of their class; all other layers are ``transformer``."""
 
 
 class Layer(NamedTuple):
-    """One layer of a chunk: its kind, the module whose forward begins it, its parameters by
-    name in registration order, and names of parameters that it uses but another layer owns."""
+    """One layer of a chunk: its kind, the module whose forward runs first, its parameters by
+    name in registration order, and the names of parameters that it uses but another layer owns."""
 
     kind: str
     module: torch.nn.Module
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
 
 
 def bare(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside of DDP and precision wrappers."""
+    """The model inside DDP and precision wrappers."""
     while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
         module = inner
     return module
@@ -42,10 +42,10 @@ def bare(module: torch.nn.Module) -> torch.nn.Module:
 def layers_of(chunk: torch.nn.Module) -> list[Layer]:
     """Layers of a chunk in execution order: embedding, transformer layers, output.
 
-    The final norm belongs to the output layer, whose first module it is. An output layer that is
-    tied to an embedding in the same chunk borrows its weight. Layers of multi-token prediction run
-    between the decoder and the output, and count as part of it; they call the embedding again, all of
-    which is then borrowed. A chunk may have no layer with parameters; it then has no layers.
+    The final norm belongs to the output layer and is its first module. An output layer that is
+    tied to an embedding in the same chunk borrows the embedding's weight. Layers of multi-token prediction run
+    between the decoder and the output, and count as part of the output. They call the embedding again, so the
+    output then borrows all parameters of the embedding. A chunk without parameters has no layers.
     """
     model = bare(chunk)
     modules = dict(model.named_modules())
@@ -58,10 +58,10 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
             place = (1, int(match[1]))
         elif name.startswith("embedding."):
             place = (0, 0)
-        else:  # final norm, output layer, and whatever comes behind them
+        else:  # final norm, output layer, and all modules after them
             place = (2, 0)
         found.setdefault(place, []).append((name, parameter))
-    for name in modules:  # a tied output layer owns no parameter, but runs
+    for name in modules:  # a tied output layer owns no parameter but is run
         if name == "output_layer" and (2, 0) not in found:
             found[(2, 0)] = []
     layers = []
@@ -96,21 +96,20 @@ def _first_output_module(modules) -> torch.nn.Module:
 
 
 class Boundaries:
-    """Lets actions run between two layers, once, at no cost to other steps.
+    """Runs actions between two layers, once, at no cost to other steps.
 
     [Note: Armed once]
-    The forward of a layer behind a boundary first looks into a list, and runs what a step put
-    there, once: a forward hook would cost 1.5 us a module in every step, one that takes itself
-    off 3 us when it is armed, and neither can tell a forward from the recompute inside a
-    backward. The backward's actions hang on the activation that crosses the boundary: its
-    gradient is complete when the layer behind has run backward and the layer before has not
-    begun. (A full backward hook on the module would make outputs views, which
+    The forward of a layer after a boundary first looks into a list, and runs what a step has put there, once. A forward
+    hook would cost 1.5 us per module in every step, and a hook that removes itself 3 us when it is armed. Neither can
+    tell a forward from the recompute inside a backward. Actions of the backward are attached to the activation that
+    crosses the boundary: its gradient is complete when the layer after the boundary has run backward and the layer
+    before it has not begun. (A full backward hook on the module would turn outputs into views, which
     ``deallocate_output_tensor`` refuses.)
 
     Args:
         chunks: this rank's model chunks, wrapped or bare.
-        uses: by group, the first and the last layer of its chunk that use it.
-        blocks: by chunk and layer, the first and the last layer that backward runs together.
+        uses: by group, the first and the last layer of its chunk that use the group.
+        blocks: by chunk and layer, the first and the last layer of those that backward runs together.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Boundaries:
         return partial(armed.append, _with_hook(forward, backward) if backward else _without_hook(forward))
 
     def _armed(self, model_chunk_id: int, boundary: int) -> list:
-        """What runs when this layer computes next; the first call wraps the layer's forward."""
+        """The list of actions to run when this layer computes next; the first call wraps the layer's forward."""
         key = (model_chunk_id, boundary)
         if key not in self._waiting:
             self._waiting[key], restore = _wrap_forward(self.layers[model_chunk_id][boundary].module)
@@ -145,14 +144,14 @@ class Boundaries:
         return self._waiting[key]
 
     def close(self) -> None:
-        """Give the layers their forward back."""
+        """Restore the forward of the layers."""
         while self._restore:
             self._restore.pop()()
         self._waiting.clear()
 
 
 class _Armed:
-    """What stands before a module's forward: ``armed``, run once and forgotten, and the forward itself.
+    """Takes the place of a module's forward: runs the actions in ``armed`` once, and then the forward itself.
 
     The module's ``forward`` becomes a method of this object, because a deep copy of the module (an average of the
     weights, for example) has to compute with its own parameters: ``copy.deepcopy`` copies a method together with the
@@ -169,8 +168,8 @@ class _Armed:
 
 
 def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
-    """Make ``module`` run, and forget, what stands in the returned list before it computes; and a
-    function that undoes it."""
+    """Make ``module`` run and remove the actions in a list before it computes. Returns the list, and a function that
+    undoes this."""
     own, held = "forward" in vars(module), _Armed(module.forward)
 
     def forward(self, *args, **kwargs):
@@ -179,7 +178,7 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
         return self.inner(*args, **kwargs)
 
     update_wrapper(forward, held.inner)
-    with contextlib.suppress(ValueError, TypeError):  # compiled functions may have none
+    with contextlib.suppress(ValueError, TypeError):  # compiled functions may have no signature
         signature = inspect.signature(held.inner)
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
@@ -187,8 +186,8 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
 
     def restore() -> None:
         if vars(module).get("forward") is not method:
-            return  # it was wrapped since: the wrapper calls ours, in which nothing is armed any more
-        if own:  # somebody else's wrapper
+            return  # it was wrapped since then: the wrapper calls ours, in which nothing is armed any more
+        if own:  # a wrapper that other code has put there
             module.forward = held.inner
         else:
             del module.forward
@@ -208,11 +207,11 @@ def _without_hook(forward):
 
 
 _NODES_TAKE_HOOKS = hasattr((torch.zeros(1, requires_grad=True) + 0).grad_fn, "_register_hook_dict")
-"""Whether a way of torch's own is there; where it is not, its public way is taken."""
+"""Whether torch's private function is there; otherwise the public ``Tensor.register_hook`` is used."""
 
 
 def _with_hook(forward, backward):
-    """A function of an activation that runs ``forward`` now, and ``backward`` when the activation's gradient is
+    """A function of an activation that runs ``forward`` at once, and ``backward`` when the activation's gradient is
     complete."""
 
     def on_gradient(gradient: torch.Tensor) -> None:
@@ -220,8 +219,8 @@ def _with_hook(forward, backward):
             action()
 
     def before_layer(activation: torch.Tensor) -> None:
-        # What Tensor.register_hook does, without its handle. Others may add hooks of theirs: the dictionary is the
-        # tensor's.
+        # This is what Tensor.register_hook does, but without a handle. Other code can still add hooks: the dictionary
+        # belongs to the tensor.
         node = activation.grad_fn
         if _NODES_TAKE_HOOKS and node is not None and activation._backward_hooks is None:
             activation._backward_hooks = hooks = OrderedDict()

@@ -1,18 +1,18 @@
 """Give every group of the schedule a bucket and a storage of its own.
 
 [Note: Why buckets are laid out again]
-Megatron buckets only the first chunk of the first pipeline rank; every other chunk is one
-bucket, and all buckets of a chunk are views of one storage. A group can travel by itself, and
-be freed by itself, only if it is a bucket with its own storage. This runs at the end of
-DistributedDataParallel.__init__: parameters exist, the optimizer has not taken its views yet.
+Megatron divides only the first chunk of the first pipeline rank into buckets. Every other chunk is one
+bucket, and all buckets of a chunk are views of one storage. A group can be gathered and freed
+by itself only if it is a bucket with its own storage. This runs at the end of
+DistributedDataParallel.__init__: parameters exist, and the optimizer has not taken its views yet.
 
-Another bucket layout changes the order in which gradient norms are summed, hence the last
-bits: equality is checked against Megatron's own gather at this same layout.
+Another bucket layout changes the order in which gradient norms are summed, and so their last
+bits. Equality is therefore checked against Megatron's own gather at this same layout.
 
 [Note: Where gradients begin]
-Kernels on a device that add up squares read four elements at once from addresses that allow it, and add in another
-order from others. So what they read begins where it does in Megatron's buffer, modulo four elements. That is so by
-itself up to 32 data-parallel ranks; with 64, shards have any number of elements.
+Kernels on a device that add up squares read four elements at once from aligned addresses, and add in another order
+from other addresses. So the tensors that they read must begin where they do in Megatron's buffer, modulo four elements.
+Up to 32 data-parallel ranks this holds without further care; with 64, shards can have any number of elements.
 Source: Transformer Engine, ``common/multi_tensor/l2norm.cu``; ATen, ``native/cuda/Reduce.cuh``.
 """
 
@@ -30,7 +30,7 @@ from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
 READ_AT_ONCE = 4
-"""Elements, see [Note: Where gradients begin]."""
+"""Elements that a kernel reads at once, see [Note: Where gradients begin]."""
 
 
 def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
@@ -45,12 +45,12 @@ def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
 
 
 def is_expert(parameter) -> bool:
-    """Whether a parameter is one of the rank's own experts, which other ranks share than all other parameters."""
+    """Whether a parameter belongs to the rank's own experts, which are sharded over other ranks than the rest."""
     return not getattr(parameter, "allreduce", True)
 
 
 def buffers_of(ddp) -> list:
-    """All buffers of a DDP chunk: those of experts come last."""
+    """All buffers of a DDP chunk; those of experts come last."""
     return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", ())]
 
 
@@ -62,18 +62,18 @@ def lay_out(
     bucket_group_class=upstream._ParamAndGradBucketGroup,
     late: LateModel | None = None,
 ) -> dict[int, object]:
-    """Lay the buckets of ``ddp`` out by ``groups`` and return the bucket groups by group index.
+    """Lay out the buckets of ``ddp`` by ``groups``, and return the bucket groups by group index.
 
     Args:
         ddp: a Megatron DistributedDataParallel whose ``__init__`` is about to end.
         groups: the schedule's groups of this chunk, by index.
         file: the schedule's path, for errors.
-        bucket_group_class: what to make of each bucket.
-        late: takes each group as soon as it has its values; None: all are whole.
+        bucket_group_class: the class of the bucket group that each bucket gets.
+        late: takes each group as soon as it has its values; None: all groups stay whole.
 
     Raises:
-        InputError: the schedule is for other parameters: nothing changed. Or host memory cannot be page-locked: what is
-            collective was done, and the chunk cannot be used.
+        InputError: the schedule is for other parameters, and nothing has changed. Or host memory cannot be page-locked:
+            the collectives were completed, but the chunk cannot be used.
     """
     members = _members_of_groups(ddp, groups, file)
     if not groups:
@@ -85,11 +85,11 @@ def lay_out(
             _check_buffer(index, groups[index], members[index], buffer, file)
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
-        kept = {}  # Megatron's own keep whole gradients
+        kept = {}  # Megatron's own bucket groups keep whole gradients
     instances = _instances(ddp)
     _drop_old(ddp)
     by_index, refused = {}, []
-    ordered: dict[bool, list] = {False: [], True: []}  # of experts
+    ordered: dict[bool, list] = {False: [], True: []}  # by whether they are of experts
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
         of_kind = instances.get(is_expert(buffer.params[0]), {})
         try:
@@ -124,16 +124,16 @@ def _take(ddp, by_index: dict, ordered: dict[bool, list]) -> None:
                 later.next_param_gather_bucket_group = earlier
     ddp.param_to_bucket_group = {parameter: group for group in by_index.values() for parameter in group.params}
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
-        torch.cuda.empty_cache()  # the old buckets' blocks, which are of other sizes
+        torch.cuda.empty_cache()  # frees the old buckets' blocks, which have other sizes
 
 
 INSTANCES = "inter_distributed_optimizer_instance_group"
-"""Megatron's name in a bucket group for the ranks that hold the same shard in other instances."""
+"""Megatron's name, in a bucket group, for the ranks that hold the same shard in other optimizer instances."""
 
 
 def _instances(ddp) -> dict[bool, dict[str, object]]:
-    """By whether they are of experts, what Megatron's bucket groups reduce across instances by; empty where there is
-    one instance."""
+    """The attributes with which Megatron's bucket groups reduce across optimizer instances, by whether the groups are
+    of experts; empty dictionaries if there is one instance."""
     kinds = {False: ddp.bucket_groups, True: getattr(ddp, "expert_parallel_bucket_groups", ())}
     names = (INSTANCES, "communication_stream") if instances_of(ddp.ddp_config) > 1 else ()
     return {experts: {name: getattr(own[0], name) for name in names} for experts, own in kinds.items() if own}
@@ -148,14 +148,14 @@ def lie_in_order(ddp, groups: dict[int, Group]) -> bool:
 
 
 def in_order(buffer, members: dict[int, list[torch.nn.Parameter]]) -> list[int]:
-    """Groups of a buffer. Their buckets lie in the order in which gradients get ready, backwards, and in no other that
-    the schedule may list them in: a checkpoint keeps optimizer states by where they lie."""
+    """The groups of a buffer in the order of their buckets: that in which gradients become ready, reversed. The order
+    in the schedule does not matter, because a checkpoint stores optimizer states by their place in the buffer."""
     by_first = {id(parameters[0]): index for index, parameters in members.items()}
     return [by_first[id(parameter)] for parameter in reversed(buffer.params) if id(parameter) in by_first]
 
 
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
-    """Parameters of every group; refuses a parameter of the chunk that is in none."""
+    """The parameters of every group; refuses a parameter of the chunk that is in no group."""
     names = parameter_names(ddp)
     members = {index: _members(index, group, names, file) for index, group in groups.items()}
     placed = {id(parameter) for parameters in members.values() for parameter in parameters}
@@ -180,7 +180,7 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
 
 
 def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None:
-    """Refuse a group whose parameters do not all lie in ``buffer``, or are sharded among other ranks."""
+    """Refuse a group whose parameters do not all lie in ``buffer``, or are sharded over another number of ranks."""
     own, field = {id(parameter) for parameter in buffer.params}, f"groups[{index}]"
     apart = next((parameter for parameter in members if id(parameter) not in own), None)
     if apart is not None and is_expert(apart) != is_expert(members[0]):
@@ -194,13 +194,13 @@ def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None
 
 
 def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> None:
-    """Refuse gradients that are added up in host memory where it is short of them, before :func:`lay_out` takes it.
+    """Refuse gradients that are added up in host memory if it is too small, before :func:`lay_out` allocates them.
 
     Args:
-        ranks_of_node: how many ranks take memory of the same node.
+        ranks_of_node: how many ranks allocate memory on the same node.
 
     Raises:
-        InputError: on this rank; one on another node may have the memory.
+        InputError: on this rank; ranks on other nodes may have enough memory.
     """
     names = {name for group in groups.values() if group.gradients == "host" for name in group.parameters}
     parameters = {id(parameter) for name, parameter in parameter_names(ddp).items() if name in names}
@@ -212,7 +212,7 @@ def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> No
 
 
 def _drop_old(ddp) -> None:
-    """Drop all references to Megatron's buckets and gradients, so that their memory is free before ours is taken.
+    """Drop all references to Megatron's buckets and gradients, so that their memory is free before ours is allocated.
 
     Parameters keep their values in the old storage until they are moved.
     """
@@ -227,10 +227,10 @@ def _drop_old(ddp) -> None:
 def _lay_out_buffer(
     buffer, members: dict[int, list[torch.nn.Parameter]], kept: dict[int, str], late: LateModel | None, instances
 ) -> None:
-    """Replace a buffer's buckets by one bucket a group, each with its own parameter storage.
+    """Replace a buffer's buckets by one bucket per group, each with its own parameter storage.
 
     Gradients that stay whole, and shards of gradients on the device, lie in one storage: they are zeroed and scaled
-    together. ``kept`` says of the other groups where their gradients' shards are.
+    together. For groups whose gradients come and go, ``kept`` says where the shards of these gradients are.
     """
     dp = buffer.data_parallel_world_size
     ranges, index_map, start = [], {}, 0
@@ -247,12 +247,12 @@ def _lay_out_buffer(
     assert set(index_map) == set(buffer.params)
     device = next(iter(index_map)).device
     buffer.numel, buffer.numel_unpadded = start, sum(unpadded for _, _, unpadded in ranges)
-    buffer.grad_numel = start  # counted apart from parameters, which 4-bit ones need
+    buffer.grad_numel = start  # counted separately from parameters, for 4-bit parameters
     buffer.bucket_indices = [(begin, end) for begin, end, _ in ranges]
     buffer.param_index_map = index_map
     storages = _move_parameters(buffer, members, ranges, device, late, instances)
     gradients = resting_gradients(buffer, ranges, [kept.get(index) for index in members], device)
-    none_extra = accepted(buffer._new_bucket, bucket_params_with_extra_main_grads=[])  # refused at start
+    none_extra = accepted(buffer._new_bucket, bucket_params_with_extra_main_grads=[])  # those are refused at start
     resting, buffer.grad_data = buffer.grad_data, buffer.grad_data.new_zeros(1).expand(start)
     for bucket_id, (index, (begin, end, unpadded)) in enumerate(zip(members, ranges)):
         bucket = buffer._new_bucket(
@@ -269,7 +269,7 @@ def _lay_out_buffer(
         for parameter in members[index]:
             first, last, _ = index_map[parameter]
             vars(parameter)["main_grad"] = bucket.grad_data[first - begin : last - begin].view(parameter.shape)
-        if goes:  # freed at once: one of them has bytes at a time
+        if goes:  # freed at once, so that only one of them has bytes at a time
             place = buffer.data_parallel_group.rank() * own.numel(), instances_of(buffer.ddp_config)
             vars(bucket)["gradient"] = Gradient(index, bucket.grad_data, own, *place)
         buffer.buckets.append(bucket)
@@ -279,8 +279,8 @@ def _lay_out_buffer(
 def _move_parameters(
     buffer, members: dict[int, list[torch.nn.Parameter]], ranges, device, late: LateModel | None, instances
 ) -> list[torch.Tensor]:
-    """Move the parameters of every group into a new storage; the old one is free then. Raises InputError: a shard's
-    memory cannot be page-locked; once all groups had their turn, for which other ranks wait."""
+    """Move the parameters of every group into a new storage, after which the old one is free. Raises InputError if a
+    shard's memory cannot be page-locked, but only after all groups were moved, because other ranks wait for that."""
     storages, refused = [], None
     for (index, parameters), (begin, end, _) in zip(members.items(), ranges):
         storages.append(torch.zeros(end - begin, dtype=buffer.param_dtype, device=device))
@@ -298,19 +298,19 @@ def _move_parameters(
             storages[-1].untyped_storage().resize_(0)
     if refused is not None:
         raise refused
-    if buffer.param_data is not None:  # variables of DistributedDataParallel.__init__ still hold views of it
+    if buffer.param_data is not None:  # local variables of DistributedDataParallel.__init__ still hold views of it
         buffer.param_data.untyped_storage().resize_(0)
-    buffer.param_data = None  # every bucket gets parameters of its own
+    buffer.param_data = None  # every bucket gets a parameter storage of its own
     return storages
 
 
 def resting_gradients(buffer, ranges, kept: list, device) -> list[torch.Tensor]:
-    """Of every bucket the whole gradient that stays, or the shard of one that comes and goes.
+    """For every bucket, the whole gradient if it stays, or the shard of a gradient that comes and goes.
 
-    Sets ``buffer.grad_data`` to what rests on the device.
+    Sets ``buffer.grad_data`` to the gradients that rest on the device.
 
     Args:
-        kept: where the shards of gradients that come and go are; None for those that stay whole.
+        kept: where the shards of gradients that come and go are; None for gradients that stay whole.
     """
     dp, dtype = buffer.data_parallel_world_size, buffer.grad_dtype
     sizes = [end - begin if keeps is None else (end - begin) // dp for (begin, end, _), keeps in zip(ranges, kept)]
@@ -334,7 +334,7 @@ def resting_gradients(buffer, ranges, kept: list, device) -> list[torch.Tensor]:
 
 
 class _BufferWithHostShards(upstream._ParamAndGradBuffer):
-    """A buffer some of whose gradients are added up in host memory."""
+    """A buffer in which some gradients are added up in host memory."""
 
     host_shards: list[torch.Tensor]
 
@@ -346,7 +346,7 @@ class _BufferWithHostShards(upstream._ParamAndGradBuffer):
     def scale_gradients(self, scaling_factor) -> None:
         super().scale_gradients(scaling_factor)
         if torch.is_tensor(scaling_factor) and scaling_factor.device.type == "cuda":  # --calculate-per-token-loss
-            # A kernel rounds a factor on the device to the gradient's 16 bits, the processor would not.
+            # A kernel rounds a factor on the device to the gradient's 16-bit dtype; the CPU would not.
             scaling_factor = scaling_factor.to(self.grad_dtype)
         for shard in self.host_shards:
             shard.mul_(float(scaling_factor))

@@ -1,4 +1,4 @@
-"""From a schedule that fits the run to an executor: groups, routes, parts and the compiled program."""
+"""Build an executor from a schedule that fits the run: groups, routes, parts and the compiled program."""
 
 import os
 from typing import Any
@@ -36,11 +36,11 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 def build_executor(own: OwnRank) -> Executor:
-    """Make everything that training by the schedules of ``own`` needs on this rank, behind :func:`ready_the_host`;
+    """Make everything that training by the schedules of ``own`` needs on this rank. Call after :func:`ready_the_host`;
     collective.
 
     Raises:
-        InputError: copies cannot be made; not on every rank of the run.
+        InputError: copies cannot be made. It may be raised on some ranks only.
     """
     return _Builder(own).executor()
 
@@ -49,8 +49,8 @@ def build_executor(own: OwnRank) -> Executor:
 
 
 def ready_the_host(own: OwnRank) -> None:
-    """Keep its freed blocks, and use all cores of its processors where the schedule or an optimizer needs them."""
-    if not has_cuda():  # on CUDA the caching allocator keeps blocks, and the host's own allocator is the user's
+    """Without CUDA, keep freed blocks of host memory. With CUDA, use all cores if the host adds gradients or steps."""
+    if not has_cuda():  # with CUDA the caching allocator keeps blocks, and the host's allocator is left as it is
         keep_freed_blocks()
         return
     numa_node = host_threads.numa_node(torch.device("cuda", torch.cuda.current_device()))
@@ -80,13 +80,13 @@ def _steps_on_host(schedule: Schedule) -> bool:
 
 
 class _Builder:
-    """What an executor is made of, each part behind those that it needs."""
+    """The parts of an executor, each made after the parts that it needs."""
 
     def __init__(self, own: OwnRank):
         self.own, self.schedule = own, own.schedule
         self.routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
         self.copies = Copies(own)
-        # Behind all that is collective: one rank may have no memory.
+        # After all collectives, because a single rank may lack the memory and raise.
         self.shards = hold_shards(own.optimizers, own.buckets, own.links) if self.schedule.zero_stage == 3 else None
         for route, groups in self.routes.buffered.items():
             route.make_buffers(groups)
@@ -123,7 +123,7 @@ class _Builder:
     # Parts.
 
     def _host_step(self) -> HostStep | None:
-        """None where Megatron makes the host's step alone, or there is none."""
+        """The host step; None if Megatron makes it without us, or if no optimizer steps on the host."""
         own, host_step = self.own, None
         if own.groups and (own.delay is not None or _steps_on_host(self.schedule)):
             host_step = HostStep(own, self.copies.publisher)
@@ -138,8 +138,8 @@ class _Builder:
         return host_step
 
     def _reducer(self) -> Reducer | None:
-        """Of this rank's gradients that come and go, whose shards the optimizers then read; None where all stay
-        whole."""
+        """The reducer of this rank's gradients that come and go, whose shards the optimizers then read; None if all
+        gradients stay whole."""
         own = self.own
         kept = {index: one.gradient for index, one in sorted(own.bucket_groups.items()) if one.gradient is not None}
         if not kept:
@@ -173,7 +173,7 @@ class _Builder:
         return debug.Checks(peaks, self.routes.order, exchange)
 
     def _memory_pool(self) -> MemoryPool | None:
-        """The pool that whole parameters and gradients of this rank come from; None where it has no groups."""
+        """The pool that this rank's whole parameters and gradients are allocated from; None if it has no groups."""
         if self.own.device is None:
             return None
         pool = MemoryPool(self.own.device)
@@ -182,7 +182,7 @@ class _Builder:
         return pool
 
     def _in_turn(self) -> InTurn | None:
-        """None where all groups may be whole at a time."""
+        """Brings groups in turn between iterations; None if all groups may be whole at the same time."""
         own, schedule = self.own, self.schedule
         if not memory_bill.short_of_whole(schedule, own.pp_rank):
             return None
@@ -193,13 +193,13 @@ class _Builder:
     # The program.
 
     def _boundaries(self) -> Boundaries:
-        """Where actions can run between the layers of this rank's chunks."""
+        """The boundaries between the layers of this rank's chunks, at which actions can run."""
         own, uses = self.own, uses_of_groups(self.schedule.groups, self.own.workload)
         blocks = [blocks_of(own.workload.chunk(own.pp_rank, n), ddp.config) for n, ddp in enumerate(own.ddps)]
         return Boundaries(own.ddps, {index: uses[index] for index in own.groups}, blocks)
 
     def _program(self, num_microbatches: int) -> Program:
-        """For a number of micro-batches."""
+        """The compiled program for a number of micro-batches per iteration."""
         own, schedule = self.own, schedule_for(self.own.schedules, num_microbatches)
         by_name: dict[str, Any] = self.routes.by_name | self.copies.routes
         placed = place_actions(
@@ -224,8 +224,8 @@ class _Builder:
     # The end.
 
     def _close_at_the_end(self, executor: Executor) -> None:
-        """What the end of training closes, the last one first: page-locked memory goes when nothing uses it any
-        more."""
+        """Register what the end of training closes, the last one first: page-locked memory is freed when nothing uses
+        it any more."""
         if self.own.device is not None:
             executor.on_close(self.own.device.close)
         executor.on_close(self.boundaries.close, *self.copies.closing, *(one.close for one in self.routes.buffered))
@@ -233,7 +233,7 @@ class _Builder:
             executor.on_close(self.host_step.close)
 
     def _guard_chunks(self, executor: Executor) -> None:
-        """At zero stage 3 the state of a freed chunk is refused, or given in turn."""
+        """At zero stage 3, let a chunk whose groups are freed refuse to give its state, or give it in turn."""
         groups = self.own.groups
         for chunk_id, ddp in enumerate(self.own.ddps if self.schedule.zero_stage == 3 else ()):
             freed = [g for index, g in groups.items() if self.schedule.groups[index].model_chunk_id == chunk_id]
@@ -243,7 +243,7 @@ class _Builder:
 
 
 def schedule_for(schedules: dict[int, Schedule], num_microbatches: int) -> Schedule:
-    """Raises ScheduleError where there is none."""
+    """The schedule for a number of micro-batches. Raises ScheduleError if there is none."""
     if num_microbatches not in schedules:
         there = ", ".join(map(str, schedules))
         raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedules are for {there}")

@@ -1,6 +1,6 @@
-"""A run while Megatron builds its model, and what is checked and said before its first iteration.
+"""A run while Megatron builds its model, and the checks and messages before its first iteration.
 
-[Note: Lifecycle] in lifecycle.py says what follows.
+[Note: Lifecycle] in lifecycle.py describes the later states of a run.
 """
 
 import os
@@ -52,12 +52,12 @@ from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.workload import Workload
 
 STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
-"""Set to 1: lay buckets out by the schedule but gather as Megatron does. The reference that a
+"""If this variable is 1, buckets are laid out by the schedule but Megatron gathers. This is the reference that a
 scheduled run must equal to the last bit."""
 
 
 class State(Enum):
-    """Where a run is, see [Note: Lifecycle]."""
+    """The state of a run, see [Note: Lifecycle]."""
 
     UNSCHEDULED = "unscheduled"
     BUILDING = "building"
@@ -67,7 +67,7 @@ class State(Enum):
 
 
 def _refusal(step: Callable, *given) -> str | None:
-    """What ``step(*given)`` refuses; None: nothing."""
+    """The text of the InputError that ``step(*given)`` raises, or None."""
     try:
         step(*given)
     except InputError as error:
@@ -82,13 +82,13 @@ class BuildingRun:
         schedule: path of the schedule file, or None.
         trace: path of the trace to write, or None.
         check: path of the reference of the equality check, or None.
-        parallel: the run's parallel sizes where they are known, so that a schedule for others is refused at once.
+        parallel: the run's parallel sizes if they are known, so that a schedule for other sizes is refused at once.
         delay: value of --delayed-parameter-update, or None.
-        nvme_path: directory on the drive where states are put before training begins, or None.
+        nvme_path: directory on the drive for states that are made before training begins, or None.
 
     Raises:
-        InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference is of
-            another schedule.
+        InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference was
+            made with another schedule.
     """
 
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
@@ -106,7 +106,7 @@ class BuildingRun:
         self.watch: Watch | None = None
         self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
         self._error: str | None = None
-        self._host_bytes = 0  # that this node needs
+        self._host_bytes = 0  # host memory that this node needs
         self._late: late_model.LateModel | None = None
         self._looked_late = False
         self._chained: list = []  # Megatron's distributed optimizers
@@ -123,7 +123,7 @@ class BuildingRun:
             self.schedule = last if parallel is None else self.own.schedules.get(parallel.num_microbatches, last)
             if parallel is not None:
                 match.match_parallel(self.schedule, parallel, file=schedule)
-                # Before a model is built for minutes; what is true of this rank's node alone is agreed on when it is.
+                # Checked before the model is built, which takes minutes. An error on this node alone is agreed on then.
                 _check_copies(self.schedule, nvme_path, file=schedule)
                 if self.schedule.uses_drive:
                     self._error = _refusal(drive.refuse_no_drive, nvme_path)
@@ -138,13 +138,13 @@ class BuildingRun:
         if trace is not None:
             stock_trace.record_steps(self.own.recorder)
             if rank == 0:
-                # Said before hours of training whose trace would be lost.
+                # Reported now, and not after hours of training whose trace would be lost.
                 self._error = self._error or _refusal(json_files.check_writable, trace)
 
     @property
     def late(self) -> late_model.LateModel | None:
-        """What builds the model where its parameters never fit whole; None elsewhere, and when it is built. Collective
-        where it is asked for first."""
+        """What builds the model if its parameters never fit whole; None in other runs, and when the model is built. The
+        first access is collective."""
         if self.state is not State.BUILDING or self.stock_gather or self.schedule is None:
             return None
         if not self._looked_late and memory_bill.never_whole(self.schedule):
@@ -170,7 +170,7 @@ class BuildingRun:
         if self._late is not None:
             self._late.close()
         host_optimizers.forget_chosen()
-        if self.schedule is not None:  # what was replaced of Megatron's outlives the run, and must not keep its memory
+        if self.schedule is not None:  # replaced functions of Megatron outlive the run and must not keep its memory
             late_memory.leave_buffers_out(lambda: False, lambda: False)
             late_model.install(lambda: None)
 
@@ -182,7 +182,7 @@ class BuildingRun:
             self._reference_delay.apply()
 
     def _make_whole(self, used: Collection[int] = ()) -> None:
-        """Make all parameters whole, or where they never fit those in the storages ``used``; collective."""
+        """Make all parameters whole, or only those in the storages ``used`` if all never fit; collective."""
         if self.executor is not None and self.executor.in_turn is not None:
             self.executor.read(self.executor.in_turn.groups_of(used))
             return
@@ -194,7 +194,7 @@ class BuildingRun:
     # While the model is built.
 
     def on_ddp_built(self, ddp) -> None:
-        """A chunk was built. One that is built after the setup is not of the scheduled model and stays Megatron's."""
+        """A chunk was built. A chunk built after the setup is not part of the scheduled model and stays Megatron's."""
         if self.state is State.BUILDING:
             self._lay_out(ddp)
         if self.schedule is None or self.stock_gather:
@@ -211,7 +211,7 @@ class BuildingRun:
         cls = buckets.upstream._ParamAndGradBucketGroup if self.stock_gather else ScheduledBucketGroup
         late_memory.tell_what_is_not_locked()
         checkpoint_states.install()
-        late = self.late  # collective on its own
+        late = self.late  # this access is collective
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_model(bare(ddp))
@@ -223,9 +223,9 @@ class BuildingRun:
                 buckets.require_host_memory(ddp, groups, min(parallel.node_size, parallel.world_size))
         except InputError as error:
             self._error = self._error or str(error)
-        self._agree(self._error)  # groups of a model that is built late are broadcast
+        self._agree(self._error)  # the groups of a model that is built late are broadcast next
         lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
-        # Megatron's next collectives are for ranks that have a model.
+        # Megatron's next collectives need a model on every rank.
         self._agree(_refusal(lambda: self.own.bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
@@ -235,7 +235,7 @@ class BuildingRun:
         if on_device:
             states_on_device.keep_states_on_device(map(self._stored, on_device))
         if self.late is not None:
-            ddp.broadcast_params = lambda: None  # groups were, as they were laid out
+            ddp.broadcast_params = lambda: None  # groups were broadcast as they were laid out
         if not self.stock_gather:
             replace_pre_hooks(ddp, self._make_whole)
             on_drive = [index for index in groups if groups[index].states_rest == "nvme"]
@@ -244,15 +244,15 @@ class BuildingRun:
                 checkpoint_states.refuse_without_room()
 
     def _stored(self, index: int) -> torch.Tensor:
-        """What the parameters that the optimizer gets of group ``index`` lie in."""
+        """The tensor that holds the parameters of group ``index`` which the optimizer gets."""
         late = self.late
         return self.own.bucket_groups[index].buckets[0].param_data if late is None else late.rest_of(index)
 
     def _check(self, args) -> None:
-        """Refuse a run that is not the one that the schedule is for; collective.
+        """Refuse a run for which the schedule was not made; collective.
 
         Args:
-            args: Megatron's, which say this run's parallel sizes; its chunks are what all ranks really hold.
+            args: Megatron's arguments, which give the parallel sizes. The chunks are taken from what all ranks hold.
 
         Raises:
             InputError: on this rank.
@@ -261,10 +261,10 @@ class BuildingRun:
         if not self.own.ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
-        flushed = _refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any looks for memory
+        flushed = _refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any of them looks for memory
         pp_rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
         describe = lambda: chunks.extend(describe_chunk(ddp, pp_rank, n) for n, ddp in enumerate(self.own.ddps))
-        self._error = self._error or flushed or _refusal(describe)  # of one rank's layers: the others come to gather
+        self._error = self._error or flushed or _refusal(describe)  # may fail on one rank; the others wait in a gather
         errors, everybody, held = zip(*gather_objects((self._error, chunks, self._held_on_host())))
         if (error := next(filter(None, errors), None)) is not None:
             raise InputError(error)
@@ -299,8 +299,8 @@ class BuildingRun:
         return held_on_host(self.own.ddps, self._late, self.own.optimizers, on_drive)
 
     def _check_numbers(self, args, workload: Workload) -> None:
-        """Every number of micro-batches that is to come has a schedule, and all are for this model. Raises
-        InputError."""
+        """Check that every number of micro-batches that the run will reach has a schedule, and that all schedules are
+        for this model. Raises InputError."""
         schedules = self.own.schedules
         for number, schedule in schedules.items():
             match.match(schedule, workload.with_microbatches(number), file=self.path)
@@ -311,7 +311,7 @@ class BuildingRun:
                 raise InputError(why, file=self.path, field="num_microbatches", value=number)
 
     def _announce(self, args) -> None:
-        """Print what this run does, and where its prediction may not hold."""
+        """Print what this run does, and why its prediction may not hold."""
         assert self.schedule is not None
         lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
         warning = refusals.environment_mismatch(self.schedule, self.path)
@@ -331,12 +331,12 @@ class BuildingRun:
 
 
 def device_of_chunks(chunks: list) -> Device:
-    """Where the parameters of a rank's model chunks are; a chunk, or all of a rank, may have none."""
+    """The device of the parameters of a rank's model chunks. Some or all of the chunks may have no parameters."""
     return device_of(next((parameter for chunk in chunks for parameter in chunk.parameters()), torch.empty(0)))
 
 
 def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
-    """Refuse copies that this run has no place for."""
+    """Refuse host and NVMe copies for which this run has no place."""
     if nvme_path is None and schedule.uses_drive:
         on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
         said = f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where"

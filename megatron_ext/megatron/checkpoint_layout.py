@@ -1,4 +1,4 @@
-"""Checkpoints whose experts were spread over other ranks, or whose optimizer states lie in buckets of other groups."""
+"""Refuse checkpoints whose experts were spread over other ranks, or whose optimizer states are in other buckets."""
 
 import contextlib
 import hashlib
@@ -17,20 +17,20 @@ from megatron_ext.schedule.user_defined_schedule import Group
 LATEST = "latest_checkpointed_iteration.txt"
 
 BY_TORCH = "and save it once with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
-"""What is said of a checkpoint of format torch."""
+"""The advice for a checkpoint of format torch."""
 
 GROUPS = "user_defined_schedule_groups"
-"""The argument of a run, saved with the others, that tells its groups from other ones."""
+"""The argument that identifies the groups of a run; it is saved with the run's other arguments."""
 
 
 def refuse_other_experts(group: int) -> None:
-    """Refuse to load a checkpoint whose experts were spread otherwise, where its format cannot spread them anew.
+    """Refuse to load a checkpoint whose experts were spread over other ranks, if its format cannot spread them again.
 
-    Megatron compares tensor and pipeline parallelism alone, and then fails at missing files or shapes of tensors, each
-    rank in other words.
+    Megatron compares tensor and pipeline parallelism only, and then fails because of missing files or tensor shapes,
+    with a different error on each rank.
 
     Args:
-        group: the first group of experts.
+        group: the index of the first group of experts.
 
     Raises:
         InputError: naming the option and the group; on all ranks that see the checkpoint.
@@ -45,12 +45,12 @@ def refuse_other_experts(group: int) -> None:
 
 
 def refuse_other_groups(groups: Iterable[Group], in_order: bool) -> None:
-    """Refuse to load optimizer states that lie in buckets of other groups than ``groups``, which are all of the
-    schedule: where buckets are equally large, Megatron would take the states of one parameter for those of another.
+    """Refuse to load optimizer states that lie in buckets of other groups than ``groups``, which are all groups of the
+    schedule. If the buckets had the same sizes, Megatron would give the states of one parameter to another.
 
     Args:
-        in_order: the groups of this chunk hold parameters that follow each other, as Megatron's buckets do. Then a
-            checkpoint of format torch, which keeps a whole buffer, is loaded if it does not say of which groups it is.
+        in_order: the groups of this chunk hold consecutive parameters, as Megatron's buckets do. Then a checkpoint of
+            format torch, which stores a whole buffer, is loaded even if it does not say which groups it was saved with.
 
     Raises:
         InputError: on all ranks that see the checkpoint.
@@ -68,8 +68,8 @@ def refuse_other_groups(groups: Iterable[Group], in_order: bool) -> None:
 
 
 def refuse_conversion() -> None:
-    """Refuse to convert a checkpoint while the model is built late: Megatron writes it before training begins, when one
-    group has bytes, and the file would hold no parameters.
+    """Refuse to convert a checkpoint while the model is built late. Megatron writes the converted checkpoint before
+    training begins, when only one group has bytes, so the file would hold no parameters.
 
     Raises:
         InputError: naming the option.
@@ -79,25 +79,25 @@ def refuse_conversion() -> None:
 
 
 def _loaded(args) -> tuple[Any, str]:
-    """As :func:`_saved`; None for the former also where nothing is loaded, or what is loaded cannot be read."""
-    with contextlib.suppress(Exception):  # of formats that are Megatron's own: what is wrong with it, Megatron says
+    """As :func:`_saved`; the arguments are None also if nothing is loaded, or if the checkpoint cannot be read."""
+    with contextlib.suppress(Exception):  # the formats are Megatron's own, and Megatron reports what is wrong
         return _saved(args)
     return None, ""
 
 
 def _folder(place: Path, step: int | None = None) -> Path:
-    """Of the checkpoint ``step`` in ``place``; None: of the latest; one that is not there, before
-    all others, where there is none or it is a release, which has no iteration."""
+    """The folder of the checkpoint of iteration ``step`` in ``place``, or of the latest one if ``step`` is None. If
+    there is none, or it is a release, which has no iteration, the name sorts before all others and does not exist."""
     latest = place / LATEST
     text = latest.read_text().strip() if latest.exists() else ""
     return place / f"iter_{step or (int(text) if text.isdigit() else -1):07d}"
 
 
 def _saved(args) -> tuple[Any, str]:
-    """The arguments of the run that saved what ``args`` load, and how it could have saved for other sizes; None for
-    the former where it did."""
+    """The arguments of the run that saved the checkpoint which ``args`` load, and how that run can save it so that
+    other sizes can load it. The arguments are None if the checkpoint can be loaded with other sizes already."""
     folders = [_folder(Path(args.load), getattr(args, "ckpt_step", None))]
-    if getattr(args, "non_persistent_ckpt_type", None) == "global":  # Megatron takes it where it is as new
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":  # Megatron takes it if it is as new
         apart = args.non_persistent_global_ckpt_dir or Path(args.load) / "non_persistent"
         folders.insert(0, _folder(Path(apart)))
     folder = max(folders, key=lambda one: one.name)
@@ -107,7 +107,7 @@ def _saved(args) -> tuple[Any, str]:
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"]
         return saved, BY_TORCH
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    # Where the checkpoint does not say the form, it follows the option; see releases.py.
+    # If the checkpoint does not say the form, the form follows from the option; see releases.py.
     unsaid = "fully_sharded_model_space" if getattr(common["args"], "ckpt_fully_parallel_save", False) else ""
     form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", unsaid)
     if form.startswith("fully") or getattr(args, "no_load_optim", False) or getattr(args, "finetune", False):

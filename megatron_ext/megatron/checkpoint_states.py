@@ -1,41 +1,44 @@
-"""Optimizer states in distributed checkpoints: shards of a bucket that hold no parameter, formats that gather all.
+"""Optimizer states in checkpoints: shards of a bucket that hold no parameter, and formats that gather all states.
 
 [Note: A shard that is padding alone]
-A group is a bucket of its own, and a bucket is padded to a multiple of lcm(DP, 128) elements: of a group of one bias
-of 64 elements, the second of two ranks holds padding alone. Megatron's ``dp_reshardable`` format, the default of
+A group is a bucket of its own, and a bucket is padded to a multiple of lcm(DP, 128) elements. If a group is one bias of
+64 elements, the second of two ranks holds only padding. Megatron's ``dp_reshardable`` format, the default of
 ``--ckpt-format torch_dist``, asserts that every rank has a parameter in every bucket ("empty bucket
-encountered"), although what it writes of a bucket ends where the parameters end. Its own buckets are never that small.
+encountered"), although what it writes of a bucket ends where the parameters end. Megatron's own buckets are never that
+small.
 
-Here such a shard gets an entry without tensors, as Megatron has them for padding between two parameters. Behind the
-assertion the entry is taken out again, and buckets are kept by number instead of in a list: when states are loaded,
-Megatron merges lists of tensors and of other objects only where both have equally many items. The files are the same.
+Here such a shard gets an entry without tensors, of the kind that Megatron uses for padding between two parameters.
+After the assertion the entry is removed again, and buckets are stored in a dictionary by number instead of in a list:
+when states are loaded, Megatron merges lists of tensors and of other objects only if both have equally many items. The
+files are the same.
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_dp_reshardable``; ``dict_utils.py``, ``merge``.
 
 [Note: States that are not loaded in place]
-Of this format and of ``--ckpt-format torch`` Megatron sets what it has loaded as states of its host optimizer, and
-copies nothing to the parameters that the host steps. They are right where the states were read in place. Of local
-checkpoints, of format torch, and where ranks exchange what they have read (``--ckpt-fully-parallel-load`` with several
-instances of the optimizer), they stay those of the initial model, and training goes on from these without a word. Here
-they are copied, as Megatron does it behind its other formats: a run by a schedule and its reference are right, and one
-without a schedule is not.
-Of format torch it also makes the states behind the loading of the model, by a step of random gradients from the initial
-model that overwrites the loaded parameters: they are written again here.
-Of ``torch_dist`` it sets the number of steps that the initial states had, 1, by which torch's AdamW corrects its bias,
-behind the loaded one; of format torch, without Transformer Engine or Apex, it gives all parameters one count, which
-each of them advances. The loaded one is still in the parameter groups, and set again here, of each parameter.
+With this format and with ``--ckpt-format torch``, Megatron sets the loaded values as states of its host optimizer, but
+does not copy them to the parameters that the host steps. These parameters are right if the states were read in place.
+They stay those of the initial model with local checkpoints, with format torch, and if ranks exchange what they have
+read (``--ckpt-fully-parallel-load`` with several instances of the optimizer); training then continues from them without
+a warning. Here the loaded values are copied, as Megatron does for its other formats. So a run by a schedule and its
+reference are right, while a run without a schedule is not.
+With format torch, Megatron also makes the states after the model was loaded, by a step with random gradients from the
+initial model. This step overwrites the loaded parameters, so they are written again here.
+The number of steps, by which torch's AdamW corrects its bias, is wrong too. With ``torch_dist`` Megatron overwrites the
+loaded number with that of the initial states, 1. With format torch, without Transformer Engine or Apex, it gives all
+parameters one count, which each of them advances. The loaded number is still in the parameter groups, and here it is
+set again for each parameter.
 Source: Megatron-LM ``distrib_optimizer.py``, ``_set_main_param_and_optimizer_states``, core_v0.16 to core_v0.19.
 
 [Note: States of padded buckets]
-For ``--dist-ckpt-optim-fully-reshardable`` Megatron brings the states of a buffer together without the padding behind
-each of its buckets, and then takes those of a parameter from where it lies in the buffer with that padding: behind the
-first padded bucket it writes those of other elements, and warns of data corruption at the end of the buffer. The groups
-of a schedule are buckets of their own, most of them padded. Here it is told where parameters lie without the padding.
+For ``--dist-ckpt-optim-fully-reshardable`` Megatron gathers the states of a buffer without the padding after each
+bucket, but then reads the states of a parameter at its place in the buffer with padding. After the first padded bucket
+it writes the states of other elements, and at the end of the buffer it warns of data corruption. The groups of a
+schedule are buckets of their own, most of them padded. Here Megatron is given the places of parameters without padding.
 Source: Megatron-LM ``distrib_optimizer.py``, ``sharded_param_state_fully_reshardable``, core_v0.15 to main.
 
 [Note: Formats that gather all states]
-``--dist-ckpt-optim-fully-reshardable`` and ``--ckpt-format torch`` bring the states of all data-parallel ranks together
-in host memory, when they save and when they load. Where states rest on a drive because they do not fit, that would end
-the process; it is refused with the bytes that are missing.
+``--dist-ckpt-optim-fully-reshardable`` and ``--ckpt-format torch`` gather the states of all data-parallel ranks in host
+memory, when they save and when they load. If states rest on a drive because they do not fit, this would end the
+process, so it is refused, with the number of missing bytes.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +59,7 @@ NAMES = (
 )
 
 GATHERED = ("param", "exp_avg", "exp_avg_sq")
-"""Tensors, fp32, that Megatron gathers of every parameter."""
+"""Names of the fp32 tensors that Megatron gathers for every parameter."""
 
 RESHARDABLE = "sharded_param_state_fully_reshardable"
 
@@ -68,8 +71,8 @@ OTHER_GROUPS = (
 
 
 def _replace(name: str, ours: Callable[[Callable], Callable], owner: object = DistributedOptimizer) -> None:
-    """Let distributed optimizers, or another ``owner``, have ``ours(method)`` as their method ``name``, if there is
-    one; once."""
+    """Replace the method ``name`` of distributed optimizers, or of another ``owner``, by ``ours(method)``, if it exists
+    and was not replaced before."""
     if has(owner, name) and not hasattr(method := getattr(owner, name), "of_megatron"):
         replaced = ours(method)
         vars(replaced)["of_megatron"] = method
@@ -77,8 +80,8 @@ def _replace(name: str, ours: Callable[[Callable], Callable], owner: object = Di
 
 
 def install() -> None:
-    """Let distributed optimizers write and load states where a rank's shard of a bucket holds no parameter, and write
-    fully reshardable ones where they are; states of other groups are refused."""
+    """Let distributed optimizers write and load states if a rank's shard of a bucket holds no parameter, and write
+    fully reshardable states from their right places. States of other groups are refused."""
     _replace(RESHARDABLE, _without_padding)
     _replace("load", _of_these_groups(), dist_checkpointing)
     _replace("load_parameter_state_from_dp_zero", lambda load: _of_these_groups()(_then(_write_model)(load)))
@@ -95,7 +98,7 @@ def _then(change: Callable) -> Callable:
 def _of_these_groups() -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # torch's CheckpointException, which all ranks raise, is no Exception
+    except BaseException as error:  # torch's CheckpointException, which all ranks raise, is not an Exception
         if ".bucket_idx_" in str(error) or "unpadded elements" in str(error):
             raise option_error("load", f"{OTHER_GROUPS} ({str(error).splitlines()[0][:200]})") from None
         raise
@@ -114,7 +117,7 @@ def _with_empty(load):
 
 
 def _take_over(optimizer, loaded) -> None:
-    """Let the parameters that the host steps have what was loaded as states of the host optimizer."""
+    """Copy what was loaded as states of the host optimizer to the parameters that the host steps."""
     for group in (inner := optimizer.optimizer).param_groups:
         for own in (inner.state.get(parameter, {}) for parameter in group["params"]):
             if "step" in own and "step" in group:
@@ -124,7 +127,7 @@ def _take_over(optimizer, loaded) -> None:
 
 @torch.no_grad()
 def _write_model(optimizer, loaded) -> None:
-    """Let the model have them, too."""
+    """Copy the loaded parameters also to the model."""
     _take_over(optimizer, loaded)
     for parameter, stepped in getattr(optimizer.optimizer, "param_to_inner_param", {}).items():
         parameter.copy_(stepped)
@@ -145,7 +148,7 @@ def _without_padding(write):
 
 
 def _places_without_padding(buffer) -> dict:
-    """By parameter its ``(start, end, bucket)`` in elements of a buffer whose buckets end with their parameters."""
+    """For each parameter, its ``(start, end, bucket)`` in elements of a buffer whose buckets have no padding."""
     padding, end = [], 0
     for (begin, _), bucket in zip(buffer.bucket_indices, buffer.buckets, strict=True):
         padding.append(begin - end)
@@ -173,14 +176,15 @@ def fill_empty_shards(optimizer, state: dict) -> dict:
 
 
 def _padding(like: dict, numel: int, between: bool) -> dict:
-    """An entry of ``numel`` elements; ``between`` parameters it has tensors as ``like`` has them, which are written."""
+    """An entry of padding of ``numel`` elements. ``between`` parameters it has tensors like ``like``; these are
+    written."""
     entry = {"gbuf_local_start": 0 if between else numel, "gbuf_local_end": numel, "padding": True}
     return entry | {name: value.new_zeros(numel) for name, value in like.items() if between and torch.is_tensor(value)}
 
 
 def number_shards(optimizer, state: dict) -> dict:
-    """``state``, as ``sharded_param_state_dp_reshardable`` returned it, with every buffer's shards by the numbers of
-    their buckets, without those that hold nothing; changed in place."""
+    """Change ``state``, which ``sharded_param_state_dp_reshardable`` returned, in place and return it: every buffer's
+    shards are in a dictionary by bucket number, without the shards that hold no parameter."""
     for number, ranges in enumerate(optimizer.gbuf_ranges):
         for dtype in ranges:
             shards = enumerate(state[number][dtype])
@@ -189,7 +193,7 @@ def number_shards(optimizer, state: dict) -> dict:
 
 
 def refuse_without_room() -> None:
-    """Let distributed optimizers raise InputError where a checkpoint's format needs more memory than there is."""
+    """Let distributed optimizers raise InputError if a checkpoint's format needs more memory than there is."""
     _replace("get_parameter_state_dp_zero", _if_there_is_room)
 
 

@@ -1,11 +1,11 @@
-"""The state of a chunk whose groups come and go: refused while there is none, or given one group after the other.
+"""The state of a chunk whose groups come and go: refused while groups are freed, or given one group after the other.
 
 [Note: Reading in turn]
-Where all groups fit whole at a time, Megatron's ``force_sync`` brings them, and whoever reads parameters finds them,
-also in ``state_dict`` and a deep copy. Elsewhere (in_turn.py) what reads a parameter between two iterations brings its
-group, and no other stays whole: see [Note: Reads between iterations]. What is read later than it is taken needs a copy,
-which lies in host memory: ``state_dict`` gives copies, and ``dist_checkpointing.save`` writes such copies. All are
-collectives of the data-parallel ranks.
+If all groups fit whole at the same time, Megatron's ``force_sync`` gathers them, and all later reads find whole
+parameters, including ``state_dict`` and a deep copy. Otherwise (in_turn.py) a read of a parameter between two
+iterations gathers its group, and no other group stays whole: see [Note: Reads between iterations]. A tensor that is
+read later than it is taken must then be a copy in host memory: ``state_dict`` returns such copies, and
+``dist_checkpointing.save`` writes them. All of these are collectives of the data-parallel ranks.
 """
 
 import copy
@@ -23,24 +23,24 @@ from megatron_ext.runtime.param_reads import place_of_use
 
 
 class _Whole:
-    """Stands before what gives a chunk's state away, which a deep copy of the chunk does too. The copy has
-    parameters of its own, which nobody frees."""
+    """Checks that groups are whole before a chunk gives its state, or is deep-copied. The copy has parameters of its
+    own, which are never freed."""
 
     def __init__(self, groups: list[Group], sharded_state_dict, reader: Executor | None = None):
         self.groups, self.inner, self.reader = groups, sharded_state_dict, reader
 
     def __deepcopy__(self, memo) -> "_Whole":
-        # A module's hooks are copied before its children: no parameter has been read yet, of whose memory
-        # there may be none.
+        # A module's hooks are copied before its children, so no parameter, whose memory may be freed, has been read
+        # yet.
         self.check()
         return _Whole([], copy.deepcopy(self.inner, memo))
 
     def check(self, *state_dict_arguments) -> None:
         if self.reader is not None and any(group.state is not State.WHOLE for group in self.groups):
-            self.reader.read(())  # which is refused within an iteration
+            self.reader.read(())  # raises within an iteration
             return
         for group in self.groups:
-            group.whole.detach()  # between two iterations such a use has all groups gathered
+            group.whole.detach()  # between two iterations such a use gathers all groups
             if group.state is not State.WHOLE:
                 raise InputError(
                     f"{place_of_use()} saves or copies parameters where {group} is {group.state.value}: do so on all "
@@ -49,7 +49,7 @@ class _Whole:
                 )
 
     def fill(self, state_dict: dict) -> None:
-        """Put copies in host memory in the place of parameters."""
+        """Replace parameters in ``state_dict`` by copies in host memory."""
         if self.reader is not None:
             names = [name for name, value in state_dict.items() if isinstance(value, torch.Tensor)]
             state_dict.update(zip(names, host_copies(self.reader, [state_dict[name] for name in names]), strict=True))
@@ -60,9 +60,9 @@ class _Whole:
 
 
 def guard_state(module: torch.nn.Module, groups: list[Group], reader: Executor | None = None) -> None:
-    """Let ``state_dict`` and deep copies of a chunk find its groups whole between two iterations, and fail elsewhere
-    while one is freed: the file could be written but never be loaded, and a copy would read memory that is not there.
-    With ``reader``, which brings groups in turn, ``state_dict`` gives copies."""
+    """Let ``state_dict`` and deep copies of a chunk find its groups whole between two iterations, and fail at other
+    times while a group is freed: a file could be written but never loaded, and a copy would read freed memory. With
+    ``reader``, which brings groups in turn, ``state_dict`` returns copies."""
     whole = _Whole(groups, getattr(module, "sharded_state_dict", None), reader)
     module.register_state_dict_pre_hook(whole.check)
     module.register_state_dict_post_hook(lambda module, state_dict, *_: whole.fill(state_dict))
@@ -74,7 +74,7 @@ def host_copies(reader: Executor, tensors: list[torch.Tensor]) -> list[torch.Ten
     """``tensors``, with copies in host memory in place of those that are parts of groups; collective.
 
     Raises:
-        InputError: host memory is short of them.
+        InputError: the copies do not fit into host memory.
     """
     assert reader.in_turn is not None
     found, places = list(tensors), {}
@@ -94,7 +94,7 @@ def host_copies(reader: Executor, tensors: list[torch.Tensor]) -> list[torch.Ten
 
 
 def save_copies(reader: Executor) -> Callable[[], None]:
-    """Let Megatron's writer of checkpoints write copies of parameters; returns what ends it."""
+    """Let Megatron's checkpoint writer write copies of parameters; returns a function that ends this."""
     save = dist_checkpointing.save
 
     def of_copies(sharded_state_dict, *args, **kwargs):

@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 SAID_EVERY_SECONDS = 5.0
 SAID_BYTES = 8e9
-"""Of host copies: what takes seconds to page-lock, in one call that says nothing meanwhile."""
+"""Size of host copies from which a message is printed, because page-locking them is one call of several seconds."""
 
 
 class _Progress:
-    """Says on the first rank of the run how much of its part of the host copies is there, where that takes long."""
+    """Prints, on the first rank of the run, how much of its part of the host copies is made, if that takes long."""
 
     def __init__(self, rank: int):
         self._speaks, self._said = rank == 0, time.monotonic()
@@ -45,10 +45,10 @@ class _Progress:
 
 
 class Copies:
-    """Host and NVMe copies of a rank's published groups: what writes them and what reads them.
+    """Host and NVMe copies of a rank's published groups: the publisher that writes them and the routes that read them.
 
-    Nothing where the schedule publishes nothing. As soon as any rank publishes, every rank makes the process groups:
-    these are made by all together.
+    Empty if the schedule publishes nothing. If any rank publishes, every rank makes the process groups, because making
+    them is collective.
 
     Raises:
         InputError: streams of this device cannot store flags.
@@ -65,8 +65,8 @@ class Copies:
         sharers, device = [one for one, _ in sharers], own.device
         if not targets or device is None:
             return
-        # Where one fails its ranks still make the other, for which ranks may wait that know of no failure: the drive is
-        # shared out by messages, too. Pinning may fail on one rank alone.
+        # If one pool fails, its ranks still make the other one, because ranks without a failure may wait for it: the
+        # drive is also divided by messages. Pinning may fail on a single rank.
         errors: list[InputError] = []
         pool = _tried(errors, _make_pool, targets, sharers, device)
         nvme = _tried(errors, _make_nvme_pool, own, targets, sharers)
@@ -92,8 +92,8 @@ class Copies:
 
 
 def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange]]:
-    """Of this rank's published groups, in the order of publishing, each with the exchange with those of other nodes.
-    Collective over all ranks of the run."""
+    """Sharers of this rank's published groups, which are in the order of publishing, with the exchange with other
+    nodes: one entry for each number of ranks that groups are sharded over. Collective over all ranks of the run."""
     planned, published, found = own.schedule.groups, [entry.group for entry in own.schedule.publish], []
     for ranks in sorted({planned[index].ranks for index in published}, reverse=True):
         nodes = make_node_groups(own.schedule.parallel, ranks=ranks)
@@ -107,9 +107,9 @@ def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange]]:
 
 
 def _targets(own: OwnRank, nodes_of: dict[int, NodeExchange]) -> list[Target]:
-    """What this rank publishes of each of its groups, and from where."""
+    """One target for each group that this rank publishes, with the source from which it is published."""
     offloaded = offloaded_shards(own.optimizers, own.buckets)
-    # Where states rest elsewhere there is no such copy in host memory: the group is published from its shard.
+    # If states do not rest in host memory there is no such copy: the group is published from its shard.
     source = {i: copy for i, copy in offloaded.items() if own.schedule.groups[i].states_rest is None}
     return [
         Target(own.groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, source.get(entry.group), nodes)
@@ -119,7 +119,7 @@ def _targets(own: OwnRank, nodes_of: dict[int, NodeExchange]) -> list[Target]:
 
 
 def _tried(errors: list[InputError], make: Callable[..., T], *arguments) -> T | None:
-    """What ``make`` returns; None where it raises, which is added to ``errors``."""
+    """The result of ``make``; None if it raises InputError, which is added to ``errors``."""
     try:
         return make(*arguments)
     except InputError as error:
@@ -134,7 +134,7 @@ def _make_pool(targets: list[Target], sharers: list[Sharers], device) -> HostPoo
 
 
 def _make_nvme_pool(own: OwnRank, targets: list[Target], sharers: list[Sharers]) -> NvmePool | None:
-    """None where no group has a copy on the drive."""
+    """The pool of copies on the drive; None if no group has such a copy."""
     staged = {target.group.index for target in targets if target.nvme}
     sharing = [one._replace(groups=[group for group in one.groups if group.index in staged]) for one in sharers]
     sharing = [one for one in sharing if one.groups]

@@ -1,11 +1,11 @@
-"""Train an unmodified Megatron on a machine without a GPU: torch.cuda answers for the CPU.
+"""Train an unmodified Megatron on a machine without a GPU: calls of torch.cuda are answered for the CPU.
 
-Megatron-LM asserts a CUDA device, makes its tensors on it and reads its state. None of that
-decides what is computed. Where there is no device, :func:`install` lets every such call speak of
-the CPU instead, and takes away the three things that cannot work here. It is for tests and for
-trying a schedule out: streams and events do nothing, so it says nothing about overlap.
+Megatron-LM asserts a CUDA device, makes its tensors on it and reads its state. None of this
+decides what is computed. If there is no device, :func:`install` lets every such call refer to
+the CPU instead, and removes the three things that cannot work here. It is for tests and for
+trying out a schedule: streams and events do nothing, so it says nothing about overlap.
 
-Options that a run needs besides: ``--distributed-backend gloo --transformer-impl local
+A run also needs these options: ``--distributed-backend gloo --transformer-impl local
 --no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion``.
 
@@ -33,10 +33,10 @@ def install(*, even_with_a_device: bool = False) -> bool:
     """Let torch.cuda answer for the CPU; call before any module of Megatron is imported.
 
     Args:
-        even_with_a_device: this process uses none, whether or not there is one, and does not look.
+        even_with_a_device: install without looking for a CUDA device; this process uses none.
 
     Returns:
-        Whether it did anything: not on a machine with a CUDA device.
+        Whether it was installed: not on a machine with a CUDA device, unless ``even_with_a_device``.
 
     Raises:
         InputError: a module of Megatron was imported before.
@@ -57,7 +57,7 @@ def install(*, even_with_a_device: bool = False) -> bool:
     megatron_on_cpu.prepare()
     cuda_stand_in.install()
     megatron_on_cpu.replace()
-    # Megatron looks at it on purpose, and the warning would name our file.
+    # Megatron reads this attribute on purpose, and the warning would name our file.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     ordered_collectives.install()
     atexit.register(_leave_process_groups)
@@ -71,10 +71,10 @@ def is_installed() -> bool:
 
 
 def _leave_process_groups() -> None:
-    """gloo's threads that are still there when the process ends abort it now and then, after
-    training is done; Megatron does not always take its groups down.
+    """Destroy process groups at the end. gloo's threads that still run when the process ends abort it
+    now and then, after training is done, and Megatron does not always destroy its groups.
 
-    Not after an error: gloo would wait for ranks that never come, and hold up the launcher."""
+    Not after an error: gloo would wait for ranks that never come, and delay the launcher."""
     failed = getattr(sys, "last_value", None) is not None
     if torch.distributed.is_initialized() and not failed:
         torch.distributed.destroy_process_group()
@@ -86,7 +86,7 @@ def main() -> None:
         sys.exit("usage: python -m megatron_ext.megatron.cpu_compat SCRIPT [OPTION]...")
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    # Not this module, which is __main__, but the one that everybody else imports.
+    # Not this module, which is __main__, but the one that all other modules import.
     from megatron_ext.megatron import cpu_compat
 
     if cpu_compat.install():

@@ -1,14 +1,14 @@
-"""The workload of what a checkout's own pretrain_gpt.py, or another script, builds from a user's whole command line.
+"""The workload of the model that a checkout's own pretrain_gpt.py, or another script, builds from a full command line.
 
 [Note: Megatron up to its model]
-The script itself runs, once for each pipeline rank, in a process group of torch's ``fake`` backend, which communicates
-nothing, until it has passed its last chunk to DistributedDataParallel. So every option means what it
-means in training, at that release, and a misspelt one is refused by Megatron's own parser. The model is
-built on the ``meta`` device: a laptop describes a model of any size. Nothing is compiled, loaded or
-written, and what only changes how something is computed on a GPU is turned off.
+The script itself runs, once for each pipeline rank, until it has passed its last chunk to DistributedDataParallel. It
+runs in a process group of torch's ``fake`` backend, which communicates nothing. So every option means what it
+means in training with that release, and Megatron's own parser refuses misspelt options. The model is
+built on the ``meta`` device, so a laptop can describe a model of any size. Nothing is compiled, loaded or
+written, and options that only change how something is computed on a GPU are turned off.
 
-The program starts in a process of its own, because the checkout's Megatron may be another than the one
-that is already imported. It imports the checkout once and forks one process a pipeline rank.
+The program starts in a process of its own, because the checkout's Megatron may differ from the one
+that is already imported. It imports the checkout once and forks one process per pipeline rank.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SCRIPT = "pretrain_gpt.py"
 
 
 class Described(msgspec.Struct, forbid_unknown_fields=True):
-    """What the process of one pipeline rank found: a workload with its own chunks alone, or why Megatron refused."""
+    """The result of one pipeline rank's process: a workload with only this rank's chunks, or why Megatron refused."""
 
     error: str | None = None
     workload: Workload | None = None
@@ -50,12 +50,12 @@ class Described(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CheckoutModel(NamedTuple):
-    """What a checkout's own script builds.
+    """The model that a checkout's own script builds.
 
     Attributes:
-        workload: of the whole model.
-        layer_options: options of ``layer_runners`` by which it builds the layers of one rank, for whole sequences.
-        sequence_parts: context-parallel ranks that a sequence is divided among.
+        workload: the workload of all ranks' chunks.
+        layer_options: options with which ``layer_runners`` builds the layers of one rank, for undivided sequences.
+        sequence_parts: the number of context-parallel ranks that a sequence is divided among.
     """
 
     workload: Workload
@@ -69,7 +69,7 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
 
     Args:
         tree: root of a Megatron-LM checkout, patched or not.
-        options: all that a user gives the script, and the options of ``gpt_arguments.add_plan_arguments`` and
+        options: all options that a user gives the script, those of ``gpt_arguments.add_plan_arguments``, and
             ``--data-parallel-size``.
         entry: see :func:`require_script`.
 
@@ -81,7 +81,7 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
     ours, pp = script.ours, script.sizes.pipeline_model_parallel_size
     found = _run(tree, path, pp, script.world_size(), script.megatron)
     first = found[0].workload
-    assert first is not None  # as is that of every rank that did not refuse
+    assert first is not None  # no rank refused, so each has a workload
     chosen = dict(zip(found[0].layer_options, found[0].layer_options[1:]))
     refuse_together(ours.zero_stage, chosen.get("--recompute-method"), int(chosen.get("--recompute-num-layers", 1)))
     chunks = [chunk for rank in found if rank.workload is not None for chunk in rank.workload.chunks]
@@ -99,7 +99,8 @@ def require_script(tree, entry=None) -> tuple[Path, Path]:
     """The absolute paths of a checkout and of the script that trains with it.
 
     Args:
-        entry: the script, from the working directory or from the root of the checkout; by default its pretrain_gpt.py.
+        entry: path of the script, relative to the working directory or to the root of the checkout; by default the
+            checkout's pretrain_gpt.py.
 
     Raises:
         InputError: there is no such script, or no ``megatron/training`` in the checkout.
@@ -119,23 +120,23 @@ def require_script(tree, entry=None) -> tuple[Path, Path]:
 
 
 def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str]) -> list[Described]:
-    """What every pipeline rank builds."""
+    """The chunks of every pipeline rank."""
     ours = Path(__file__).parents[2]
     path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Describing needs no GPU, and must look the same with and without one.
+    # Describing needs no GPU, and must give the same result with and without one.
     environment = os.environ | {
         "PYTHONPATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # What --deterministic-mode wants.
+        # --deterministic-mode requires this.
         "NCCL_ALGO": "Ring",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }
     environment.pop("LOCAL_WORLD_SIZE", None)
     module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
-    with tempfile.TemporaryFile() as written:  # it has no name: nothing of it stays, whatever ends this process
+    with tempfile.TemporaryFile() as written:  # unnamed, so it is gone however this process ends
         command = [sys.executable, "-m", module, tree, script, written.fileno(), pp, world_size, *options]
         result = subprocess.run(
             list(map(str, command)),
@@ -171,7 +172,7 @@ class _Built(BaseException):
 
 @contextlib.contextmanager
 def _on_meta():
-    """While a model is built, every tensor is made on the ``meta`` device, whatever device is asked for."""
+    """In this context every tensor is made on the ``meta`` device, whatever device is asked for."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -214,21 +215,21 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
 
 
 def _parse_for_no_gpu(options: list[str]) -> None:
-    """Let every parser raise what is wrong, and do without kernels that may not be here."""
+    """Let every parser raise InputError, and turn off kernels that may not be installed."""
     from megatron_ext.megatron.refusals import refuse_combinations
 
     def refuse(self, message):
         raise InputError(message)
 
     def check(args):
-        args.te_rng_tracker = False  # Transformer Engine's needs a device, and nothing is drawn
-        # KERNELS turn it off, and on a GPU it is on: what layers save there depends on it.
+        args.te_rng_tracker = False  # Transformer Engine's tracker needs a device, and no random number is drawn
+        # KERNELS turn this fusion off, but on a GPU it is on, and it changes which activations layers save.
         args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
-        args.skip_train = False  # the model is that of training, which alone is handed to DistributedDataParallel
+        args.skip_train = False  # only the model of training is passed to DistributedDataParallel
         refuse_combinations(args)
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
         if ranks % (instances := getattr(args, "num_distributed_optimizer_instances", 1)):
-            why = f"does not divide the {ranks} data-parallel ranks (x context)"  # Megatron's words name no option
+            why = f"does not divide the {ranks} data-parallel ranks (x context)"  # Megatron's error names no option
             raise option_error("num_distributed_optimizer_instances", why, instances)
 
     parser_options.add_to_parsers(parser_options.KERNELS, check)
@@ -236,7 +237,7 @@ def _parse_for_no_gpu(options: list[str]) -> None:
 
 
 def _stop_at_model(chunks: list) -> None:
-    """Collect the modules that are handed to DistributedDataParallel, and end with the last one."""
+    """Collect the modules that are passed to DistributedDataParallel, and end with the last one."""
     import torch
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -262,12 +263,12 @@ def _stop_at_model(chunks: list) -> None:
 
     @functools.wraps(begin)
     def begin_without_values(self, config, *args, **kwargs):
-        config.perform_initialization = False  # nobody reads the values
+        config.perform_initialization = False  # the values are not used
         balance_experts(config)
         begin(self, config, *args, **kwargs)
 
     def get_model_on_meta(model_provider_func, *args, **kwargs):
-        assert get_model is not None  # else this is not put in its place
+        assert get_model is not None  # otherwise this function is not installed
         return get_model(on_meta(model_provider_func), *args, **kwargs)
 
     @functools.wraps(DistributedDataParallel.__init__)
@@ -280,15 +281,16 @@ def _stop_at_model(chunks: list) -> None:
     MegatronModule.__init__ = begin_without_values
     if training is not None and get_model is not None:
         vars(training)["get_model"] = get_model_on_meta
-    GPTModel.__init__ = on_meta(GPTModel.__init__)  # whoever builds it
+    GPTModel.__init__ = on_meta(GPTModel.__init__)  # whichever code builds the model
     DistributedDataParallel.__init__ = collect
 
 
 def _leave_no_trace() -> None:
-    """Nothing is compiled into the checkout or tried on a device, and no writer or process is started for this run."""
+    """Turn off the parts of Megatron's start that compile into the checkout, run on a device, or start a writer or a
+    process."""
     for module, names in (
         ("core.datasets.utils", "compile_helpers"),
-        # Buffers of --tp-comm-overlap need a device; fused functions would be tried out at full size.
+        # Buffers of --tp-comm-overlap need a device; warming up fused functions would run them at full size.
         ("training.initialize", "_initialize_tp_communicators _warmup_jit_function init_persistent_async_worker"),
         ("training.global_vars", "_set_tensorboard_writer _set_wandb_writer _set_one_logger"),
     ):
@@ -331,13 +333,13 @@ def _described(chunks: list) -> Described:
 
 def _reason(error: BaseException) -> str:
     """Why Megatron gave up, in one line."""
-    if isinstance(error, ModuleNotFoundError) and error.name:  # else Megatron raised it, and says what it needs
+    if isinstance(error, ModuleNotFoundError) and error.name:  # without a name, Megatron raised it, and it says enough
         return (
             f"there is no Python package {error.name}, which this checkout imports; describe where it trains, "
             "or install what training scripts import with megatron-ext: pip install -e 'megatron-ext[checkout]'"
         )
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    # Many of Megatron's assertions have no text: then the condition says most.
+    # Many of Megatron's assertions have no text: then the condition is the best explanation.
     at = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"Megatron refuses the options: {type(error).__name__}: {said or at.line} "
@@ -357,7 +359,7 @@ def main() -> int:
     if script_arguments.read(options).transformer_impl in (None, "transformer_engine"):
         engine_modules.install()
     cpu_compat.install(even_with_a_device=True)
-    with contextlib.suppress(Exception):  # what is wrong with it, the script will say
+    with contextlib.suppress(Exception):  # if the import fails, the script will report why
         importlib.import_module("megatron.training.training")
     parent = os.getpid()
     for pp_rank in range(pp):

@@ -1,4 +1,4 @@
-"""The workload of a real model: its parameters, read off the modules that will train."""
+"""The workload of a real model: its parameters, read from the modules that will train."""
 
 import contextlib
 import importlib
@@ -55,10 +55,10 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
 
 
 def size_without_tokenizer() -> None:
-    """Let Megatron's script do with ``--vocab-size`` where the tokenizer cannot be read here: its size is all that a
-    model takes of it."""
+    """Let Megatron's script use ``--vocab-size`` if the tokenizer cannot be read here. The model needs only the size of
+    the vocabulary."""
     module = sys.modules.get("megatron.training.global_vars")
-    if module is None:  # no script of Megatron's
+    if module is None:  # no Megatron script is running
         return
     build = vars(module)["_build_tokenizer"]
 
@@ -77,11 +77,11 @@ def size_without_tokenizer() -> None:
 
 
 def describe_options(args) -> Workload:
-    """The workload of the model that checked options ask for, without training processes.
+    """The workload of the model that checked options describe, without training processes.
 
     Every pipeline rank's chunks are built one after another on the ``meta`` device, in a process group of torch's
     ``fake`` backend, which communicates nothing, so that a laptop can describe a model of any size.
-    ``limits`` and ``zero_stage`` are the options' or their defaults.
+    ``limits`` and ``zero_stage`` are those of the options, or their defaults.
 
     Raises:
         InputError: Megatron refuses the combination.
@@ -123,7 +123,7 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
         dtype = config.params_dtype
         with torch.device("meta"):
             built = gpt_model.build_chunks(args, config)
-        # Given to it, Megatron would set variables of the environment.
+        # If it were passed to the constructor, Megatron would set environment variables.
         vars(config)["attention_backend"] = SimpleNamespace(name=getattr(args, "attention_backend", None))
         # Precision wrappers convert every parameter.
         return [
@@ -139,7 +139,7 @@ def make_fake_world(rank: int, world_size: int) -> None:
     """A default process group of torch's ``fake`` backend, which communicates nothing.
 
     Raises:
-        InputError: this torch has none.
+        InputError: this torch has no ``fake`` backend.
     """
     try:
         store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -154,14 +154,14 @@ def make_fake_world(rank: int, world_size: int) -> None:
 
 
 def _take_meta_tensors() -> None:
-    """Let collectives take tensors without data, which they do by themselves from some release after 2.6 on."""
+    """Let collectives accept tensors without data, as they do by themselves from some release after torch 2.6 on."""
     if _META_COLLECTIVES or importlib.util.find_spec("torch.distributed._meta_registrations"):
         return
     future: Any = torch.futures.Future()
     future.set_result(None)
-    # A private name of old releases alone.
+    # A private name that only old releases have.
     done = importlib.import_module("torch._C._distributed_c10d")._create_work_from_future(future).boxed()
-    _META_COLLECTIVES.append(torch.library.Library("c10d", "IMPL"))  # they end with it
+    _META_COLLECTIVES.append(torch.library.Library("c10d", "IMPL"))  # the registrations end with this object
     for name in (
         "broadcast_",
         "allreduce_",
@@ -180,7 +180,8 @@ _META_COLLECTIVES: list[torch.library.Library] = []
 
 @contextlib.contextmanager
 def only_fake_groups():
-    """Megatron makes a second group, over host memory, for each; in a process of its own it would wait for others."""
+    """In this context every process group has the ``fake`` backend. Megatron also makes gloo groups, over host memory,
+    which would wait for other ranks in a single process."""
     new_group = torch.distributed.new_group
 
     def fake_group(*args, backend=None, **kwargs):

@@ -1,8 +1,8 @@
 """Transformer Engine's modules in plain PyTorch: their parameters by name, order and shape, and what they save.
 
-Megatron builds its layers from Transformer Engine's by default. A machine without it, a laptop, describes such a model
-by these. They stand in its place even where it is installed, so that a description does not depend on the machine.
-Nothing trains by them: the real modules do.
+Megatron builds its layers from Transformer Engine's modules by default. A machine without Transformer Engine, such as a
+laptop, describes such a model with these modules. They are used even if Transformer Engine is installed, so that a
+description does not depend on the machine. Training never uses them.
 
 Sources: TransformerEngine v2.9, ``transformer_engine/pytorch/module`` (``linear.py``, ``layernorm_linear.py``,
 ``grouped_linear.py``, ``layernorm.py``, ``rmsnorm.py``) and ``pytorch/attention``: order of ``register_parameter``,
@@ -20,19 +20,19 @@ import torch
 from torch.nn import functional as F
 
 VERSION = "2.6.0"
-"""What the stand-in says of itself: Megatron asks for it to decide which arguments modules take. A later one would have
-to bring kernels of the router of experts too."""
+"""The version that the stand-in reports, from which Megatron decides which arguments modules take. With a later version
+the stand-in would also need kernels of the experts' router."""
 
 PARTS = ("distributed", "fp8", "ops", "optimizers", "permutation", "tensor")
 PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
 class _Module(torch.nn.Module):
-    """What all modules share. They are made on torch's default device, whatever device they are told."""
+    """Base of all modules. They are made on torch's default device, whatever device they are given."""
 
     def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float | None, tracker=None):
-        """Register a parameter and give it values: a number, or what ``fill``, or a normal distribution where that is
-        None, does under the random state of ``tracker``."""
+        """Register a parameter and initialize it: with the number ``fill``, or by the function ``fill`` or a normal
+        distribution (None) under the random state of ``tracker``."""
         fill = partial(torch.nn.init.normal_, std=0.023) if fill is None else fill
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
@@ -41,7 +41,7 @@ class _Module(torch.nn.Module):
 
 
 class SavesInputs(torch.autograd.Function):
-    """``function(*inputs)`` as a fused kernel computes it, which saves its inputs alone; backward computes it again."""
+    """``function(*inputs)``, like a fused kernel that saves only its inputs; backward computes the function again."""
 
     @staticmethod
     def forward(ctx, function: Callable, *inputs):
@@ -58,7 +58,7 @@ class SavesInputs(torch.autograd.Function):
 
 
 class LayerNorm(_Module):
-    """``weight`` and ``bias``."""
+    """A layer norm with the parameters ``weight`` and ``bias``."""
 
     kind = "LayerNorm"
 
@@ -69,7 +69,7 @@ class LayerNorm(_Module):
         sequence_parallel: bool = False,
         params_dtype=None,
         zero_centered_gamma: bool = False,
-        hidden_size: int | None = None,  # as it was called before 2.0
+        hidden_size: int | None = None,  # the name before 2.0
         **options,
     ):
         super().__init__()
@@ -83,7 +83,7 @@ class LayerNorm(_Module):
 
 
 class RMSNorm(LayerNorm):
-    """``weight`` alone."""
+    """An RMS norm; its only parameter is ``weight``."""
 
     kind = "RMSNorm"
 
@@ -98,17 +98,17 @@ def _add_norm(module: _Module, prefix: str, kind: str, size: int, dtype, sequenc
 
 def _norm(kind: str, x, weight, bias, eps: float, zero_centered: bool):
     weight = weight + 1 if zero_centered else weight
-    x = x.contiguous()  # a copy where it is a part of another tensor: query and key, which then can be freed
+    x = x.contiguous()  # copies query and key, which are parts of another tensor, so that it can be freed
     if kind == "RMSNorm":
         return SavesInputs.apply(lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, eps), x, weight)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 class Linear(_Module):
-    """``weight`` and ``bias``, cut by ``parallel_mode`` over tensor-parallel ranks."""
+    """A linear layer: ``weight`` and ``bias``, cut by ``parallel_mode`` over tensor-parallel ranks."""
 
     normalizes = False
-    save_original_input = False  # Megatron sets it where a layer in fp8 is not to save its input in fp8
+    save_original_input = False  # Megatron sets it if an fp8 layer must not save its input in fp8
     weight: torch.Tensor
 
     def __init__(
@@ -152,7 +152,7 @@ class Linear(_Module):
         self._mark()
 
     def _mark(self) -> None:
-        """Attributes by which Megatron knows what is cut, and where."""
+        """Set the attributes that tell Megatron which parameters are cut, and along which dimension."""
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
         set_tensor_model_parallel_attributes(self.weight, True, 1 if self.parallel_mode == "row" else 0, 1)
@@ -162,14 +162,14 @@ class Linear(_Module):
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def multiply(self, x, gather: Callable | None):
-        """``x`` by the weight, without bias. Where ``gather`` makes ``x`` of the ranks' parts of a sequence, each rank
-        saves its own part, and backward gathers again."""
+        """Multiply ``x`` by the weight, without bias. If ``gather`` makes ``x`` from the ranks' parts of a sequence,
+        each rank saves its own part, and backward gathers again."""
         if gather is None:
             return F.linear(x, self.weight)
         return SavesInputs.apply(lambda x, weight: F.linear(gather(x), weight), x, self.weight)
 
     def forward(self, x, is_first_microbatch: bool | None = None, **options):
-        """``x`` of shape (sequence, batch, in); the bias next to the result where ``return_bias`` says so."""
+        """``x`` has shape (sequence, batch, in). With ``return_bias`` the bias is returned next to the result."""
         from megatron.core.tensor_parallel import mappings
 
         if self.normalizes:
@@ -191,13 +191,13 @@ class Linear(_Module):
 
 
 class LayerNormLinear(Linear):
-    """``layer_norm_weight``, ``layer_norm_bias`` (not with RMSNorm), ``weight`` and ``bias``."""
+    """A norm and a linear layer: ``layer_norm_weight``, ``layer_norm_bias`` (not of RMSNorm), ``weight``, ``bias``."""
 
     normalizes = True
 
 
 class DotProductAttention(_Module):
-    """No parameters. Query, key and value of shape (sequence, batch, heads, channels)."""
+    """Attention, which has no parameters. Query, key and value have shape (sequence, batch, heads, channels)."""
 
     def __init__(
         self, num_attention_heads: int, kv_channels, *, attention_dropout: float = 0.0, softmax_scale=None, **options
@@ -206,7 +206,7 @@ class DotProductAttention(_Module):
         self.dropout, self.scale = attention_dropout, softmax_scale
 
     def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
-        # It saves copies of its own where the three are not one tensor (get_qkv_layout); what they lie in is freed.
+        # Transformer Engine saves copies if the three are not one tensor (get_qkv_layout), and their source is freed.
         q, k, v = (part.contiguous().permute(1, 2, 0, 3) for part in (query, key, value))
         causal = "causal" in attn_mask_type
         mask = None if causal or attention_mask is None else ~attention_mask
@@ -217,8 +217,8 @@ class DotProductAttention(_Module):
 
 
 class GroupedLinear(_Module):
-    """A linear layer for each local expert: ``weight0``, ``bias0``, ``weight1``, ... Megatron cuts them over
-    expert-tensor-parallel ranks, and brings the tokens, itself."""
+    """A linear layer for each local expert: ``weight0``, ``bias0``, ``weight1``, ... Megatron itself cuts them over
+    expert-tensor-parallel ranks, and brings the tokens."""
 
     def __init__(
         self,
@@ -242,8 +242,8 @@ class GroupedLinear(_Module):
                 self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
 
     def forward(self, x, m_splits, is_first_microbatch: bool | None = None, **options):
-        """``x`` of shape (tokens, in), of which ``m_splits`` are each expert's; biases next to the result where
-        ``return_bias`` says so."""
+        """``x`` has shape (tokens, in); ``m_splits`` are the numbers of tokens of each expert. With ``return_bias`` the
+        biases are returned next to the result."""
         names = range(self.num_gemms)
         biases = [getattr(self, f"bias{number}") if self.use_bias else None for number in names]
         added = [None] * self.num_gemms if self.return_bias else biases
@@ -253,29 +253,29 @@ class GroupedLinear(_Module):
 
 
 class Padding(_Module):
-    """Layers of experts in fp8 pad the tokens of each expert; how many there are, no description knows."""
+    """Padding of each expert's tokens in fp8 layers. A description cannot know how many tokens there are."""
 
     def __init__(self, *arguments, **options):
         super().__init__()
 
 
 class DelayedScaling:
-    """A recipe of fp8; nobody computes in it here."""
+    """An fp8 recipe, which is never used to compute here."""
 
     def __init__(self, **options):
         vars(self).update(options)
 
 
 class CudaRNGStatesTracker:
-    """Base of Megatron's tracker, which is made only where it is asked for."""
+    """Base class of Megatron's tracker, which is made only with --te-rng-tracker."""
 
 
 class QuantizedTensor:
-    """No tensor is of this class."""
+    """A class that no tensor here has."""
 
 
 class FP8GlobalStateManager:
-    """There is no fp8 here."""
+    """Reports that fp8 is off."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -283,24 +283,24 @@ class FP8GlobalStateManager:
 
 
 def _operation(name: str) -> type:
-    """What Megatron only names while it builds: single operations, in annotations and tables, and kernels that sort
-    tokens by expert (--moe-permute-fusion)."""
+    """A class for names that Megatron only mentions while it builds: single operations, in annotations and tables, and
+    kernels that sort tokens by expert (--moe-permute-fusion)."""
     if name.startswith("__"):
         raise AttributeError(name)
     return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
 
 
 def fused_adam(params, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, use_decoupled_grad, **options):
-    """Nobody steps here; Megatron looks at the arguments, for --use-precision-aware-optimizer."""
+    """Never called: Megatron reads the names of its arguments, for --use-precision-aware-optimizer."""
 
 
 def nothing(*arguments, **options):
-    """A context in which nothing is different."""
+    """A context that changes nothing."""
     return contextlib.nullcontext()
 
 
 def install() -> None:
-    """Let ``import transformer_engine`` find these modules; before Megatron is imported, which looks for it once."""
+    """Let ``import transformer_engine`` find these modules. Call before Megatron is imported, which looks only once."""
     make_packages(f"transformer_engine{name}" for name in PACKAGES)
     vars(sys.modules["transformer_engine"])["__version__"] = VERSION
     fill(".common.recipe", DelayedScaling=DelayedScaling)
@@ -316,7 +316,7 @@ def install() -> None:
 
 
 def make_packages(names: Iterable[str]) -> None:
-    """Let ``import`` find empty packages of these full names, the outer ones first."""
+    """Let ``import`` find empty packages with these full names; give outer packages first."""
     for name in names:
         module = sys.modules[name] = ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
@@ -326,5 +326,5 @@ def make_packages(names: Iterable[str]) -> None:
 
 
 def fill(package: str, **names: object) -> None:
-    """Put ``names`` into a package of the stand-in."""
+    """Add ``names`` to a package of the stand-in."""
     vars(sys.modules[f"transformer_engine{package}"]).update(names)

@@ -1,12 +1,12 @@
-"""``--user-defined-schedule-check FILE``: is training by the schedule that of Megatron's own gather, to the last bit?
+"""``--user-defined-schedule-check FILE``: does training by the schedule equal Megatron's own gather, to the last bit?
 
-The first run with a FILE that is not there is the reference: Megatron gathers, at the schedule's bucket layout, and
-FILE holds what came of it. The same command again trains by the schedule and is compared with FILE when it ends.
-Compared are the gradient norms of all iterations and all parameters of every rank at the end. As a control, with
-MEGATRON_EXT_STOCK_GATHER=1 a further run is the reference once more, compared with itself: where that differs, this
-training is not the same twice, with or without a schedule.
-A run that ends before its options say so (a signal, a limit of time, a result that Megatron's rerun machinery has not
-found again) writes no reference and is compared with none.
+The first run with a FILE that does not exist is the reference: Megatron gathers, at the schedule's bucket layout, and
+the results are written to FILE. The same command again trains by the schedule and is compared with FILE when it ends.
+The gradient norms of all iterations and all parameters of every rank at the end are compared. As a control, a further
+run with MEGATRON_EXT_STOCK_GATHER=1 makes the reference again and compares it with FILE. If they differ, this training
+is not reproducible, with or without a schedule.
+A run that ends earlier than its options say (because of a signal, a time limit, or a result that Megatron's rerun
+machinery could not reproduce) writes no reference and is not compared.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.run_summary import LAYOUT_NOTE, Measured
 
 LEAVE_OUT = ("iterations_to_skip", "phase_transition_iterations")
-"""Options by which Megatron does not train every iteration."""
+"""Options with which Megatron does not train every iteration."""
 
 
 class ReferenceRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What came of training with Megatron's own gather.
+    """The results of training with Megatron's own gather.
 
     Attributes:
-        schedule_sha256: of the schedule file whose bucket layout was used.
-        grad_norms: by iteration, as ``float.hex`` writes them; empty text where a step was skipped.
-        parameter_sha256: of all parameters, by rank.
-        measured: times of the run; None where it was too short.
+        schedule_sha256: the sha256 of the schedule file whose bucket layout was used.
+        grad_norms: by iteration, as ``float.hex`` writes them; empty text if the step was skipped.
+        parameter_sha256: the sha256 of all parameters, by rank.
+        measured: times of the run; None if it was too short.
     """
 
     kind: Literal["reference_run"]
@@ -46,13 +46,13 @@ class EqualityCheck:
 
     Args:
         path: FILE.
-        schedule_sha256: of this run's schedule file.
+        schedule_sha256: the sha256 of this run's schedule file.
 
     Attributes:
-        iterations: how many the run is to train; None: that is not known.
+        iterations: how many iterations the run is to train; None if that is not known.
 
     Raises:
-        InputError: FILE is of another schedule or cannot be read; or it is not there and cannot be written.
+        InputError: FILE is of another schedule or cannot be read; or it does not exist and cannot be written.
     """
 
     def __init__(self, path, schedule_sha256: str):
@@ -70,22 +70,22 @@ class EqualityCheck:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this run is the one that others are compared with."""
+        """Whether this run makes the reference."""
         return self.reference is None
 
     def start_lines(self) -> list[str]:
-        """What this run is in the check, and what it is not compared with."""
+        """Lines that say whether this run is the reference, and if so, how a run without a schedule differs from it."""
         if self.reference is None:
             return [f"equality check: this run is the reference and writes {self.path}", LAYOUT_NOTE]
         return [f"equality check: this run is compared with {self.path} when training ends"]
 
     def note(self, result: tuple) -> None:
-        """Note the gradient norm of an optimizer step that gave ``result``."""
+        """Record the gradient norm from the ``result`` of an optimizer step."""
         norm = result[1]
         self.grad_norms.append("" if norm is None else float(norm).hex())
 
     def finish(self, digests: list[str], measured: Measured | None) -> list[str]:
-        """On the first rank: write the reference, or compare with it; lines that say so.
+        """On the first rank: write the reference, or compare with it, and return lines that say so.
 
         Raises:
             InputError: the run differs from its reference.
@@ -114,8 +114,8 @@ class EqualityCheck:
 
 
 def iterations_ahead(args) -> int | None:
-    """How many iterations a run is to train by Megatron's validated arguments; None where they do not say, or leave
-    some out."""
+    """How many iterations a run is to train, from Megatron's validated arguments; None if they do not say, or if some
+    iterations are skipped."""
     begun, last = getattr(args, "iteration", None) or 0, getattr(args, "train_iters", None)
     if not last or any(getattr(args, name, None) for name in LEAVE_OUT):
         return None
@@ -124,7 +124,7 @@ def iterations_ahead(args) -> int | None:
 
 
 def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
-    """The first difference, in one line; None where the runs are equal."""
+    """The first difference, in one line; None if the runs are equal."""
     for field, what in (("grad_norms", "trained {} iterations"), ("parameter_sha256", "had {} ranks")):
         theirs, ours = (len(getattr(run, field)) for run in (reference, mine))
         if theirs != ours:
@@ -142,11 +142,11 @@ def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
 
 
 def parameter_digest(ddps: list[torch.nn.Module]) -> str:
-    """sha256 over all parameters of this rank's chunks, which are whole, or become so as they are iterated over."""
+    """sha256 over all parameters of this rank's chunks, which are whole, or become whole as they are iterated over."""
     digest = hashlib.sha256()
     for ddp in ddps:
         for name, parameter in ddp.named_parameters():
             digest.update(name.encode())
-            copied = parameter.detach().to("cpu", copy=True)  # of a NumPy array's memory nothing is freed any more
+            copied = parameter.detach().to("cpu", copy=True)  # memory shared with a NumPy array cannot be freed
             digest.update(copied.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

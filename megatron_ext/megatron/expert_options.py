@@ -1,4 +1,4 @@
-"""Options of models with experts, Megatron's own under its names, and in which layers experts are."""
+"""Options of models with experts, under Megatron's names, and which layers have experts."""
 
 import re
 from typing import Any
@@ -7,8 +7,8 @@ from megatron_ext.formats.errors import option_error
 
 
 def layer_freq(text: str) -> int | list[int]:
-    """``--moe-layer-freq`` as Megatron reads it: every how many layers there are experts, or 1 for each layer with them
-    and 0 for others (``([0]*2+[1]*6)``). Raises ValueError."""
+    """``--moe-layer-freq`` as Megatron reads it: N if every Nth layer has experts, or a list with 1 for each layer with
+    experts and 0 for the others (``([0]*2+[1]*6)``). Raises ValueError."""
     if not re.fullmatch(r"([][()+*,\s]|(?<!\d)\d{1,4}(?!\d))+", text) or "**" in text:
         raise ValueError(text)
     try:
@@ -30,7 +30,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "moe_router_dtype": {},
     **dict.fromkeys(FLAGS, {"action": "store_true"}),
 }
-"""By the name of the value, what argparse is told. TransformerConfig calls all but the first so, from some release."""
+"""Arguments of ``add_argument`` by the name of the value. From some release on, TransformerConfig uses the same names,
+except the first."""
 
 
 def check(args) -> None:
@@ -57,7 +58,7 @@ def check(args) -> None:
 
 
 def pattern(args) -> list[int]:
-    """1 for each layer with experts, 0 for others, of Megatron's options or ours."""
+    """1 for each layer with experts and 0 for the others, from Megatron's options or ours."""
     freq = getattr(args, "moe_layer_freq", 1)
     if args.num_experts and not isinstance(freq, int):
         return list(freq)
@@ -65,6 +66,7 @@ def pattern(args) -> list[int]:
 
 
 def shortened(pattern: list[int], layers: int) -> list[int]:
-    """A pattern of about ``layers`` layers, dense ones first, with the shares of ``pattern``: at least one of each."""
+    """A pattern of about ``layers`` layers, dense ones first, with the proportions of ``pattern`` and at least one
+    layer of each kind that it has."""
     experts, dense = (round(layers * pattern.count(kind) / len(pattern)) for kind in (1, 0))
     return [0] * max(dense, int(0 in pattern)) + [1] * max(experts, int(1 in pattern))

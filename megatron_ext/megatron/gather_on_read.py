@@ -1,4 +1,4 @@
-"""Between two iterations all ranks gather together, or none does: what a use of parameters there leads to."""
+"""Uses of parameters between two iterations: either all replicas gather together, or none does."""
 
 import itertools
 from collections.abc import Callable
@@ -11,38 +11,40 @@ from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.param_reads import ParamReads
 
 PEERS_SECONDS = 60
-"""How long a rank that uses parameters waits for its replicas to do so. They come from the same optimizer step, a
-collective; more apart than this they are in nothing but checkpoints, which gather by themselves."""
+"""How many seconds a rank that uses parameters waits until its replicas use them too. All replicas come from the same
+optimizer step, which is a collective. Only checkpoints take them further apart than this, and checkpoints gather by
+themselves."""
 
 RUNS = itertools.count()
-"""Runs of this process, which are the same on all ranks: their keys in the store are apart."""
+"""Numbers the runs of this process, equally on all ranks, so that runs have different keys in the store."""
 
 
 class GatherOnRead(ParamReads):
     """Gathers all parameters before their first use between two iterations, on all data-parallel ranks at once.
 
-    A rank that gathered alone would wait for ever, or pair its gathers with others of its replicas. So ranks tell each
-    other through the store that they use parameters, and where a replica does not, the run ends and says so.
+    A rank that gathered alone would wait for ever, or its gathers would be matched with other gathers of its replicas.
+    So ranks tell each other through the store that they use parameters. If a replica does not, the run ends with an
+    error that says so.
 
     Args:
-        storages: of whole parameters, as :class:`ParamReads` takes them.
+        storages: the storages of whole parameters, as :class:`ParamReads` takes them.
         gather: ``gather(used)`` makes all parameters of this rank whole and fresh, or with ``missing`` those in the
             storages ``used``; collective over ``ranks``.
-        ranks: global ranks, of the data-parallel group.
-        seconds: how long to wait for the others of them.
+        ranks: global ranks of the data-parallel group.
+        seconds: how long to wait for the other ranks of the group.
         missing: as :class:`ParamReads` takes it.
     """
 
     def __init__(self, storages, gather: Callable, ranks: list[int], seconds: float = PEERS_SECONDS, missing=None):
         super().__init__(storages, self._gather_together, missing)
         self._gather_used, self._ranks, self._seconds = gather, ranks, seconds
-        self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", missing is not None  # said at the start
+        self._keys, self._said = f"megatron_ext/reads/{next(RUNS)}", missing is not None  # then said at start
         self._last: str | None = None
         self._gathered = 0
 
     def until_forced(self, start_param_sync: Callable) -> Callable:
-        """Megatron's ``start_param_sync`` of the last chunk: it is not noticed, and where it is forced everything is
-        whole behind it."""
+        """Wrap Megatron's ``start_param_sync`` of the last chunk. Its own uses of parameters are not noticed, and after
+        a forced call all parameters are whole."""
 
         def sync(*args, force_sync: bool = False, **how) -> None:
             with self.suspended():
@@ -68,13 +70,13 @@ class GatherOnRead(ParamReads):
             return
         try:
             store = dist.distributed_c10d._get_default_store()
-        except AttributeError:  # this release has no store to ask in: replicas are believed to do the same
+        except AttributeError:  # this release gives no access to the store: assume that replicas do the same
             return
         self._gathered += 1
         key, last = f"{self._keys}/{ranks[0]}/{self.count}/{self._gathered}", self._last
         if store.add(key, 1) == len(ranks):
             store.set(f"{key}/all", "")
-            for old in (last, f"{last}/all") if last else ():  # all have passed it
+            for old in (last, f"{last}/all") if last else ():  # all ranks have passed it
                 store.delete_key(old)
         self._last = key
         try:

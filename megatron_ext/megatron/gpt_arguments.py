@@ -1,4 +1,4 @@
-"""Options of the example and of ``describe``: a subset of Megatron's own, under its names."""
+"""Options of the example and of ``describe``: a subset of Megatron's options, under the same names."""
 
 import argparse
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ UNEVEN = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options by which pipeline stages have different numbers of layers."""
+"""Options that give pipeline stages different numbers of layers."""
 
 
 MODEL_SIZES = dict(num_layers=8, hidden_size=256, num_attention_heads=4, num_query_groups=1, seq_length=128)
@@ -31,7 +31,7 @@ PARALLEL_SIZES = {
     "num_distributed_optimizer_instances": 1,
     "microbatch_group_size_per_virtual_pipeline_stage": None,
 }
-"""Whole numbers and their defaults."""
+"""Options that are integers, and their defaults."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -89,7 +89,7 @@ def _add_gpus_per_node(group) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add what a plan may use, which Megatron has no option for, and return ``parser``."""
+    """Add the options for plans that Megatron does not have, and return ``parser``."""
     plan = parser.add_argument_group("plan")
     plan.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=1)
     for name in ("device", "whole-parameter", "host", "pinned-host"):
@@ -101,7 +101,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
 
 def limits_of(args):
-    """The workload's limits for the options of :func:`add_plan_arguments`."""
+    """The workload's limits, from the options of :func:`add_plan_arguments`."""
     from megatron_ext.workload.workload import Limits
 
     names = set(Limits.__struct_fields__) - {"nvme_slot_bytes"}
@@ -113,16 +113,16 @@ _OPTIONS = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
 }
-"""Fields of the parallel sizes -> the options that decide them, where they have other names."""
+"""Fields of the parallel sizes -> the options that decide them, if these have other names."""
 
 
 def check(args, *, world_size: int | None = None) -> None:
-    """Refuse values that cannot train, and fill in what follows from others.
+    """Refuse values with which a model cannot train, and fill in values that follow from others.
 
     Args:
         args: parsed options; ``data_parallel_size``, ``global_batch_size``,
             ``num_microbatches`` and others are filled in.
-        world_size: number of processes, or None to take it from the parallel sizes.
+        world_size: number of processes, or None to compute it from the parallel sizes.
 
     Raises:
         InputError: naming the option and its value.
@@ -152,13 +152,13 @@ CONTEXT = "context_parallel_size"
 
 LARGEST = dict(num_layers=1 << 13, hidden_size=1 << 18, ffn_hidden_size=1 << 20, num_attention_heads=1 << 12)
 LARGEST |= dict(num_query_groups=1 << 12, kv_channels=1 << 14, seq_length=1 << 24, vocab_size=1 << 24)
-"""Sizes beyond any model. They bound the time and memory that a mistyped value costs."""
+"""Sizes that no model exceeds. They limit the time and memory that a mistyped value costs."""
 
 PARALLEL = (*PARALLEL_SIZES, "micro_batch_size", "data_parallel_size", "global_batch_size", "gpus_per_node")
 
 
 def _check_sizes(args) -> None:
-    """Sizes that are given are positive, and not beyond any model."""
+    """Check that the given sizes are positive and not larger than :data:`LARGEST`."""
     for name, largest in {**LARGEST, **dict.fromkeys((*PARALLEL, CONTEXT), MOST_RANKS)}.items():
         value = getattr(args, name, None)
         if value is not None and value < 1:
@@ -168,7 +168,8 @@ def _check_sizes(args) -> None:
 
 
 def _check_shapes(args) -> None:
-    """The layers' shapes fit together; the default of ``ffn_hidden_size``, the sizes of positions and vocabulary."""
+    """Check that the layers' shapes fit together, and set the default of ``ffn_hidden_size`` and the sizes of positions
+    and vocabulary."""
     if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
         _refuse(args, "num_attention_heads", f"does not divide --hidden-size {args.hidden_size}")
     if args.num_attention_heads % args.tensor_model_parallel_size:
@@ -176,7 +177,7 @@ def _check_shapes(args) -> None:
     if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
         _refuse(args, "num_query_groups", f"does not divide --num-attention-heads {args.num_attention_heads}")
     if args.ffn_hidden_size is None and args.swiglu:
-        # Megatron's own choice: as many parameters as without the gate, in whole tiles.
+        # As Megatron chooses: as many parameters as without the gate, rounded to full tiles.
         said = f"is needed: --hidden-size {args.hidden_size} is too small for --swiglu to choose one"
         args.ffn_hidden_size = int(4 * args.hidden_size * 2 / 3) // 64 * 64 or _refuse(args, "ffn_hidden_size", said)
     if args.fp16 and args.bf16:
@@ -191,7 +192,7 @@ def _check_shapes(args) -> None:
 
 
 def _check_stages(args) -> None:
-    """Layers divide into stages; ``num_virtual_stages_per_pipeline_rank`` from either of the options that give it."""
+    """Check that layers divide into stages; set ``num_virtual_stages_per_pipeline_rank`` from either of its options."""
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if per_stage is not None:
@@ -209,10 +210,10 @@ def _check_stages(args) -> None:
 
 
 def layers_of_stages(args) -> list[int]:
-    """Transformer layers of every stage, as Megatron divides them.
+    """The number of transformer layers of every stage, as Megatron divides them.
 
     Raises:
-        InputError: they do not divide, or the options contradict each other.
+        InputError: layers cannot be divided so, or the options contradict each other.
     """
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
     first, last, embedding, loss = (getattr(args, name, None) or 0 for name in UNEVEN)
@@ -235,7 +236,7 @@ def layers_of_stages(args) -> list[int]:
 
 
 def _check_processes(args, world_size: int) -> None:
-    """The processes make whole replicas; the default of ``data_parallel_size``."""
+    """Check that the processes make complete replicas, and set the default of ``data_parallel_size``."""
     pp, tp, cp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, context_ranks(args)
     replica, sizes = pp * tp * cp, f"pipeline {pp} x tensor {tp}" + f" x context {cp}" * (cp > 1)
     if args.data_parallel_size is None:
@@ -249,7 +250,7 @@ def _check_processes(args, world_size: int) -> None:
 
 
 def _fill_batch(args) -> None:
-    """``global_batch_size``, ``num_microbatches`` and ``ramp``."""
+    """Set ``global_batch_size``, ``num_microbatches`` and ``ramp``."""
     pp = args.pipeline_model_parallel_size
     args.data_parallel_size = args.data_parallel_size or 1
     dp = args.data_parallel_size
@@ -268,8 +269,8 @@ def parallel_of(args) -> Parallel:
 def parallel_sizes_of(
     args, vp: int | None, microbatches: int, group: int | None, gpus_per_node: int | None
 ) -> Parallel:
-    """The workload's parallel sizes, for our options or Megatron's, which name the others otherwise. Context-parallel
-    ranks hold the same parameters, and Megatron shards over them as over replicas: they count as such."""
+    """The workload's parallel sizes, from our options or Megatron's. The other arguments have different names in these.
+    Context-parallel ranks count as replicas: they hold the same parameters, and Megatron shards over them, too."""
     return Parallel.of(
         pp=args.pipeline_model_parallel_size,
         vp=vp,
@@ -286,12 +287,12 @@ def parallel_sizes_of(
 
 
 def context_ranks(args) -> int:
-    """Ranks that a sequence is divided among, which share parameters as replicas do; the example has none."""
+    """The number of ranks that a sequence is divided among, which share parameters as replicas do; 1 in the example."""
     return getattr(args, CONTEXT, 1)
 
 
 def dtype_of(args) -> str:
-    """The parameters' dtype, by torch's name."""
+    """The parameters' dtype as torch's name."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
 
 
@@ -326,7 +327,7 @@ def shape_of(args):
 
 
 def batch_of(args):
-    """What one step computes on, for checked options."""
+    """The micro-batch that one step computes on, for checked options."""
     from megatron_ext.workload.gpt_shapes import MicroBatch
 
     tp, said = args.tensor_model_parallel_size, vars(args).get

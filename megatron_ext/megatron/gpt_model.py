@@ -19,14 +19,14 @@ SAME_NAMES = (
     *("attention_dropout", "hidden_dropout", "recompute_granularity", "recompute_method", "recompute_num_layers"),
     *("sequence_parallel", "qk_layernorm"),
 )
-"""Options that Megatron's TransformerConfig calls as its command line does."""
+"""Options that have the same names in Megatron's TransformerConfig and on its command line."""
 GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances")
-"""Options that Megatron's parallel_state calls so."""
+"""Options that have the same names in Megatron's parallel_state."""
 
 
 def initialize_parallel(args) -> None:
-    """Process groups for checked options. Collective."""
+    """Make the process groups for checked options. Collective."""
     sizes = {name: getattr(args, name) for name in GROUPS}
     sizes["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages_per_pipeline_rank
     initialize = parallel_state.initialize_model_parallel
@@ -50,7 +50,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         # Interleaving over two pipeline ranks works only with overlapped p2p.
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,
-        # On a processor a message keeps no hold on a tensor whose data is swapped: what has been freed would be sent.
+        # On the CPU a message does not keep a tensor alive whose ``data`` is replaced: freed memory would be sent.
         deallocate_pipeline_outputs=on_gpu,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -71,8 +71,8 @@ def transformer_config(args, **overrides) -> TransformerConfig:
 
 
 def layer_spec(args, config: TransformerConfig, **stage) -> Any:
-    """The transformer layer's parts: local PyTorch modules, or Transformer Engine's; with experts those of all layers
-    of a ``stage``."""
+    """The modules of a transformer layer: local PyTorch modules, or Transformer Engine's. With experts, the modules of
+    all layers of a ``stage``."""
     if args.num_experts is not None:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec as block_spec
 

@@ -1,4 +1,4 @@
-"""What the lines inserted into Megatron call. See patches/README.md for when each is called.
+"""The functions that the lines inserted into Megatron call. See patches/README.md for when each is called.
 
 Without ``--user-defined-schedule`` (and without a trace) every hook returns at once.
 """
@@ -18,7 +18,7 @@ _run = None
 _looked = False
 
 ended = False
-"""Whether a run has written what it was to write."""
+"""Whether a run has written its trace and the result of its equality check."""
 
 started = False
 """Whether :func:`on_pretrain` was called, by a hook of the script or by the first one in megatron/."""
@@ -27,14 +27,15 @@ started = False
 def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=None, nvme_path=None):
     """Make a run active: gather by ``schedule`` (a path), write a trace to ``trace`` (a path), make or compare with
     the reference ``check`` (a path, see :mod:`megatron_ext.megatron.equality_check`). ``delay``: updates are delayed
-    after so many iterations, see :mod:`megatron_ext.runtime.host_step.delayed`; None: none is.
-    ``nvme_path``: directory on the drive, for optimizer states that a checkpoint gives before training begins; None:
-    they are in memory until then.
+    after so many iterations, see :mod:`megatron_ext.runtime.host_step.delayed`; with None, never.
+    ``nvme_path``: directory on the drive for optimizer states that a checkpoint gives before training begins; with
+    None, these are in memory until then.
 
-    ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`) lets a schedule for other
-    sizes be refused at once, before processes have found each other.
+    With ``parallel`` (a :class:`megatron_ext.workload.parallel.Parallel`), a schedule for other sizes is refused at
+    once, before the processes have joined their group.
 
-    Call before models are built. With neither, Megatron stays plain. Returns the run or None.
+    Call this before models are built. With neither a schedule nor a trace, Megatron stays as it is. Returns the run or
+    None.
 
     Raises:
         InputError: the schedule cannot be read, is not valid, or is for other parallel sizes.
@@ -79,7 +80,7 @@ def active():
 
 
 def _configure_from(args) -> None:
-    if getattr(args, "skip_train", False):  # models are not wrapped then: nothing is laid out, and nothing begins
+    if getattr(args, "skip_train", False):  # models are not wrapped then, so there is nothing to schedule
         return
     schedule, parallel = getattr(args, "user_defined_schedule", None), None
     if schedule is not None:
@@ -95,9 +96,9 @@ def _configure_from(args) -> None:
 
 
 def add_arguments(parser):
-    """End of Megatron's list of options: ours. Models are built next, late where a schedule says so. A script without a
-    hook of its own (``--entry``) begins here, where Megatron is imported: too late to prepare a machine without a GPU,
-    as `megatron-ext run-on-cpu` does."""
+    """Add our options at the end of Megatron's. Models are built next, late if a schedule says so. A script without a
+    hook of its own (``--entry``) begins here, when Megatron is already imported. That is too late to prepare a machine
+    without a GPU; use `megatron-ext run-on-cpu` there."""
     of_megatron = "megatron.training" in sys.modules
     if not started and of_megatron:
         _start(early=False)
@@ -116,8 +117,8 @@ def _late():
 
 
 def set_values(parameter, values) -> None:
-    """Call in place of ``parameter.copy_(values)`` while a model is built, after its constructor and before
-    DistributedDataParallel wraps it: the parameter may have no bytes on the device."""
+    """Call this instead of ``parameter.copy_(values)`` after the constructor of a model and before
+    DistributedDataParallel wraps it, because the parameter may have no bytes on the device."""
     late = _late()
     if late is None:
         parameter.data.copy_(values)
@@ -140,7 +141,7 @@ def _start(early: bool) -> None:
     variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)
     text = None
-    if not cpu_compat.is_installed():  # by run-on-cpu, which imports Megatron
+    if not cpu_compat.is_installed():  # run-on-cpu installs it, and imports Megatron
         text = device_environment.said_of_early_import(variables, list(sys.modules))
         if early and cpu_compat.install():
             parser_options.without_a_gpu()
@@ -162,8 +163,8 @@ def on_train_setup(args, model, optimizer, config) -> None:
 
 
 def on_train_end() -> None:
-    """Training is over. Where saving or evaluation may follow, they find whole parameters; bringing all of them takes
-    time, and more memory than training."""
+    """Training is over. Parameters are made whole only if saving or evaluation may follow, because gathering all of
+    them takes time, and more memory than training."""
     finish(any(getattr(arguments.of_run(), name, True) for name in ("save", "do_valid", "do_test")))
 
 
@@ -174,7 +175,7 @@ def on_params_updated(optimizer, update_successful: bool) -> None:
 
 
 def begin_iteration(config, model, num_microbatches: int, forward_only: bool):
-    """Start of an iteration of the interleaved schedule; returns what its steps call."""
+    """Start of an iteration of the interleaved schedule; returns the object that its steps call."""
     return IDLE if _run is None else _run.begin_iteration(num_microbatches, forward_only)
 
 
@@ -203,40 +204,40 @@ def begin_steps(config, model, num_microbatches: int, forward_only: bool):
 
 
 def params_changed() -> None:
-    """Call after parameters were changed by anything but the optimizer (a checkpoint loaded
-    during training, for example): copies on the host are published again before they are used."""
+    """Call this after anything but the optimizer has changed parameters (a checkpoint loaded
+    during training, for example): host copies are published again before they are used."""
     if _run is not None:
         _run.params_changed()
 
 
 def unshard_all() -> None:
-    """Bring all parameters whole onto the device; collective. Evaluation and checkpoints of
-    Megatron reach this by themselves."""
+    """Bring all parameters whole onto the device; collective. Megatron's evaluation and checkpoints
+    do this by themselves."""
     if _run is not None:
         _run.unshard_all()
 
 
 def peak_bytes() -> int:
-    """Most bytes of whole parameters on this rank's device in the last training iteration;
+    """The peak of whole parameters on this rank's device in the last training iteration, in bytes;
     0 without a schedule."""
     return _run.peak_bytes() if _run is not None else 0
 
 
 def census():
-    """What this rank held at the peak of the last training iteration, by kind, as a
-    :class:`megatron_ext.formats.rank_memory.RankMemory`; None without a schedule. Goes through the
+    """Bytes that this rank held at the peak of the last training iteration, by kind, as a
+    :class:`megatron_ext.formats.rank_memory.RankMemory`; None without a schedule. It visits all of the
     optimizer's states."""
     return _run.census() if _run is not None else None
 
 
 def finish(read_later: bool = True) -> None:
-    """End of training: collective; writes the trace and frees threads and host memory. ``read_later``: parameters are
-    whole when this returns. Where they never fit whole, they come one group after the other for who reads them, and
-    threads and host memory stay until the process ends."""
+    """End of training: writes the trace, ends threads and frees host memory; collective. With ``read_later`` parameters
+    are whole when this returns. If they never fit whole, later reads bring one group after the other, and threads and
+    host memory stay until the process ends."""
     global _run, ended
     if _run is not None:
         failed = sys.exc_info()[1]
-        if failed is not None and not isinstance(failed, InputError):  # or nobody sees it where the others do not come
+        if failed is not None and not isinstance(failed, InputError):  # else it stays unseen if other ranks do not come
             traceback.print_exception(failed)
         run, _run = _run, None
         if run.finish(read_later):
@@ -246,7 +247,7 @@ def finish(read_later: bool = True) -> None:
 
 
 def _end_reading() -> None:
-    """Close a run that has ended and was kept for those who read its parameters."""
+    """Close a run that has ended but was kept open for later reads of its parameters."""
     global _run
     if _run is not None and ended:
         run, _run = _run, None

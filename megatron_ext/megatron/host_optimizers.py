@@ -1,9 +1,9 @@
-"""Parts of Megatron's host optimizer (``--optimizer-cpu-offload``): which parameters are treated apart, and optimizers
-of their own.
+"""Parts of Megatron's host optimizer (``--optimizer-cpu-offload``): which parameters are treated separately, and
+optimizers for these alone.
 
-HybridDeviceOptimizer steps all parameters by one optimizer of torch, or by one each. Chosen parameters are taken out of
-these and get new ones, which it steps behind the others. An optimizer updates each parameter by itself, so the division
-changes no value.
+HybridDeviceOptimizer steps all parameters with one torch optimizer, or with one each. Chosen parameters are removed
+from these and get new optimizers, which it steps after the others. An optimizer updates each parameter independently,
+so this changes no value.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
@@ -18,12 +18,12 @@ from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 
 chosen_storages: dict[int, tuple[torch.UntypedStorage, str]] = {}
-"""By address, storages whose parameters are treated apart, and how. They are held while a model is built, and no
-longer: another storage could have the address of one that is gone."""
+"""By address, the storages whose parameters are treated separately, and how they are treated. Storages are listed only
+while a model is built: later another storage could have the address of a freed one."""
 
 
 def choose(how: str, tensors: Iterable[torch.Tensor]) -> None:
-    """What lies in the storages of ``tensors`` is treated as ``how`` says."""
+    """Let parameters that lie in the storages of ``tensors`` be treated as ``how`` says."""
     chosen_storages.update((storage._cdata, (storage, how)) for storage in map(torch.Tensor.untyped_storage, tensors))
 
 
@@ -33,12 +33,12 @@ def is_chosen(how: str, tensor: torch.Tensor) -> bool:
 
 
 def forget_chosen() -> None:
-    """The model is built, or another one will be."""
+    """Clear the choice, when the model is built or before another one is."""
     chosen_storages.clear()
 
 
 def sort_some(sort_parameters, hybrid, wanted: Callable[[torch.Tensor], bool], offload_fraction: float) -> tuple:
-    """What Megatron's ``_get_sub_optimizer_param_groups`` returns for the parameters that are wanted."""
+    """The result of Megatron's ``_get_sub_optimizer_param_groups`` for the parameters that are ``wanted``."""
     everything = hybrid.param_groups
     hybrid.param_groups = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in everything]
     try:
@@ -50,8 +50,8 @@ def sort_some(sort_parameters, hybrid, wanted: Callable[[torch.Tensor], bool], o
 def divide(
     hybrid, chosen: set[torch.Tensor], size: Callable[[torch.Tensor], int] = torch.Tensor.numel, most: float = inf
 ) -> Iterator[list[dict]]:
-    """Parameter groups of each unit: as many of the host parameters ``chosen`` in order as have at most ``most`` bytes
-    by ``size``."""
+    """The parameter groups of each unit. A unit has as many of the ``chosen`` host parameters, in order, as have
+    together a ``size`` of at most ``most``."""
     unit: dict[int, dict] = {}
     used = 0
     for number, group in enumerate(hybrid.cpu_param_groups):
@@ -66,23 +66,23 @@ def divide(
 
 
 def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimizer]:
-    """Give ``hybrid`` one optimizer a unit, behind those that it has. Nobody copies their new parameters to the device.
+    """Give ``hybrid`` one optimizer per unit, after its own. Their new parameters are not copied to the device here.
 
     Args:
         hybrid: Megatron's HybridDeviceOptimizer.
-        units: parameter groups of each: ``params`` are host tensors that it steps, each in one unit.
+        units: the parameter groups of each unit; ``params`` are host tensors that it steps, each in one unit.
 
     Returns:
-        The new optimizers, with the states that their parameters had.
+        The new optimizers, with the states that their parameters had before.
     """
     kind = hybrid.cpu_optimizer_cls
     flat = kind is torch.optim.AdamW and all(group["fused"] for groups in units for group in groups)
     new = [FlatAdamW(groups) if flat else _without_device_calls(kind(groups)) for groups in units]
     states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
     chosen = {parameter: one for one in new for group in one.param_groups for parameter in group["params"]}
-    for parameter, own in states.items():  # after a checkpoint was loaded, with a copy of the parameter among them
+    for parameter, own in states.items():  # with a copy of the parameter if a checkpoint was loaded
         if parameter in chosen:
-            # Nor what a checkpoint says of the shard, see save_from_drive: a step is taken back by tensors.
+            # The checkpoint's mark for padding (save_from_drive) is removed too, as only tensors can be taken back.
             kept = {name: value for name, value in own.items() if name not in ("master_param", "padding")}
             chosen[parameter].state[parameter] = kept
     for one in hybrid.cpu_optimizers:
@@ -95,8 +95,8 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
 
 
 def _without_device_calls(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer`` without torch's question, at every step, whether a CUDA graph is being captured: that calls the
-    driver, with the interpreter's lock held, and the host's optimizer steps on other threads than the issuing one."""
+    """``optimizer`` without torch's check, at every step, whether a CUDA graph is being captured. This check calls the
+    driver with the interpreter's lock held, and the host's optimizer does not step on the issuing thread."""
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
         if hasattr(optimizer, name):
             setattr(optimizer, name, lambda: None)
@@ -107,7 +107,7 @@ DELAY_OPTION = "--delayed-parameter-update"
 
 
 def delay_line(delay: int) -> str:
-    """What the option does, for the reader of a log."""
+    """A line for the log that says what the option does."""
     return (
         f"{DELAY_OPTION} {delay}: from iteration {delay + 1} on the host's optimizer steps during the next iteration, "
         "which computes without that update; training is not the same as without the option"
@@ -115,7 +115,7 @@ def delay_line(delay: int) -> str:
 
 
 def require_steps_on_host(optimizers: list, delay: int) -> None:
-    """Raises InputError where one of Megatron's ``optimizers`` of this rank steps a parameter elsewhere."""
+    """Raise InputError if one of Megatron's ``optimizers`` of this rank does not step a parameter on the host."""
     for one in optimizers:
         stepped = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
         copies_of(one.optimizer, stepped, "needs", DELAY_OPTION, delay)
@@ -124,7 +124,7 @@ def require_steps_on_host(optimizers: list, delay: int) -> None:
 def copies_of(
     hybrid, shards: list[torch.Tensor], what: str, field: str, value: object = ...
 ) -> dict[torch.Tensor, torch.Tensor]:
-    """The host's parameters by shard. Raises InputError: ``what`` needs them, and some shard has none."""
+    """The host's parameters by shard. Raises InputError, for ``field`` and ``value``, if a shard has none."""
     copies = getattr(hybrid, "gpu_params_map_cpu_copy", {})
     if any(shard not in copies for shard in shards):
         why = "an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0"
@@ -133,18 +133,18 @@ def copies_of(
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """Learning rate, weight decay and all else of each parameter group."""
+    """Learning rate, weight decay and all other settings of each parameter group."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def gradient_of(shard: torch.Tensor) -> torch.Tensor | None:
-    """What Megatron steps on."""
+    """The gradient that Megatron's optimizer uses for ``shard``, or None."""
     return getattr(shard, "decoupled_grad", shard.grad)
 
 
 @contextmanager
 def without(hybrid, optimizers: Collection[torch.optim.Optimizer]) -> Iterator[list[torch.optim.Optimizer]]:
-    """Take ``optimizers`` out of those that ``hybrid`` steps, for as long as the context lasts. Gives them in the
+    """Remove ``optimizers`` from those that ``hybrid`` steps, for as long as the context lasts. Yields them in the
     order in which it steps them."""
     everything = hybrid.cpu_optimizers
     hybrid.cpu_optimizers = [one for one in everything if one not in optimizers]
@@ -155,7 +155,7 @@ def without(hybrid, optimizers: Collection[torch.optim.Optimizer]) -> Iterator[l
 
 
 def refuse_late_load(hybrid) -> None:
-    """Refuse states that are loaded after this call: Megatron would make its optimizers anew."""
+    """Refuse states that are loaded after this call, because Megatron would then make new optimizers."""
     hybrid.register_load_state_dict_pre_hook(_refuse)
 
 

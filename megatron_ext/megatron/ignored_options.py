@@ -1,9 +1,9 @@
 """Megatron's options that ``describe`` meets in a user's command line and does not need.
 
-Without a checkout there is no parser of Megatron's to ask. So this is what we know of its options
-besides those in ``gpt_arguments``: some do not change which parameters a rank holds, nor the order of
-steps, and are read over; others do, in ways that only Megatron itself can work out, and are refused by
-name. Whatever is in neither list may be misspelt, and is refused too. With a checkout, see ``describe_from_checkout``.
+Without a checkout there is no Megatron parser to ask. So this file lists the options that are not in
+``gpt_arguments``. Some change neither which parameters a rank holds nor the order of steps, and are
+ignored. Others do so in ways that only Megatron itself can work out, and are refused by name. An option
+in neither list may be misspelt, and is refused too. With a checkout, see ``describe_from_checkout``.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FLAGS = """
 """.split()
 """Options without a value."""
 
-FLAGS += ["init-by-name", "no-overlap-param-gather"]  # of examples/pretrain_gpt_hybrid.py alone
+FLAGS += ["init-by-name", "no-overlap-param-gather"]  # only in examples/pretrain_gpt_hybrid.py
 
 VALUES = """
     adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval ckpt-format ckpt-step
@@ -73,7 +73,7 @@ LISTS = (
 """Options with one value or more."""
 
 TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids legacy_tokenizer".split()
-"""They decide the size of the vocabulary, hence of two parameters."""
+"""Options that decide the size of the vocabulary, and so the size of two parameters."""
 
 REFUSED = """
     attention-output-gate context-parallel-size decoder-num-layers encoder-num-layers
@@ -84,32 +84,32 @@ REFUSED = """
     q-lora-rank relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
     use-legacy-models yaml-cfg
 """.replace("-", "_").split()
-"""Options that change parameters, who holds them, or the order of steps."""
+"""Options that change parameters, which rank holds them, or the order of steps."""
 
 DESCRIBES = "describe", "fit", "cost estimate"
-"""Verbs that know what ranks do which share sequences: they time no layer and train none."""
+"""Verbs that support ranks which share sequences, because they neither time nor train a layer."""
 
 BATCH = "rampup_batch_size step_batch_size_schedule".split()
 """Options that change the number of micro-batches in the course of training."""
 
 
 SIZES = "num-layers hidden-size num-attention-heads seq-length micro-batch-size".split()
-"""What Megatron itself asks for; here they have defaults."""
+"""Options that Megatron itself requires; here they have defaults."""
 
 
 def sizes_taken(options) -> dict[str, int]:
-    """By option, the default of every size that ``options`` do not give."""
+    """By option, the defaults of the sizes that ``options`` do not give."""
     parser = gpt_arguments.add_gpt_arguments(argparse.ArgumentParser())
     given = {option.partition("=")[0] for option in options}
     return {f"--{name}": parser.get_default(name.replace("-", "_")) for name in SIZES if f"--{name}" not in given}
 
 
 MEGATRONS = {"--transformer-impl": "transformer_engine", "--hidden-dropout": "0.1", "--attention-dropout": "0.1"}
-"""Megatron's own defaults where the example has others. What is counted or measured has dropout from here."""
+"""Megatron's own defaults, where those of the example differ. Counts and measurements take dropout from here."""
 
 
 def not_given(options) -> dict[str, str]:
-    """Those of :data:`MEGATRONS` that ``options`` do not give."""
+    """The entries of :data:`MEGATRONS` that ``options`` do not give."""
     given = {option.partition("=")[0] for option in options}
     return {option: value for option, value in MEGATRONS.items() if option not in given}
 
@@ -117,13 +117,13 @@ def not_given(options) -> dict[str, str]:
 def parse(
     options, *, verb: str = "describe", world_size: int | None = None, passed_over: list[str] | None = None, **defaults
 ) -> argparse.Namespace:
-    """Options of ``megatron-ext describe`` (or another ``verb``): Megatron's, and what a plan may use.
+    """Parse options of ``megatron-ext describe`` (or another ``verb``): Megatron's, and those for plans.
 
     Args:
-        world_size: number of GPUs, or None to take it from the parallel sizes.
-        passed_over: where given, options that no list names are put there, unless they look misspelt; otherwise they
-            are refused.
-        defaults: values of options that are not given, where they are others than the example's.
+        world_size: number of GPUs, or None to compute it from the parallel sizes.
+        passed_over: if given, options in no list are added to it, unless they look misspelt; if None, they are
+            refused.
+        defaults: defaults of options that differ from the example's.
 
     Raises:
         InputError: naming the option and its value.
@@ -141,8 +141,8 @@ def parse(
 
 
 def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
-    """What one step computes on by a launch script's options, whatever else these say. Raises InputError where a size
-    is not given."""
+    """The micro-batch that one step computes on, from a launch script's options; all other options are ignored. Raises
+    InputError if a size is not given."""
     parser = _parser("cost estimate")
     parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"], tensor_model_parallel_size=tensor_parallel)
     args, _ = parser.parse_known_args(list(options))
@@ -154,7 +154,8 @@ def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
 
 
 def _grads_in_fp32(args: argparse.Namespace) -> bool:
-    """As Megatron's ``validate_args`` takes it: with --bf16 unless told not to, with --fp16 where it is asked for."""
+    """Whether gradients are fp32, as in Megatron's ``validate_args``: with --bf16 unless turned off, with --fp16 only
+    if asked for."""
     asked, dtype = "accumulate_allreduce_grads_in_fp32" in args, getattr(args, "main_grads_dtype", "fp32")
     return not (args.bf16 and "grad_reduce_in_bf16" in args) and (asked or (args.bf16 and dtype == "fp32"))
 
@@ -171,7 +172,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
 
 
 def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Let ``parser`` accept the options above; :func:`check_other_options` judges them."""
+    """Let ``parser`` accept the options above; :func:`check_other_options` refuses some of them."""
     group = parser.add_argument_group("Megatron's other options")
     known = set(parser._option_string_actions)
     judged = [*REFUSED, *BATCH, *NEUTRAL]
@@ -200,7 +201,7 @@ def check_other_options(args, verb: str = "describe") -> None:
     _refuse_neutral(given)
     how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
     for name in [name for name in REFUSED if name != gpt_arguments.CONTEXT or verb not in DESCRIBES]:
-        # One rank of a kind is what there is without the option; one layer of a kind is not.
+        # One rank of a kind is the same as without the option; one layer of a kind is not.
         without = (None, ["1"]) if name.endswith(("parallel_size", "weight_shards")) else (None,)
         if given.get(name) not in without:
             _refuse(given, name, f"changes parameters or the order of steps; {how}")
@@ -225,7 +226,7 @@ _CHECKOUT = {
     "describe": "give --checkout DIR, and Megatron itself says how",
     "fit": "`describe --checkout DIR` lets Megatron itself say how, then `cost estimate` and `plan`",
 }
-"""By verb, what reads options that only Megatron itself can work out."""
+"""By verb, what can read options that only Megatron itself can work out."""
 
 
 def _refuse(given: dict, name: str, why: str) -> NoReturn:
@@ -239,7 +240,7 @@ def _refuse_neutral(given: dict) -> None:
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_over: list[str] | None) -> None:
-    """Refuse what no list names, with the nearest name; or put it into ``passed_over`` where nothing is near."""
+    """Refuse options that are in no list, and name the nearest one; if none is near, add them to ``passed_over``."""
     options = [word.partition("=")[0] for word in unknown]
     if passed_over is not None:
         options = [option for option in options if option.startswith("--")]

@@ -1,16 +1,17 @@
-"""What Megatron allocates before training by a schedule begins, and what the schedule then has no use for.
+"""Leave out memory that Megatron allocates before training begins and that a schedule does not use.
 
 [Note: Why copies are left out]
 HybridDeviceOptimizer copies every parameter to the host in fp32 when it is built, and DistributedOptimizer builds it
-twice: 8 bytes a parameter at a time when the drive holds nothing yet. The copy of a parameter whose states will rest
-on the drive is left out: a single NaN in its shape stands in for it. :mod:`scheduled_host_step` writes the parameter
-itself to the drive, in fp32, one slot after the other. Where something needs the copies before, with their moments (a
-checkpoint is loaded), they are made then, in files on the drive that are mapped into memory: see drive_tensors.py.
+twice: 8 bytes per parameter at a time when the drive holds nothing yet. The copy of a parameter whose states will rest
+on the drive is left out: a single NaN, expanded to the parameter's shape, stands in for it. :mod:`scheduled_host_step`
+writes the parameter itself to the drive, in fp32, one slot after the other. If something needs the copies and their
+moments earlier (a checkpoint is loaded), they are made then, in files on the drive that are mapped into memory: see
+drive_tensors.py.
 
 [Note: Why gradients are left out]
-DistributedDataParallel makes whole gradients of all parameters. :mod:`buckets` drops them and makes those that the
-schedule keeps. Until then a single zero in their shape stands in for them. Where parameters never fit whole there is no
-buffer of them either, see late_model.py.
+DistributedDataParallel makes whole gradients of all parameters. :mod:`buckets` drops them and makes the gradients that
+the schedule keeps. Until then a single zero, expanded to their shape, stands in for them. If parameters never fit
+whole, there is no buffer of parameters either, see late_model.py.
 """
 
 # Functions of Megatron are replaced here on purpose.
@@ -37,8 +38,8 @@ LEFT_OUT = "left out"
 
 
 def leave_copies_out(parameters: Iterable[torch.Tensor], directory) -> None:
-    """Host optimizers that are built from now on have no copies of what lies in the storages of ``parameters``; those
-    that something needs before are made in files in ``directory``, on the drive."""
+    """Let host optimizers that are built from now on have no copies of parameters in the storages of ``parameters``.
+    Copies that are needed before training are made in files in ``directory``, on the drive."""
     choose(LEFT_OUT, parameters)
     if not hasattr(HybridDeviceOptimizer, "left_out"):
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
@@ -47,10 +48,10 @@ def leave_copies_out(parameters: Iterable[torch.Tensor], directory) -> None:
 
 
 class LeftOut:
-    """Copies of one host optimizer that are not in memory, see the note above.
+    """Copies of one host optimizer that are not in memory, see [Note: Why copies are left out].
 
     Attributes:
-        stand_ins, on_drive: by the optimizer's parameters, those that have no values yet, and those that have.
+        stand_ins, on_drive: by the optimizer's parameters, copies that have no values yet, and copies that have.
     """
 
     def __init__(self, directory):
@@ -59,7 +60,7 @@ class LeftOut:
         self.on_drive: dict[torch.Tensor, torch.Tensor] = {}
 
     def of(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Stands for the copy of ``parameter``, or is it."""
+        """The copy of ``parameter``, or the stand-in for it."""
         if parameter in self.on_drive:
             return self.on_drive[parameter]
         self.stand_ins[parameter] = made = torch.full((), nan, dtype=dtype).expand(parameter.shape)
@@ -67,7 +68,7 @@ class LeftOut:
 
     @torch.no_grad()
     def make_copies(self, *_) -> None:
-        """Give the stand-ins their values, on the drive."""
+        """Make the copies that have stand-ins, with their values, on the drive."""
         for dtype in {copy.dtype for copy in self.stand_ins.values()}:
             chosen = [(parameter, copy) for parameter, copy in self.stand_ins.items() if copy.dtype == dtype]
             places = self._tensors([copy.shape for _, copy in chosen], dtype)
@@ -77,8 +78,8 @@ class LeftOut:
         self.stand_ins = {}
 
     def make_states(self, hybrid) -> None:
-        """In place of Megatron's ``dummy_step``, which takes memory for a gradient of every parameter and for all
-        states: those of the copies that are left out are made on the drive, all others by a step of gradients 0."""
+        """Replaces Megatron's ``dummy_step``, which allocates a gradient of every parameter and all states. States of
+        copies that are left out are made on the drive, all other states by a step with zero gradients."""
         self.make_copies()
         chosen = set(self.on_drive.values())
         make_states_only(hybrid, without=chosen)
@@ -97,7 +98,7 @@ class LeftOut:
 
 
 def _states_of_one(optimizer_class, group: dict) -> dict[str, torch.Tensor]:
-    """What the host's optimizer keeps of a parameter of one element: its moments, and numbers without dimensions."""
+    """The states that the host's optimizer keeps for a parameter of one element: moments and tensors of dimension 0."""
     one = torch.zeros(1)
     one.grad = torch.zeros(1)
     optimizer = optimizer_class([{**group, "params": [one]}])
@@ -106,7 +107,7 @@ def _states_of_one(optimizer_class, group: dict) -> dict[str, torch.Tensor]:
 
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):
-    """What Megatron's function returns, with stand-ins for some copies."""
+    """The result of Megatron's function, with stand-ins for some copies."""
     late = lambda parameter: parameter.numel() > 1 and is_chosen(LEFT_OUT, parameter)
     everything = hybrid.param_groups
     if offload_fraction != 1.0 or not any(late(p) for group in everything for p in group["params"]):
@@ -129,7 +130,7 @@ def _sorted(sort_parameters, hybrid, offload_fraction: float):
 
 
 def _install(hybrid, left_out: LeftOut) -> None:
-    """Let what needs copies or states before training find them."""
+    """Let functions that need copies or states before training make them first."""
 
     def update_by_new() -> None:
         left_out.make_copies()
@@ -145,9 +146,9 @@ def _install(hybrid, left_out: LeftOut) -> None:
 
 
 def tell_what_is_not_locked() -> None:
-    """Host optimizers keep what the driver does not page-lock in other memory, while they are built and while a
-    checkpoint's states are made; :func:`flush` says so: where one rank raised, the others would wait for it in
-    Megatron's next collective."""
+    """Let host optimizers use other memory for tensors that the driver does not page-lock, while they are built and
+    while a checkpoint's states are made. :func:`flush` raises the error later: if one rank raised at once, the others
+    would wait for it in Megatron's next collective."""
     if not hasattr(HybridDeviceOptimizer, "not_locked"):
         HybridDeviceOptimizer.not_locked = None
         for name in ("_init_sub_optimizers", "dummy_step"):
@@ -176,8 +177,8 @@ def _lock_or_tell(hybrid, method: Callable) -> None:
 
 
 def make_gradients(optimizers: list, units: Collection[torch.optim.Optimizer]) -> None:
-    """Make what Megatron's host optimizers copy gradients to, as they would at their first step, but for ``units``.
-    Raises InputError: it cannot be page-locked."""
+    """Allocate the tensors that Megatron's host optimizers, except ``units``, copy gradients to, as their first step
+    would. Raises InputError if these cannot be page-locked."""
 
     def make(hybrid) -> None:
         groups = [group for one in hybrid.cpu_optimizers if one not in units for group in one.param_groups]
@@ -191,9 +192,9 @@ def make_gradients(optimizers: list, units: Collection[torch.optim.Optimizer]) -
 
 
 def flush(optimizers: list) -> None:
-    """Bring what was made for Megatron's ``optimizers`` to the drive, and its pages out of memory. Raises InputError:
-    it did not reach the drive, or something of an optimizer could not be page-locked."""
-    gc.collect()  # DistributedOptimizer has replaced its host optimizer, a circle that holds a copy of all parameters
+    """Write what was made for Megatron's ``optimizers`` to the drive, and free its pages in memory. Raises InputError
+    if it did not reach the drive, or if memory of an optimizer could not be page-locked."""
+    gc.collect()  # the host optimizer that DistributedOptimizer has replaced is a cycle with copies of all parameters
     for optimizer in optimizers:
         hybrid = getattr(optimizer, "optimizer", None)
         if (refused := getattr(hybrid, "not_locked", None)) is not None:
@@ -204,8 +205,8 @@ def flush(optimizers: list) -> None:
 
 
 def take_over(hybrid, chosen: set[torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
-    """The parameters of ``hybrid`` by their copies that have no values, which are all among ``chosen``; who calls this
-    makes the copies."""
+    """The parameters of ``hybrid`` by those of their copies that have no values, all of which are in ``chosen``. The
+    caller makes the copies."""
     left_out = vars(hybrid).get("left_out")
     if left_out is None:
         return {}
@@ -216,8 +217,8 @@ def take_over(hybrid, chosen: set[torch.Tensor]) -> dict[torch.Tensor, torch.Ten
 
 
 class _Without(TorchFunctionMode):
-    """The first ``torch.zeros`` of dtype ``parameters`` gives None; those of ``gradients`` take the memory of one
-    element. None: there is nothing like it."""
+    """In this mode the first ``torch.zeros`` of dtype ``parameters`` returns None, and ``torch.zeros`` of dtype
+    ``gradients`` allocate only one element. A dtype of None matches nothing."""
 
     def __init__(self, parameters: torch.dtype | None, gradients: torch.dtype | None):
         super().__init__()
@@ -226,7 +227,7 @@ class _Without(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         dtype = kwargs.get("dtype") if function is torch.zeros else None
-        if dtype is not None and dtype is self._parameters:  # Megatron makes them before the gradients
+        if dtype is not None and dtype is self._parameters:  # Megatron makes parameters before gradients
             self._parameters = None
             return None
         if dtype is not None and dtype is self._gradients:
@@ -235,8 +236,8 @@ class _Without(TorchFunctionMode):
 
 
 def leave_buffers_out(gradients: Callable[[], bool], parameters: Callable[[], bool]) -> None:
-    """Buffers that are built while ``gradients()`` have no gradients, those that are built while ``parameters()`` no
-    parameters, as without a distributed optimizer; replaces the functions of an earlier call."""
+    """Leave gradients out of buffers that are built while ``gradients()`` is true, and parameters, as without a
+    distributed optimizer, while ``parameters()`` is true. Replaces the functions of an earlier call."""
     Buffer = upstream._ParamAndGradBuffer
     if not hasattr(Buffer, "without_gradients"):
         build = Buffer.__init__

@@ -1,16 +1,16 @@
-"""Building a model whose parameters never fit whole: each group goes to where it rests as soon as it has its values.
+"""Build a model whose parameters never fit whole: each group moves to where it rests as soon as it has its values.
 
 [Note: Building late]
 Megatron builds all layers on the device, DistributedDataParallel copies them into one buffer, and :mod:`buckets` copies
-them into groups: twice all parameters at once. Where a schedule's limit has no room for them:
-1. What a transformer layer is made of is parked when it is built: its values go to host memory, a single NaN stands in
-   for each parameter. So does the rest of a GPTModel when it is complete. Random numbers are drawn as ever.
+them into groups: all parameters are on the device twice. If a schedule's limit has no room for that:
+1. The modules of a transformer layer are parked when they are built: their values go to host memory, and a single NaN
+   stands in for each parameter. The rest of a GPTModel is parked when it is complete. Random numbers are as usual.
 2. DistributedDataParallel gets no buffer of parameters.
-3. Each group gets its storage, the parked values, and is freed behind its shard, which rests where the schedule says.
-   Replicas get the values of the first of them.
-4. Until training begins every call of torch's that uses parameters has their groups given bytes, with the rank's own
-   part in its place, and the others freed; what was written to that part stays. So optimizers find their values, and
-   checkpoints are loaded: see [Note: Reads between iterations].
+3. Each group gets its storage and the parked values. It is freed after its shard is made, which rests where the
+   schedule says. Replicas get the values of the first replica.
+4. Until training begins, a torch call that uses parameters first gives bytes to their groups and frees the others. Only
+   the rank's own part of these groups has its values, and values that are written to this part are kept. So optimizers
+   find their values, and checkpoints can be loaded: see [Note: Reads between iterations].
 """
 
 # Functions of Megatron are replaced here on purpose.
@@ -39,13 +39,14 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 class LateModel:
-    """Of one rank, until training begins. Raises InputError: host memory is short of a node's parameters.
+    """The model of one rank that is built late, until training begins. Raises InputError if a node's parameters do not
+    fit into host memory.
 
     Attributes:
-        groups: those that have been laid out, by index.
+        groups: the groups that have been laid out, by index.
         residency: counts their whole copies.
-        reads: notices their uses.
-        current: gives the one of the run; None: the model is not built late, or it is built.
+        reads: notices uses of their parameters.
+        current: returns the LateModel of the run; None if the model is not built late, or is already built.
     """
 
     current: Callable[[], "LateModel | None"] = staticmethod(lambda: None)
@@ -59,13 +60,13 @@ class LateModel:
         self.schedule, self.groups, self.residency = schedule, {}, Residency()
         self._parked = Parked("cuda" if has_cuda() else "cpu")
         self._of_storage: dict[int, FreedGroup] = {}
-        self._held: list[FreedGroup] = []  # have bytes
+        self._held: list[FreedGroup] = []  # the groups that have bytes
         self.reads = ParamReads((), self._hold, self._missing)
 
     # While modules are built.
 
     def build(self, init: Callable, model: GPTModel, *args, **kwargs) -> None:
-        """Run the constructor of ``model``."""
+        """Run the constructor ``init`` of ``model``, and park its parameters."""
         handle = register_module_module_registration_hook(self._registered)
         try:
             init(model, *args, **kwargs)
@@ -78,22 +79,22 @@ class LateModel:
             self._park(module, parent.config.params_dtype)
 
     def _park(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
-        # One of another dtype is converted by Float16Module, which reads it.
+        # Parameters of another dtype are not parked: Float16Module reads and converts them.
         self._parked.park(parameter for parameter in module.parameters() if parameter.dtype == dtype)
 
     # While chunks are wrapped.
 
     def set_values(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Give ``parameter``, of a model that is not wrapped yet, other values."""
+        """Set ``parameter``, of a model that is not wrapped yet, to ``values``."""
         self._parked.put(parameter, values)
 
     def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The values of ``parameter``, wherever they are; they are asked for once."""
+        """The values of ``parameter``, wherever they are; may be called once per parameter."""
         return self._parked.take(parameter)
 
     def hold(self, index: int, whole: torch.Tensor, process_group, instances=None) -> None:
-        """``whole`` has the values of group ``index``: keep this rank's shard. ``instances``: the process group of the
-        ranks that hold it in other instances, where there are any."""
+        """Keep this rank's shard of group ``index``, whose values are in ``whole``. ``instances``: the process group of
+        the ranks that hold the same shard in other optimizer instances, if there are any."""
         for group in (instances, process_group):
             if group is not None and group.size() > 1:
                 dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
@@ -110,14 +111,14 @@ class LateModel:
     # While optimizers are built, and checkpoints are loaded.
 
     def group_of(self, tensor: torch.Tensor) -> FreedGroup | None:
-        """The group whose whole copy ``tensor`` is a part of."""
+        """The group of whose whole copy ``tensor`` is a part, or None."""
         return self._of_storage.get(tensor.untyped_storage()._cdata)
 
     def _missing(self, used: Collection[int]) -> bool:
         return any(self._of_storage[storage] not in self._held for storage in used)
 
     def _hold(self, place: str, used: Collection[int]) -> None:
-        """Let the groups in the storages ``used`` have bytes, and no others."""
+        """Give bytes to the groups in the storages ``used``, and free all others."""
         wanted = [self._of_storage[storage] for storage in used]
         for group in self._held:
             if group not in wanted:
@@ -130,19 +131,19 @@ class LateModel:
         self._held = wanted
 
     def close(self) -> None:
-        """Training begins."""
+        """Free all groups, because training begins."""
         self.reads.close()
         with torch.no_grad():
             self._hold("", ())
 
     def rest_of(self, index: int) -> torch.Tensor:
-        """Where the optimizers find their part of group ``index``."""
+        """The tensor in which the optimizers find their part of group ``index``."""
         group = self.groups[index]
         return group.whole if group.on_host else group.shard
 
     def point_at_shards(self, views: Iterable[torch.Tensor]) -> None:
-        """Optimizers' views of whole copies become views of shards, but for those that rest in host memory: Megatron
-        looks where they lie until training begins."""
+        """Turn optimizers' views of whole copies into views of shards, except shards that rest in host memory: until
+        training begins, Megatron checks on which device the views are."""
         with self.reads.suspended():
             for view in views:
                 group = self.group_of(view)
@@ -152,12 +153,12 @@ class LateModel:
 
 
 def _own_part(group: FreedGroup) -> torch.Tensor:
-    """Of the whole copy, this rank's."""
+    """This rank's part of the whole copy."""
     return group.whole.narrow(0, group.shard_start, group.shard.numel())
 
 
 def install(current: Callable[[], LateModel | None]) -> None:
-    """Let Megatron build late while ``current()`` gives something; replaces the ``current`` of an earlier call."""
+    """Let Megatron build late while ``current()`` is not None; replaces the ``current`` of an earlier call."""
     LateModel.current = staticmethod(current)
     if hasattr(GPTModel.__init__, "of_megatron"):
         return
@@ -166,7 +167,7 @@ def install(current: Callable[[], LateModel | None]) -> None:
 
     @functools.wraps(init)
     def build(model, *args, **kwargs):
-        late = LateModel.current() if type(model) is GPTModel else None  # who derives from it may read parameters
+        late = LateModel.current() if type(model) is GPTModel else None  # derived classes may read parameters
         if late is None:
             init(model, *args, **kwargs)
         else:
@@ -190,7 +191,7 @@ def install(current: Callable[[], LateModel | None]) -> None:
 
 
 def _without_freed(load: Callable) -> Callable:
-    """``load`` of dist_checkpointing, which reads parameters without bytes into host memory."""
+    """``load`` of dist_checkpointing, changed to read parameters that have no bytes into host memory."""
 
     def load_to_host(sharded_state_dict, *args, **kwargs):
         late = LateModel.current()
@@ -204,9 +205,9 @@ def _without_freed(load: Callable) -> Callable:
 
 
 def make_states_only(hybrid, without: Container[torch.Tensor] = ()) -> None:
-    """In place of Megatron's ``dummy_step``: make the states of a host optimizer by a step of gradients 0, but those of
-    copies that are ``without``. No new parameters, for which there may be no place. As many random numbers are drawn as
-    Megatron draws: where a checkpoint's random state is not loaded, dropout draws behind them."""
+    """Replaces Megatron's ``dummy_step``: make the states of a host optimizer by a step with zero gradients, except for
+    copies in ``without``. Parameters are not written, because there may be no memory for them. As many random numbers
+    are drawn as in Megatron, because dropout continues from them if a checkpoint's random state is not loaded."""
     for parameter in (parameter for group in hybrid.param_groups for parameter in group["params"]):
         torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     for optimizer in hybrid.sub_optimizers:

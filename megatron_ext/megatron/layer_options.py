@@ -1,7 +1,7 @@
-"""Options by which ``layer_runners`` builds the layers that a checkout's own script trains.
+"""Options with which ``layer_runners`` builds the layers that a checkout's own script trains.
 
-The checkout's parser knows every option of its release; ``layer_runners`` knows those of ``gpt_arguments``. So what
-Megatron made of the command line is written down in these, and the layers are compared by their bytes.
+The checkout's parser knows every option of its release; ``layer_runners`` knows those of ``gpt_arguments``. So
+Megatron's arguments are translated into the latter, and the layers are compared by their bytes.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ VALUED = (
 )
 FLAGS = ("add_qkv_bias", "qk_layernorm", "swiglu", "untie_embeddings_and_output_weights", "bf16", "fp16")
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-"""Options that are as they are in Megatron's own arguments."""
+"""Options that are taken unchanged from Megatron's own arguments."""
 
 
 def options_of_layers(args) -> tuple[str, ...]:
-    """Options of one pipeline rank's layers, for Megatron's own validated arguments."""
+    """The options of one pipeline rank's layers, from Megatron's own validated arguments."""
     layers = max(args.num_layers // args.pipeline_model_parallel_size, 1)
     valued = {"num_layers": layers, "vocab_size": args.padded_vocab_size, "make_vocab_size_divisible_by": 1}
     valued |= {name: getattr(args, name) for name in VALUED}
@@ -33,7 +33,7 @@ def options_of_layers(args) -> tuple[str, ...]:
     if args.recompute_granularity:
         given = {name: getattr(args, name) for name in RECOMPUTE}
         valued |= {name: value for name, value in given.items() if value is not None}
-        if args.recompute_method == "block":  # counts layers of a chunk; here a rank's are one chunk
+        if args.recompute_method == "block":  # counts layers of a chunk; here a rank's layers are one chunk
             chunks = args.virtual_pipeline_model_parallel_size or 1
             valued["recompute_num_layers"] = min(args.recompute_num_layers * chunks, layers)
     if getattr(args, "num_experts", None):
@@ -42,7 +42,7 @@ def options_of_layers(args) -> tuple[str, ...]:
         for name, how in expert_options.OPTIONS.items():
             value = pattern if name == "moe_layer_freq" else getattr(args, name, None)
             into = flags if "action" in how else valued
-            if isinstance(value, list) and name != "moe_layer_freq":  # several of a kind, in later releases
+            if isinstance(value, list) and name != "moe_layer_freq":  # a list of several values, in later releases
                 value = value[0]
             if value is not None:
                 into[name] = value
@@ -51,11 +51,11 @@ def options_of_layers(args) -> tuple[str, ...]:
 
 
 def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
-    """Refuse a model whose layers ``layer_runners`` would build otherwise than the script does.
+    """Refuse a model whose layers ``layer_runners`` would build differently from the script.
 
     Args:
-        options: of :func:`options_of_layers`.
-        workload: what the script builds.
+        options: the result of :func:`options_of_layers`.
+        workload: the workload of the model that the script builds.
 
     Raises:
         InputError: naming the first kind of layer that differs, or the option that ``layer_runners`` does not know.
@@ -66,7 +66,7 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
     built = gpt_workload(gpt_arguments.shape_of(args), gpt_arguments.parallel_of(args), gpt_arguments.batch_of(args))
     known, there = _layer_bytes(built.chunks), _layer_bytes(workload.chunks)
     for kind, sizes in there.items():
-        # A tied matrix is a parameter of the output only on a pipeline rank without the embedding.
+        # A tied matrix is a parameter of the output layer only on a pipeline rank without the embedding.
         if kind != "output" and not sizes <= known.get(kind, set()):
             raise InputError(
                 f"measure cannot build this model's layers of kind {kind!r} ({max(sizes)} bytes, it knows "
@@ -77,7 +77,7 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
 
 
 def _layer_bytes(chunks: tuple[Chunk, ...]) -> dict[str, set[int]]:
-    """Bytes that layers of each kind own."""
+    """By kind of layer, the sizes in bytes that occur."""
     found: dict[str, set[int]] = defaultdict(set)
     for chunk in chunks:
         sizes = [0] * len(chunk.layer_kinds)

@@ -1,13 +1,13 @@
 """Layers of the real model, for the measuring program: ``--modules`` of ``megatron-ext measure``.
 
 ``megatron-ext measure --modules megatron_ext.megatron.layer_runners:layer_runners -- OPTIONS``
-with Megatron's options behind ``--``. A step's batch is stacked from rows in memory, as where other processes read the
-samples; a training script whose own thread reads them passes ``read_batches`` (see examples/example_layers.py).
+with Megatron's options after ``--``. A step's batch is stacked from rows in memory, as if other processes read the
+samples. A training script whose own thread reads them passes ``read_batches`` (see examples/example_layers.py).
 
 [Note: A balanced router]
-Each expert gets as many tokens as another: ``tokens topk / experts`` from every rank. The router computes as ever; then
-what it takes the largest of is raised for the experts whose turn it is. Tokens travel to the experts of other
-expert-parallel ranks and back within the layer, as Megatron's dispatcher sends them, and are part of its time.
+Every expert gets the same number of tokens: ``tokens topk / experts`` from every rank. The router computes as usual;
+then the logits of the experts whose turn it is are raised. Within the layer, Megatron's dispatcher sends tokens to the
+experts of other expert-parallel ranks and back; this is part of the layer's time.
 """
 
 from functools import partial
@@ -30,20 +30,20 @@ from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import has_cuda
 
 COLD_BYTES = 1 << 30
-"""More layers than this holds are not made: no cache holds them."""
+"""Layers of at most this many bytes in all are made, which is more than any cache holds."""
 
 ONE_LAYER = dict.fromkeys(UNEVEN) | {"num_layers": 1, "pipeline_model_parallel_size": 1}
 ONE_LAYER |= {"num_virtual_stages_per_pipeline_rank": None}
-"""Options of a model that is built to see how large a layer is."""
+"""Options of a model that is built to find out how large a layer is."""
 
 
 class LayerRunner:
-    """Layers of one kind with random input: what a step does with them, gradient accumulation included.
+    """Runs layers of one kind on random input as a step does, including gradient accumulation.
 
     Args:
         run: ``run(index)``, one forward of a layer; returns its output.
-        layers: which it takes in turns.
-        boundary: the layers' input, whose gradient they hand back; None for the embedding.
+        layers: the layers, which are used in turn.
+        boundary: the layers' input, whose gradient they return; None for the embedding.
     """
 
     def __init__(self, run, layers: list[Layer], boundary):
@@ -55,7 +55,7 @@ class LayerRunner:
         for parameter in every:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         self._outputs, self._gradient = [], None
-        self.not_saved: list[torch.Tensor] | None = None  # no activations: parameters, what all layers share
+        self.not_saved: list[torch.Tensor] | None = None  # parameters and what all layers share
 
     def forward(self) -> None:
         self._outputs.append(self._run(len(self._outputs)))
@@ -74,11 +74,11 @@ class LayerRunner:
 
 
 class StepRunner:
-    """What a step of a chunk takes besides its layers: the next batch, Megatron's forward and
+    """Runs what a step of a chunk does in addition to its layers: the next batch, Megatron's forward and
     backward step, and a model whose decoder has no layer.
 
     Args:
-        batches: micro-batches without end, as the run's iterator gives them.
+        batches: an endless iterator of micro-batches, like that of the run.
     """
 
     def __init__(self, model, batches, mask: torch.Tensor, boundary: torch.Tensor):
@@ -123,11 +123,11 @@ class StepRunner:
 
 
 def _recomputes(args) -> tuple[bool, bool]:
-    """Whether the layers that are measured are recomputed in backward, and whether every layer of the run keeps what
-    one of them keeps: not where several are recomputed together, or some and others not.
+    """Whether the measured layers are recomputed in backward, and whether every layer of the run keeps the same as one
+    of them. It does not if several layers are recomputed together, or if only some are recomputed.
 
     Args:
-        args: of the run, with all of its layers and stages.
+        args: the options of the run, with all of its layers and stages.
     """
     if args.recompute_granularity != "full":
         return False, True
@@ -141,12 +141,12 @@ def _recomputes(args) -> tuple[bool, bool]:
 
 def layer_runners(options: list[str], read_batches=None) -> dict:
     """Runners by layer kind (``embedding``, ``transformer``, ``moe``, ``output``) for Megatron's options, and
-    ``step``: what a step takes besides its layers.
+    ``step`` for what a step does in addition to its layers.
 
     Args:
-        options: Megatron's, of the run.
-        read_batches: ``read_batches(args)`` gives micro-batches without end as the training thread reads them: dicts
-            with ``tokens``, ``labels`` and ``position_ids`` of shape (micro-batch, sequence).
+        options: Megatron's options of the run.
+        read_batches: ``read_batches(args)`` returns an endless iterator of micro-batches as the training thread reads
+            them: dicts with ``tokens``, ``labels`` and ``position_ids`` of shape (micro-batch, sequence).
 
     Raises:
         InputError: an option is wrong.
@@ -175,7 +175,7 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
         return tensor_parallel.checkpoint(run, False, hidden) if recomputed else run(hidden)
 
     def output(index):
-        assert model.decoder.final_layernorm is not None  # it is taken away from the embedding's model only
+        assert model.decoder.final_layernorm is not None  # only the embedding's model has none
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits, _ = model.output_layer(model.decoder.final_layernorm(hidden), weight=weight)
         return model.compute_language_model_loss(tokens, logits).float().mean()
@@ -192,13 +192,14 @@ def layer_runners(options: list[str], read_batches=None) -> dict:
 
 
 def _models(args) -> tuple[GPTModel, GPTModel]:
-    """A model of one layer, and one with as many of each kind as no cache holds. ``args`` become the latter's."""
+    """A model of one layer, and one with so many layers of each kind that no cache holds them. ``args`` are changed to
+    those of the latter."""
     layers, kinds = max(args.num_layers // args.pipeline_model_parallel_size, 1), expert_options.pattern(args)
     vars(args).update(ONE_LAYER | {"moe_layer_freq": [max(kinds)]})
     if not parallel_state.is_initialized():
         gpt_model.initialize_parallel(args)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    # Freeing outputs is the pipeline's: Megatron's backward step would take them for freed.
+    # Only the pipeline frees outputs: with the option, Megatron's backward step would treat them as freed.
     (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
     layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
     args.moe_layer_freq = expert_options.shortened(kinds, max(1, min(layers, COLD_BYTES // max(layer_bytes, 1))))
@@ -219,14 +220,14 @@ def _by_kind(model) -> dict[str, list[Layer]]:
 
 
 def _balance(model, topk: int) -> None:
-    """Let routers send every expert as many tokens, see [Note: A balanced router]."""
+    """Let routers send every expert the same number of tokens, see [Note: A balanced router]."""
     for module in model.modules():
         if hasattr(module, "gating"):
             module.gating = partial(_gate_evenly, module.gating, topk)
 
 
 def _gate_evenly(gating, topk: int, *args, **kwargs):
-    """Logits of shape (..., experts), by far the largest for the next ``topk`` experts of every token."""
+    """Logits of shape (..., experts) that are by far the largest for the next ``topk`` experts of every token."""
     logits = gating(*args, **kwargs)
     experts = logits.shape[-1]
     turns = torch.arange(logits.numel() // experts * topk, device=logits.device) % experts
@@ -235,7 +236,7 @@ def _gate_evenly(gating, topk: int, *args, **kwargs):
 
 
 def _stacked_batches(tokens, positions):
-    """Micro-batches that are stacked of rows, the samples of which somebody else has read."""
+    """An endless iterator of micro-batches that are stacked from rows in memory."""
     batch = {
         "tokens": tokens,
         "labels": tokens,

@@ -7,10 +7,11 @@
    program is compiled, host copies are published. The run is READY: every iteration runs the program.
    With MEGATRON_EXT_STOCK_GATHER=1, or as the first run of an equality check, it is REFERENCE instead: Megatron
    gathers at the schedule's bucket layout.
-3. ``finish``: parameters are whole where somebody reads them, threads and mappings are gone. The run is CLOSED.
+3. ``finish``: parameters are whole if they may be read later, threads have ended and mappings are freed. The run is
+   CLOSED.
 A run without a schedule is UNSCHEDULED from the start: Megatron gathers, and a trace is recorded.
-While BUILDING all ranks agree, too: before a model is built late, and before and behind the groups of each chunk. A
-single rank that gave up would leave the others waiting for it in a collective.
+While BUILDING all ranks also agree: before a model is built late, and before and after the groups of each chunk are
+laid out. If a single rank gave up, the others would wait for it in a collective.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,7 +56,7 @@ class Run(BuildingRun):
         """Agree over all ranks, then prepare everything; collective.
 
         Args:
-            args: Megatron's.
+            args: Megatron's arguments.
             optimizer: Megatron's optimizer of the run.
 
         Raises:
@@ -85,20 +86,20 @@ class Run(BuildingRun):
         self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
     def _together(self, step: Callable[..., T], *arguments) -> T | None:
-        """Take a step that may fail on this rank alone: all ranks go on, or all refuse; collective."""
+        """Call ``step``, which may fail on this rank alone: then all ranks refuse, otherwise all go on; collective."""
         result = refused = None
         try:
             result = step(*arguments)
         except InputError as error:
             refused = str(error)
-        except (OSError, RuntimeError) as error:  # of one rank alone: memory that cannot be pinned, for example
+        except (OSError, RuntimeError) as error:  # on this rank alone: memory cannot be pinned, for example
             refused = f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0]
         self._agree(refused)
         return result
 
     def _take_shards(self, args) -> OwnRank | None:
-        """Make this rank's groups: shards in host memory are page-locked, before anything collective is made of them;
-        None where Megatron gathers."""
+        """Make this rank's groups. Their shards in host memory are page-locked here, before any collective uses them.
+        None if Megatron gathers."""
         if self.stock_gather:
             return None
         own = self.own
@@ -109,7 +110,7 @@ class Run(BuildingRun):
         return own
 
     def _prepare(self, args, optimizer, own: OwnRank | None) -> None:
-        """Make what gathers and steps in this run."""
+        """Make the executor of this run, or the parts of the reference."""
         assert self.schedule is not None
         if own is not None:
             self.watch = Watch(dist.get_rank(), _step_seconds(args))
@@ -122,13 +123,14 @@ class Run(BuildingRun):
             self._reference = ReferenceGradients(self.schedule, self.own.bucket_groups, self.own.optimizers)
 
     def _step_ended(self, result: tuple) -> None:
-        """Megatron's rerun machinery may run the steps of an iteration several times: it ends with the optimizer."""
+        """The optimizer has stepped, which ends the iteration: Megatron's rerun machinery may run the forwards and
+        backwards of an iteration several times."""
         self._unfinished = False
         if self.executor is not None and not result[0]:
             self._step_skipped()
 
     def _begin(self) -> None:
-        """What was prepared on all ranks is put to work."""
+        """Start what was prepared on all ranks."""
         if self.stock_gather:
             self._move_to(State.REFERENCE)
             return
@@ -138,20 +140,20 @@ class Run(BuildingRun):
         self._move_to(State.READY)
         connect_ranks(self.executor.connects)
         self.watch.executor = self.executor
-        # The initial parameters are whole everywhere; publishing them lets the first iteration run like every other.
-        # Megatron's host optimizer may hold others, of a checkpoint that it has read so: it computes on these first.
+        # The initial parameters are whole on all ranks; they are published so that the first iteration runs like all
+        # others. Megatron's host optimizer may hold other values after a checkpoint; Megatron computes on these first.
         self.executor.params_updated(by_optimizer=False)
         if self.schedule.zero_stage == 3:
             self.executor.sync_parameters()  # Megatron may hash its weights before the first iteration
 
     def _watch_reads(self, optimizer) -> None:
-        """See [Note: Reads between iterations]."""
+        """Notice uses of parameters between iterations, see [Note: Reads between iterations]."""
         parameters = (parameter for one in self.own.bucket_groups.values() for parameter in one.params)
         storages = {parameter.untyped_storage()._cdata for parameter in parameters}
         in_turn = None if self.executor is None else self.executor.in_turn
         missing = None if in_turn is None else in_turn.missing
         self._reads = reads = GatherOnRead(storages, self._make_whole, self._replicas(), missing=missing)
-        optimizer.zero_grad = reads.unnoticed(optimizer.zero_grad)  # it asks every parameter for its gradient
+        optimizer.zero_grad = reads.unnoticed(optimizer.zero_grad)  # it reads the gradient of every parameter
         if self.executor is not None:
             self.executor.reads = reads
             if in_turn is not None:
@@ -163,7 +165,7 @@ class Run(BuildingRun):
             last.start_param_sync = reads.until_forced(last.start_param_sync)
 
     def _replicas(self) -> list[int]:
-        """Global ranks that gather together: ranks of several data-parallel groups may share experts."""
+        """Global ranks that gather together; with experts they can be in several data-parallel groups."""
         assert self.schedule is not None
         parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
         apart = {group.ranks for group in self.schedule.groups} != {parallel.dp}
@@ -189,7 +191,7 @@ class Run(BuildingRun):
             what = "an evaluation of parameters that never fit whole" if forward_only else "training"
             raise ScheduleError(f"{what} begins before megatron_ext.megatron.hooks.on_train_setup was called")
         if self._reference_delay is not None and forward_only:
-            self._make_whole()  # as a run by the schedule does, also where the script asks for nothing
+            self._make_whole()  # as a run by the schedule does, even if the script does not ask for it
         elif self._reference_delay is not None and not again:
             self._reference_delay.begin()
         if self._reference is not None and self.state is State.REFERENCE and not forward_only:
@@ -212,7 +214,7 @@ class Run(BuildingRun):
         self._unfinished = False
         on_host = self.schedule is not None and any(group.gradients == "host" for group in self.schedule.groups)
         if self.executor is not None and on_host and not steps_on_the_host(optimizer):
-            optimizer.zero_grad()  # got from there for this step; Megatron keeps them until the next iteration begins
+            optimizer.zero_grad()  # frees the gradients of this step, which Megatron keeps until the next iteration
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
             if len(self._optimizers_pending) < len(self._chained):
@@ -235,17 +237,17 @@ class Run(BuildingRun):
         self.executor.step_skipped()
 
     def params_changed(self) -> None:
-        """Parameters were changed by anything but the optimizer: publish them again."""
+        """Anything but the optimizer has changed parameters: publish them again."""
         if self.executor is not None:
             self.executor.params_changed()
 
     def peak_bytes(self) -> int:
-        """Most bytes of whole parameters on this rank's device in the last iteration; 0 where
-        nothing is scheduled."""
+        """The peak of whole parameters on this rank's device in the last iteration, in bytes; 0
+        without a schedule."""
         return self.executor.peak_bytes if self.executor is not None else 0
 
     def census(self) -> RankMemory | None:
-        """What this rank held at the peak of the last iteration; None where nothing is scheduled."""
+        """Bytes that this rank held at the peak of the last iteration; None without a schedule."""
         census = self.executor.part(Census) if self.executor is not None else None
         if census is None or self._reads is None:
             return None
@@ -255,15 +257,15 @@ class Run(BuildingRun):
     # At the end.
 
     def finish(self, read_later: bool = True) -> bool:
-        """End threads and mappings, write the trace, say what was measured; collective.
+        """End threads and mappings, write the trace, and print what was measured; collective.
 
         Args:
-            read_later: parameters are left whole, for whoever reads them next; where they never fit, the run stays open
-                for those who do. Otherwise those that zero stage 3 has freed stay so, but for an equality check; at
-                other stages a stale one would not be noticed.
+            read_later: leave parameters whole for later reads; if they never fit whole, the run stays open for these
+                reads. Otherwise parameters that zero stage 3 has freed stay freed, except for an equality check. At
+                other stages they are made whole, because a stale parameter would not be noticed.
 
         Returns:
-            Whether it stays open, until :meth:`close`.
+            Whether the run stays open, until :meth:`close`.
 
         Raises:
             InputError: on every rank, where the run differs from the reference of its equality check.
@@ -290,14 +292,14 @@ class Run(BuildingRun):
                 about = {"kind": "measured", "scheduled": self.schedule is not None, "moved_bytes": moved}
                 try:
                     trace_file.save(self.trace_path, events, about=about)
-                except InputError as error:  # what was trained, and its metrics, are worth more
+                except InputError as error:  # the trained model and its metrics matter more
                     run_summary.say(f"there is no trace of this run: {error}")
         if trained:
             self._report(digest, steps)
         return goes_on
 
     def close(self, freed: bool = True) -> None:
-        """End threads and mappings. ``freed``: parameters stay so, and a forward is refused."""
+        """End threads and mappings. With ``freed``, parameters stay freed and a forward is refused."""
         if self._reads is not None:
             self._reads.close()
         if self.executor is not None:
@@ -314,8 +316,8 @@ class Run(BuildingRun):
         self._move_to(State.CLOSED)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
-        """Say on the first rank what was measured and whether the check holds; collective. ``steps``: during the
-        backward, and those of them that were taken back."""
+        """Print on the first rank what was measured and whether the check holds; collective. ``steps``: the number of
+        steps during the backward, and of those that were taken back."""
         assert self.schedule is not None
         everybody = gather_objects((self.sample.of_rank(), digest, steps))
         error = None
@@ -360,7 +362,7 @@ def connect_ranks(connects: Iterable[Callable[[], None]]) -> None:
 
 
 def _step_seconds(args) -> float:
-    """After how long without the end of a step this run ends. Raises InputError."""
+    """Seconds without the end of a step after which this run ends. Raises InputError."""
     given = getattr(args, "user_defined_schedule_step_timeout", None)
     if given is None:
         minutes = getattr(args, "distributed_timeout_minutes", None)

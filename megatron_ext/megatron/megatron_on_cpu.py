@@ -1,4 +1,4 @@
-"""What of Megatron is replaced where there is no GPU, because torch cannot answer for it."""
+"""The parts of Megatron that are replaced if there is no GPU, because replacing torch.cuda is not enough for them."""
 
 # Functions of Megatron are replaced here on purpose.
 # pyright: reportAttributeAccessIssue=false
@@ -17,15 +17,15 @@ from multiprocessing import spawn
 
 
 def prepare() -> None:
-    """What has to be so before any module of Megatron is imported."""
+    """Prepare what is needed before any module of Megatron is imported."""
     _build_helpers_for_this_python()
     _hide_kernels()
 
 
 def _build_helpers_for_this_python() -> None:
-    """Megatron compiles its dataset helper by ``make``, for whichever python3 comes first.
+    """Megatron compiles its dataset helper with ``make``, for the first python3 on the path.
 
-    A virtual environment that is not activated is not on the path, and none of them has the
+    A virtual environment that is not activated is not on the path, and no virtual environment has the
     ``python3-config`` that is asked for the suffix of the file.
     """
     folder = os.path.dirname(sys.executable)
@@ -36,7 +36,8 @@ def _build_helpers_for_this_python() -> None:
 
 
 def replace() -> None:
-    """Import what has to be changed of Megatron, and change it; each step names the releases that need it."""
+    """Import the modules of Megatron that have to be changed, and change them; each step names the releases that need
+    it."""
     import_kernels_without_triton()
     _keep_sent_tensors()
     _offload_to_the_host()
@@ -48,7 +49,7 @@ def replace() -> None:
     _route_without_engine()
     norm_parts_of_sequences()
     _start_managers_without_the_script()
-    # "CPU RNG state changed within GPU RNG context", once a parameter: here they are one.
+    # "CPU RNG state changed within GPU RNG context", once per parameter: here both are the same state.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
 
 
@@ -60,8 +61,8 @@ def _exists(module: str) -> bool:
 
 
 def _hide_kernels() -> None:
-    """Megatron takes optimizers and norms of Transformer Engine and Apex where it finds them. They run on devices
-    alone, and may not even be imported without one."""
+    """Megatron uses optimizers and norms of Transformer Engine and Apex if it finds them. They run only on devices, and
+    some cannot even be imported without one."""
     for package, *extensions in (("transformer_engine",), ("apex", "amp_C")):
         if package not in sys.modules and _is_installed(package):
             for name in (package, *extensions):
@@ -69,7 +70,7 @@ def _hide_kernels() -> None:
 
 
 def _is_installed(package: str) -> bool:
-    """As a distribution: a stand-in that lies on the path is none."""
+    """Whether ``package`` is installed as a distribution; a stand-in on the path is not."""
     try:
         place = importlib.metadata.distribution(package).locate_file("")
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +80,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _keep_sent_tensors() -> None:
-    """Up to 0.17 an activation is freed while gloo is still sending it, and losses turn NaN."""
+    """Up to 0.17 an activation is freed while gloo is still sending it, and losses become NaN."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     post_init = TransformerConfig.__post_init__
@@ -94,8 +95,8 @@ def _keep_sent_tensors() -> None:
 def _offload_to_the_host() -> None:
     """``--optimizer-cpu-offload`` (from 0.11 on) asks every tensor whether it is on a GPU.
 
-    All say yes here, the host copies too: they would be taken for the GPU's, be given no gradient,
-    and nothing would be learned. Everything that is offloaded is the host's.
+    All tensors say yes here, including host copies. These would be treated as parameters on the GPU and
+    get no gradient, and nothing would be learned. So all that is offloaded counts as on the host.
     """
     if not _exists("megatron.core.optimizer.cpu_offloading.hybrid_optimizer"):
         return
@@ -104,7 +105,7 @@ def _offload_to_the_host() -> None:
     sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
 
     def on_host(self, offload_fraction):
-        self.pin_cpu_grads = False  # there is nothing to pin memory for
+        self.pin_cpu_grads = False  # without a device no memory is pinned
         host, device, *maps = sort_parameters(self, offload_fraction)
         if offload_fraction == 1.0:
             host, device = host + device, []
@@ -118,13 +119,13 @@ _KERNELS = (
     "megatron.core.transformer.custom_layers.batch_invariant_kernels",
     "megatron.core.ssm.mamba_mixer",
 )
-"""Modules that import triton unasked, in some release, and are imported by pretrain_gpt.py."""
+"""Modules that import triton without a check, in some release, and are imported by pretrain_gpt.py."""
 
 
 def import_kernels_without_triton() -> None:
-    """0.16 and from 0.18 on import kernels written for triton, also where none of them is used.
+    """0.16, and releases from 0.18 on, import kernels written for triton even if none of them is used.
 
-    A CPU build of torch does not bring triton. While those modules are imported a stand-in takes
+    A CPU build of torch does not include triton. While those modules are imported, a stand-in takes
     its place, which accepts definitions of kernels; afterwards triton is absent as before.
     """
     if _exists("triton"):
@@ -146,18 +147,18 @@ def import_kernels_without_triton() -> None:
 
 
 def _skip_fp8_of_absent_engine() -> None:
-    """0.12 without Transformer Engine refuses every optimizer step, also one without fp8."""
+    """0.12 without Transformer Engine refuses every optimizer step, even one without fp8."""
     if _exists("transformer_engine") or not _exists("megatron.core.fp8_utils"):
         return
     from megatron.core import fp8_utils
 
-    # Not quantize_param_shard, which calls it: the optimizer has imported that by its name.
+    # Not quantize_param_shard, which calls this function: the optimizer has imported that one by name.
     if hasattr(fp8_utils, "_quantize_param_shard_impl"):
         fp8_utils._quantize_param_shard_impl = lambda *args, **kwargs: None
 
 
 def _route_without_engine() -> None:
-    """From 0.13 on the router of experts asks for a function of Transformer Engine that it then has not imported."""
+    """From 0.13 on the router of experts uses a function of Transformer Engine that is not imported without it."""
     if _exists("megatron.core.transformer.moe.moe_utils"):
         with contextlib.suppress(ImportError):  # an optional package is absent
             moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
@@ -165,9 +166,9 @@ def _route_without_engine() -> None:
 
 
 def norm_parts_of_sequences() -> None:
-    """Megatron refuses torch's norms under ``--sequence-parallel``. They compute on a part of a sequence as on all of
-    it, and their gradients are then added up as those of other norms are."""
-    # 0.9 has a layer norm alone, which is a module; later releases have a class that returns one of torch's.
+    """Megatron refuses torch's norms under ``--sequence-parallel``. But they compute the same on a part of a sequence
+    as on all of it, and their gradients are then added up like those of other norms."""
+    # 0.9 has only a layer norm, which is a module; later releases have a class that returns one of torch's norms.
     for name, kind, make in (
         ("torch_norm", "WrappedTorchNorm", "__new__"),
         ("torch_layer_norm", "WrappedTorchLayerNorm", "__init__"),
@@ -191,8 +192,8 @@ def _take_whole(norm: type, make: str) -> None:
 
 
 def _start_managers_without_the_script() -> None:
-    """``--ckpt-format torch_dist`` starts a manager of queues as a new process, which would import the training script
-    and fail: it has no kernels and no CUDA. It has no use for the script."""
+    """``--ckpt-format torch_dist`` starts a manager of queues as a new process. It would import the training script,
+    which it does not need, and fail without kernels and CUDA."""
     prepare = spawn.get_preparation_data
 
     def without_script(name: str) -> dict:

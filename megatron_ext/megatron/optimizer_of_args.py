@@ -1,4 +1,4 @@
-"""The optimizer's part of a workload, from options as they were parsed here or by Megatron."""
+"""The optimizer's part of a workload, from options that were parsed here or by Megatron."""
 
 from megatron_ext.formats.errors import option_error
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -11,13 +11,14 @@ def optimizer_settings(args) -> OptimizerSettings:
         args: the example's or ``describe``'s options, or Megatron's validated arguments.
 
     Raises:
-        InputError: the host optimizer is asked for float32 parameters, which it cannot take (torch: "can't optimize a
-            non-leaf Tensor"), a part of it steps on the host, or updates are delayed that are made on the device.
+        InputError: the host optimizer is asked for with float32 parameters, which it cannot step (torch: "can't
+            optimize a non-leaf Tensor"); only a part of the states is on the host; or updates that are made on the
+            device are to be delayed.
     """
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
     given = getattr(args, "optimizer", "adam")
     name = given[0] if isinstance(given, list) and given else given
-    # Megatron's own arguments and `describe` say it; the example accumulates in fp32.
+    # Megatron's own arguments and `describe` have the option; the example accumulates in fp32.
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", True)
     momentum = float(getattr(args, "sgd_momentum", 0.9))
     moments = 2 if name == "adam" else int(momentum > 0)
@@ -47,17 +48,17 @@ def optimizer_settings(args) -> OptimizerSettings:
 
 
 def offload_options() -> dict:
-    """What Megatron's OptimizerConfig needs so that Adam's states and its step are on the host."""
+    """Arguments of Megatron's OptimizerConfig with which Adam's states and its step are on the host."""
     from megatron.core import utils
     from packaging.version import Version
 
-    # OptimizerConfig compares the version of Transformer Engine also where there is none.
+    # OptimizerConfig compares the version of Transformer Engine even if it is not installed.
     if utils.get_te_version() is None:
         setattr(utils, "_te_version", Version("0"))  # noqa: B010
     return dict(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0, use_precision_aware_optimizer=True)
 
 
 def _dtype(value) -> str:
-    """torch's name of a dtype that is given as one, or by the short name that Megatron's options take."""
+    """torch's name of a dtype, which is given as a torch dtype or as the short name in Megatron's options."""
     name = str(value or "fp32").removeprefix("torch.")
     return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}.get(name, name)

@@ -1,8 +1,8 @@
-"""Steps of a run's optimizer, seen from outside of whatever has been put around it.
+"""Count the steps of a run's optimizer from outside of all wrappers around it.
 
-``hooks.on_params_updated`` is a line inside the optimizer. Where that line does not run although parameters change (a
-step replayed as a CUDA graph does not, see torch's ``torch.cuda.graph``), the whole copies and host copies stay those
-of the step before and training goes on with old parameters. So the results of ``optimizer.step()`` are counted as well.
+``hooks.on_params_updated`` is a line inside the optimizer. If that line does not run although parameters change (in a
+step that is replayed as a CUDA graph, see ``torch.cuda.graph``), whole copies and host copies stay those of the step
+before, and training continues with old parameters. So the results of ``optimizer.step()`` are counted as well.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class OptimizerSteps:
 
     Args:
         after: called with the result of every step, ``(update_successful, grad_norm, num_zeros_in_grad)``.
-        recorder: where steps are recorded.
+        recorder: the recorder of steps.
     """
 
     def __init__(self, optimizer, *after: Callable[[tuple], None], recorder: Recorder = NOTHING):
@@ -26,7 +26,7 @@ class OptimizerSteps:
         self.watch()
 
     def watch(self) -> None:
-        """Count from outside of whatever has been put around ``optimizer.step`` since the last call."""
+        """Count outside of all wrappers that were put around ``optimizer.step`` since the last call."""
         if self.optimizer.step is self._counting:
             return
         step = self.optimizer.step
@@ -47,7 +47,7 @@ class OptimizerSteps:
         self.optimizer.step = self._counting = counting
 
     def check(self) -> None:
-        """Raise ScheduleError where parameters were updated and the schedule was not told."""
+        """Raise ScheduleError if parameters were updated without a call of ``hooks.on_params_updated``."""
         if self.taken != self.told:
             raise ScheduleError(
                 f"{self.taken} optimizer steps have changed parameters, but hooks.on_params_updated was called after "

@@ -1,4 +1,4 @@
-"""This rank of a scheduled run: what its parts are made of and share."""
+"""This rank of a scheduled run: the data from which its parts are made and which they share."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,18 +20,18 @@ from megatron_ext.workload.workload import Workload
 
 @dataclass(kw_only=True, eq=False)
 class OwnRank:
-    """What is known of a run on one rank: complete when its model is laid out and its schedule fits.
+    """One rank of a run; complete when the model is laid out and the schedule was found to fit.
 
     Attributes:
-        schedules: by number of micro-batches, the last one last; they have their groups in common.
-        workload: of the whole model, as all ranks hold it.
+        schedules: schedules by number of micro-batches, that of the full batch last; all have the same groups.
+        workload: the workload of the complete model, from the chunks that all ranks hold.
         ddps: model chunks, laid out by :func:`buckets.lay_out`.
-        bucket_groups: Megatron's, by group index.
-        optimizers: Megatron's DistributedOptimizer objects that step something.
-        recorder: of issues and waits.
-        nvme_path: directory for copies and optimizer states on the drive, where the schedule has any.
-        delay: what :class:`DelayedUpdate` takes as ``begun`` and ``after``; None: no update is delayed.
-        late: the model where it was built late, or None.
+        bucket_groups: Megatron's bucket groups, by group index.
+        optimizers: Megatron's DistributedOptimizer objects that have parameters to step.
+        recorder: the recorder of issues and waits.
+        nvme_path: directory for copies and optimizer states on the drive, if the schedule has any.
+        delay: the arguments ``begun`` and ``after`` of :class:`DelayedUpdate`; None if no update is delayed.
+        late: the model if it was built late, or None.
     """
 
     schedules: dict[int, Schedule] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class OwnRank:
 
     @property
     def schedule(self) -> Schedule:
-        """That of most iterations."""
+        """The schedule of most iterations."""
         return next(reversed(self.schedules.values()))
 
     @cached_property
@@ -57,13 +57,13 @@ class OwnRank:
 
     @cached_property
     def links(self) -> Recorder:
-        """Where links are recorded: in every iteration, or nowhere."""
+        """The recorder of links, which records in every iteration or not at all."""
         return self.recorder if self.recorder.counts else NOTHING
 
     @cached_property
     def process_groups(self) -> dict[int, dist.ProcessGroup]:
-        """Megatron's process groups that shards are in, by their number of ranks: the data-parallel one, and that of
-        experts; of one instance."""
+        """Megatron's process groups over which parameters are sharded, by their number of ranks: the data-parallel
+        group and that of experts, within one optimizer instance."""
         buffers = [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
         found = {buffer.data_parallel_world_size: buffer.data_parallel_group for buffer in buffers}
         get = parallel_state.get_data_parallel_group
@@ -72,12 +72,12 @@ class OwnRank:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The data-parallel one."""
+        """Megatron's data-parallel process group."""
         return self.process_groups[self.schedule.parallel.dp]
 
     @cached_property
     def residency(self) -> Residency:
-        """Counts whole parameters."""
+        """The counter of bytes of whole parameters."""
         return Residency() if self.late is None else self.late.residency
 
     @cached_property
@@ -101,10 +101,10 @@ class OwnRank:
 
     @cached_property
     def buckets(self) -> list:
-        """(bucket, group) of every group."""
+        """``(bucket, group)`` for every group."""
         return [(self.bucket_groups[index].buckets[0], group) for index, group in self.groups.items()]
 
     @property
     def device(self):
-        """The device of the groups, see :mod:`megatron_ext.runtime.device`; None where this rank has none."""
+        """The device of the groups, see :mod:`megatron_ext.runtime.device`; None if this rank has no groups."""
         return next((device_of(group.whole) for group in self.groups.values()), None)

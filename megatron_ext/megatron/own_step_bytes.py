@@ -1,6 +1,6 @@
-"""Counts what Megatron's host optimizer moves by itself, where none of our units does.
+"""Count the bytes that Megatron's host optimizer moves by itself, for parameters that are in none of our units.
 
-It copies every gradient to host memory in fp32, and every new parameter back, which the processor rounds before.
+It copies every gradient to host memory in fp32. The CPU rounds new parameters, which are then copied back.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
@@ -17,7 +17,7 @@ from megatron_ext.runtime.recorder import Recorder
 
 
 def count_own_steps(own: OwnRank, recorder: Recorder, units: Collection[torch.optim.Optimizer]) -> None:
-    """Count the steps of Megatron's optimizers on the host, those of ``units`` left out."""
+    """Count the bytes of the steps of Megatron's optimizers on the host, except those of ``units``."""
     for optimizer in own.optimizers:
         if not steps_on_the_host(optimizer):
             continue

@@ -1,8 +1,8 @@
 """Layers that are recomputed together, and what that means for actions between them.
 
 With ``--recompute-method uniform`` and more than one layer, backward first runs the forward of
-all layers of a block again, in ascending order, and then their backwards. All of them must be
-whole from the first to the last of it: nothing can be brought or freed in between.
+all layers of a block again, in ascending order, and then their backwards. All layers of the block must
+be whole during this time: no group can be gathered or freed in between.
 """
 
 from megatron_ext.formats.errors import InputError
@@ -14,7 +14,7 @@ def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
     """For every layer of a chunk, the first and last layer that backward runs together with it.
 
     Args:
-        chunk: with the kinds of its layers.
+        chunk: the chunk, with the kinds of its layers.
         config: Megatron's TransformerConfig.
     """
     blocks = [(layer, layer) for layer in range(chunk.num_layers)]
@@ -30,10 +30,11 @@ def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
 
 
 def refuse_together(zero_stage: int, method: str | None, layers: int) -> None:
-    """Refuse to plan for ``layers`` that are recomputed together: at zero stage 3 plans bring and free them one by one.
+    """Refuse to plan at zero stage 3 for ``layers`` that are recomputed together, because plans gather and free layers
+    one by one.
 
     Raises:
-        InputError: they are several.
+        InputError: more than one layer is recomputed at a time.
     """
     if zero_stage == 3 and method == "uniform" and layers > 1:
         why = "no plan of zero stage 3 brings so many layers together; set 1, or --zero-stage 1 or 2"

@@ -1,7 +1,7 @@
-"""The reference of the delayed parameter update: Megatron's own step, one iteration later, one after another.
+"""The reference of the delayed parameter update: Megatron's own step, one iteration later, without any overlap.
 
-Gradients and settings of an iteration are kept as copies. The next step puts them in place of its own, steps as
-Megatron does, and keeps its own in turn. No thread, no staging.
+Gradients and settings of an iteration are kept as copies. The next step uses these copies in place of its own values,
+steps as Megatron does, and then keeps its own values in turn. There are no threads and no staging.
 """
 
 from functools import partial
@@ -16,10 +16,10 @@ class ReferenceDelay:
 
     Args:
         optimizer: Megatron's optimizer of the run.
-        parts: its DistributedOptimizer objects that step something.
-        ddps: its model chunks.
-        begun: training iterations that have ended before this run.
-        delay: updates of so many first iterations are not delayed.
+        parts: its DistributedOptimizer objects that have parameters to step.
+        ddps: the model chunks.
+        begun: the number of training iterations that ended before this run.
+        delay: the number of first iterations whose updates are not delayed.
 
     Raises:
         InputError: an optimizer does not step on the host.
@@ -31,7 +31,7 @@ class ReferenceDelay:
         for inner in (part.optimizer for part in parts):
             vars(inner)["step"] = partial(self._step, inner, inner.step)
         vars(optimizer)["step"] = partial(self._step_or_skip, optimizer.step)
-        for ddp in ddps:  # Megatron forces it before it evaluates, saves and hashes
+        for ddp in ddps:  # Megatron forces a sync before it evaluates, saves and hashes
             vars(ddp)["start_param_sync"] = partial(self._apply_and, ddp.start_param_sync)
 
     def begin(self) -> None:
@@ -39,7 +39,7 @@ class ReferenceDelay:
         self._iteration += 1
 
     def apply(self) -> None:
-        """Step with what is pending."""
+        """Apply the pending update, if there is one."""
         for inner in list(self._pending):
             self._apply_one(inner)
 
@@ -69,13 +69,13 @@ class ReferenceDelay:
         now, settings_now = _gradients(inner), settings_of(inner)
         _put(inner, gradients, settings)
         step()
-        for parameter, name, _ in gradients:  # between two iterations there are none
+        for parameter, name, _ in gradients:  # between two iterations Megatron keeps none
             setattr(parameter, name, None)
         _put(inner, now, settings_now)
 
 
 def _gradients(inner) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
-    """``(parameter, attribute, gradient)``, as the host optimizer looks them up."""
+    """``(parameter, attribute, gradient)`` for each gradient, as the host optimizer looks them up."""
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     named = [(one, "decoupled_grad" if hasattr(one, "decoupled_grad") else "grad") for one in parameters]
     return [(one, name, gradient) for one, name in named if (gradient := getattr(one, name)) is not None]

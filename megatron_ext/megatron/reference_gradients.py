@@ -1,9 +1,10 @@
-"""The reference of gradients that come and go: whole gradients as Megatron keeps them, reduced and added up when the
-schedule says, in plain PyTorch and one after another.
+"""The reference of gradients that come and go: gradients stay whole as in Megatron, but are reduced and added up when
+the schedule says, in plain PyTorch and one after another.
 
 It adds in the same order as the run by the schedule, so the two are equal to the last bit. Nothing is freed, nothing
-overlaps, and the shard is copied back to where Megatron expects the reduced gradient. What rests in host memory by the
-schedule, for an optimizer that steps on the host, is copied there, so that its norm is added up in the same order.
+overlaps, and the shard is copied back to where Megatron expects the reduced gradient. If the schedule keeps a gradient
+in host memory, for an optimizer that steps on the host, it is copied there, so that its norm is added up in the same
+order.
 """
 
 from functools import partial
@@ -18,10 +19,10 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 
 
 class ReferenceGradients(StepCalls):
-    """What Megatron's schedules call around their steps in a reference run, see step_calls.py.
+    """The calls of Megatron's schedules around their steps in a reference run, see step_calls.py.
 
     Args:
-        bucket_groups: Megatron's own bucket groups, one bucket each, by group index.
+        bucket_groups: Megatron's own bucket groups, with one bucket each, by group index.
         optimizers: Megatron's DistributedOptimizer objects of this rank.
     """
 
@@ -43,7 +44,7 @@ class ReferenceGradients(StepCalls):
                 copy = torch.empty_like(part, device="cpu")
                 self._on_host.append((part, copy))
                 held.append(HeldGradient(bucket_group.params, copy, part.storage_offset(), True, part.device))
-            # The reduces below are the only ones.
+            # Gradients are reduced only below.
             for name in ("register_grad_ready", "start_grad_sync"):
                 vars(bucket_group)[name] = lambda *args, **kwargs: None
             own = vars(bucket_group)
@@ -75,12 +76,12 @@ class ReferenceGradients(StepCalls):
                 bucket_group.buckets[0].grad_data.zero_()
 
     def end_iteration(self) -> None:
-        """What Megatron does with gradients comes next."""
+        """The steps of the iteration have ended; Megatron uses the gradients next."""
         for _, part, shard in self._kept.values():
             part.copy_(shard)
 
     def _take(self, take, *args, **kwargs):
-        """In place of ``take``, by which an optimizer takes its gradients."""
+        """Replaces ``take``, the function with which an optimizer takes its gradients."""
         for part, copy in self._on_host:
             copy.copy_(part)
         return take(*args, **kwargs)

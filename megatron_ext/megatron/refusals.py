@@ -1,4 +1,4 @@
-"""Before a scheduled run of a patched Megatron begins: is every hook there, is nothing in the way?"""
+"""Checks before a scheduled run of a patched Megatron: every hook is there, and no option is in the way."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,58 +40,60 @@ REASONS = {
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "writes whole parameters behind the optimizer's back",
 }
-"""Options that change who owns a parameter's storage, who gathers it, or the order of steps, and why each cannot be
-combined with a schedule. Releases name some of them differently; absent ones are skipped."""
+"""Options that change what owns a parameter's storage, what gathers it, or the order of steps, and why each cannot be
+combined with a schedule. Some have different names in different releases; options that a release lacks are skipped."""
 
 NEUTRAL = dict.fromkeys(REASONS, False) | {
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     "cuda_graph_impl": "none",
     "optimizer": "adam",
 }
-"""The values at which they do not."""
+"""The values of these options that change none of this."""
 
 SHARDED_WEIGHTS = {f"{of}gtp_weight_remat_size": f"{of}tensor_parallel_num_weight_shards" for of in ("", "expert_")}
-"""Ranks beside the tensor-parallel ones that share a weight, and the option that they follow from: it counts both."""
+"""The number of ranks, besides tensor-parallel ranks, that share a weight, and the option from which it follows; this
+option counts both."""
 
 REASONS |= {"cuda_graph_scope": _GRAPH} | dict.fromkeys(
     SHARDED_WEIGHTS.values(), "shards weights over tensor-parallel ranks, and gathers them itself"
 )
 
 OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
-"""Those that DistributedDataParallel is told, also where no command line says so."""
+"""Options that are passed to DistributedDataParallel, and may be set without a command line."""
 
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
 
 
 def check_start(args) -> None:
-    """Refuse a scheduled run that cannot keep its promise.
+    """Refuse a run that could not train by a schedule as Megatron trains without one.
 
     Args:
         args: Megatron's validated arguments.
 
     Raises:
-        InputError: an option that a schedule cannot be combined with, by its name and value; or
-            a hook that is missing or in a wrong place, with the command that says more.
+        InputError: an option cannot be combined with a schedule (the error names it and its value), or
+            a hook is missing or in a wrong place (the error names the command that says more).
     """
     refuse_unsupported(args)
     require_hooks(megatron_root())
 
 
 def refuse_unsupported(args) -> None:
-    """Refuse options under which a schedule would not be what gathers the parameters.
+    """Refuse options under which the schedule would not control how parameters are gathered.
 
     Raises:
         InputError: naming the first such option and its value.
     """
     refuse_combinations(args)
-    # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes. Every release has it.
+    # With overlap_param_gather Megatron asks for whole parameters before it evaluates, saves and hashes. Every release
+    # has this option.
     for name, absent in (("use_distributed_optimizer", False), ("overlap_param_gather", True)):
         if not getattr(args, name, absent):
             raise option_error(name, "--user-defined-schedule needs it", False)
 
 
 def replaced_options(args) -> list[str]:
-    """Lines about options whose part the schedule takes, and one that this Megatron does not follow."""
+    """Lines about options that the schedule replaces, and about one that this Megatron ignores."""
     lines = []
     if getattr(args, "overlap_param_gather_with_optimizer_step", False):
         option = "--overlap-param-gather-with-optimizer-step"
@@ -125,9 +127,9 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
 
 
 def refuse_checkpoints(args, schedule: Schedule) -> None:
-    """Checkpoints that cannot be written: all parameters of a rank are needed whole and never are; a process that is
-    forked sees neither the drive as it was nor page-locked memory; one that is not forked shares host memory with
-    training; or a package is missing, without which Megatron's writer waits for ever.
+    """Refuse checkpoints that cannot be written: the format needs all parameters of a rank whole, which they never are;
+    a forked process sees neither the drive as it was nor page-locked memory; a process that is not forked shares host
+    memory with training; or a package is missing, without which Megatron's writer waits for ever.
 
     Raises:
         InputError: naming the option.
@@ -163,10 +165,10 @@ NEUTRAL_FOR_GRADIENTS = {
 
 
 def refuse_with_gradients(args, config, on_host: bool) -> None:
-    """What only a schedule cannot be combined with by which gradients come and go.
+    """Refuse options that cannot be combined with a schedule in which gradients come and go.
 
     Args:
-        args: Megatron's.
+        args: Megatron's arguments.
         config: Megatron's TransformerConfig.
         on_host: some gradients are added up in host memory.
 
@@ -191,10 +193,10 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
 
 def refuse_without_stream_flags(schedule: Schedule, why_no_flags: str, delayed: bool, *, file) -> None:
     """Refuse copies between host memory and a device whose streams cannot store flags: threads would have to call the
-    driver, which ends in a deadlock.
+    driver, which leads to a deadlock.
 
     Args:
-        why_no_flags: as :attr:`Device.why_no_flags` says it.
+        why_no_flags: the text of :attr:`Device.why_no_flags`.
 
     Raises:
         InputError: naming what is missing, and the schedule's field that needs it.
@@ -213,8 +215,8 @@ def refuse_without_stream_flags(schedule: Schedule, why_no_flags: str, delayed: 
 
 
 def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> None:
-    """Refuse shards in host memory where a precision-aware optimizer on the device writes them itself: its kernels
-    would step on host memory.
+    """Refuse shards in host memory if a precision-aware optimizer on the device writes them itself, because its kernels
+    would then step on host memory.
 
     Raises:
         InputError: naming the first such group.
@@ -227,13 +229,13 @@ def refuse_host_shards_of_aware_optimizer(schedule: Schedule, args, *, file) -> 
 
 
 def refuse_combinations(args) -> None:
-    """The part of :func:`refuse_unsupported` that can be said of options as they were given.
+    """The part of :func:`refuse_unsupported` that needs only the options as they were given.
 
     Raises:
         InputError: naming the first such option and its value.
     """
 
-    # None, or an empty list, is how Megatron spells "not given".
+    # Megatron uses None or an empty list for "not given".
     found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
     found += [option for name, option in SHARDED_WEIGHTS.items() if getattr(args, name, 1) not in (1, None)]
     if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
@@ -243,13 +245,13 @@ def refuse_combinations(args) -> None:
 
 
 def environment_mismatch(schedule: Schedule, path) -> str | None:
-    """One line where the schedule was planned from costs of other hardware or software than this
-    machine's: it trains the same, but its prediction does not hold. None where it does not say."""
+    """One line if the schedule was planned from costs of other hardware or software than this
+    machine's: it trains the same, but its prediction may not hold. None if they agree or the schedule does not say."""
     measured_on = schedule.metadata.options.measured_on
     if measured_on is None:
         return None
     metadata = Metadata(hardware=measured_on.hardware, software=measured_on.software)
-    from megatron_ext.runtime import machine  # imports torch, which reading options does not need
+    from megatron_ext.runtime import machine  # imports torch, which is not needed to read options
 
     here = {part: facts for part, facts in machine.environment().items() if getattr(metadata, part) is not None}
     found = environment.differences(metadata, here)
@@ -266,7 +268,7 @@ def require_hooks(root: Path) -> None:
     Raises:
         InputError: naming the file and the hook.
     """
-    from megatron_ext import checkout  # takes a while to import, which reading options does not need
+    from megatron_ext import checkout  # slow to import, and not needed to read options
 
     problems = checkout.verify_hooks(root)
     if problems:
@@ -274,7 +276,7 @@ def require_hooks(root: Path) -> None:
 
 
 def schedule_without_hooks() -> str | None:
-    """One line where Megatron runs another pipeline schedule than those with hooks in them, as some forks can."""
+    """One line if Megatron runs a pipeline schedule without hooks, as some forks can; otherwise None."""
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
@@ -296,10 +298,10 @@ def megatron_root() -> Path:
 
 
 def refuse_model(model) -> None:
-    """Refuse models whose layers do not lie in one ``decoder``: between others no action can be placed.
+    """Refuse models whose layers do not all lie in one ``decoder``: actions can be placed only between these.
 
     Args:
-        model: a torch module, bare.
+        model: a torch module, without wrappers.
 
     Raises:
         InputError: naming the model's class and what is missing for it.
@@ -320,11 +322,11 @@ def refuse_model(model) -> None:
 def refuse_frozen(model) -> None:
     """Refuse parameters without gradient.
 
-    They are in no bucket, so no schedule moves them and no bill counts them; and where a layer has no others, its
-    input may have no gradient on which the actions of a backward could hang.
+    Such parameters are in no bucket, so no schedule moves them and no bill counts them. If a layer has no others, its
+    input may have no gradient to which actions of a backward could be attached.
 
     Args:
-        model: a torch module, bare.
+        model: a torch module, without wrappers.
 
     Raises:
         InputError: naming the first such parameter.
@@ -335,7 +337,7 @@ def refuse_frozen(model) -> None:
 
 
 def refuse_ddp_config(config) -> None:
-    """Refuse features of DistributedDataParallel that change what a bucket is or who gathers it.
+    """Refuse features of DistributedDataParallel that change what a bucket is or what gathers it.
 
     Raises:
         InputError: naming the option and its value.
@@ -344,7 +346,7 @@ def refuse_ddp_config(config) -> None:
         value = getattr(config, name, NEUTRAL[name])
         if value != NEUTRAL[name]:
             raise option_error(name, f"{NOT_COMBINED} {REASONS[name]}", value)
-    # By the second, Megatron asks for whole parameters before it evaluates, saves and hashes.
+    # With overlap_param_gather Megatron asks for whole parameters before it evaluates, saves and hashes.
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if not getattr(config, name):
             raise option_error(name, f"--user-defined-schedule needs {flag(name)}", False)

@@ -1,8 +1,9 @@
-"""What differs between releases of Megatron, since when, and who asks: no other file does.
+"""Differences between releases of Megatron: since when they exist, and which files depend on them. Only this file
+checks what a release has.
 
 [Note: Releases]
-Patches are for core_v0.9.0 to main. What a release has is asked of what it brings (a function's arguments, a name in a
-module) and not of its number, where that can be: forks carry numbers of their own.
+Patches are for core_v0.9.0 to main. Where possible, a release's features are found from a function's arguments or the
+names in a module, and not from its version number, because forks have numbers of their own.
 
 | since | what | asked by | in |
 |---|---|---|---|
@@ -23,8 +24,8 @@ module) and not of its number, where that can be: forks carry numbers of their o
 | 0.18 | NullTokenizer adds no end of document | null_tokenizer_adds | ignored_options.py, describe_model.py |
 | 0.19 | the factor by which gradients are clipped is on the device | - | host_gradients.py |
 
-Without a name in the third column the code serves all releases. Options that some releases do not have are read with
-their neutral value. What the CPU test bench needs of each release is said in megatron_on_cpu.py.
+Without a name in the third column the code works for all releases. Options that some releases do not have are read with
+their neutral value. megatron_on_cpu.py says what the CPU test bench needs for each release.
 """
 
 import contextlib
@@ -39,30 +40,30 @@ def accepts(function: Callable, name: str) -> bool:
 
 
 def accepted(function: Callable, **arguments: Any) -> dict[str, Any]:
-    """Those of ``arguments`` that ``function`` takes."""
+    """The entries of ``arguments`` that ``function`` takes."""
     return {name: value for name, value in arguments.items() if accepts(function, name)}
 
 
 def has(owner: object, *names: str) -> bool:
-    """Whether a module or a class brings all of ``names``."""
+    """Whether a module or a class has all of ``names``."""
     return all(hasattr(owner, name) for name in names)
 
 
 def has_microbatch_groups(args) -> bool:
-    """Before, groups have PP micro-batches; with no more than these in an iteration all forwards run before the first
-    backward."""
+    """Whether groups of micro-batches have a size of their own. In older releases they have PP micro-batches, and with
+    at most PP micro-batches in an iteration all forwards run before the first backward."""
     return has(args, "microbatch_group_size_per_vp_stage")
 
 
 def ramps_up() -> bool:
-    """Whether this Megatron follows --rampup-batch-size; later ones only warn of it."""
+    """Whether this Megatron follows --rampup-batch-size; later releases only print a warning."""
     from megatron.core import num_microbatches_calculator
 
     return has(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
 
 
 def null_tokenizer_adds() -> int:
-    """Tokens that NullTokenizer has besides its vocabulary; without Megatron as of its last releases."""
+    """The number of tokens that NullTokenizer adds to its vocabulary; without Megatron, that of the latest releases."""
     with contextlib.suppress(ImportError):
         from megatron.core import package_info
 

@@ -1,5 +1,5 @@
-"""Storages that a rank of a run holds throughout the iteration, by kind, for the census; and those that it holds before
-its first one."""
+"""Storages that a rank of a run holds throughout the iteration, by kind, for the census; and storages that it holds
+before its first iteration."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
@@ -29,10 +29,10 @@ def resting_storages(
 
     Args:
         copies: the node's host copies.
-        host_step: of the optimizer, or None where Megatron makes it alone.
-        routes: whose gathers go through buffers.
-        reducer: of the gradients that come and go, or None.
-        buffers: on the device, through which parameters pass.
+        host_step: the optimizer's host step, or None if Megatron makes it without us.
+        routes: routes whose gathers use buffers.
+        reducer: the reducer of gradients that come and go, or None.
+        buffers: buffers on the device through which parameters pass.
     """
     held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
     device, host = held.values()
@@ -51,7 +51,7 @@ def resting_storages(
         for index, gradient in reducer.gradients.items():
             if index in reducer.on_host:
                 host["gradients"] += storage_bytes([gradient.shard])
-            else:  # it lies in the storage of Megatron's buffer
+            else:  # the gradient lies in the storage of Megatron's buffer
                 device["gradient_shards"] += gradient.shard.nbytes
                 device["gradients"] -= gradient.shard.nbytes
     counted = [*gradients, *(t for group in own.groups.values() for t in (group.shard, group.whole))]
@@ -60,27 +60,27 @@ def resting_storages(
         for where, kind, tensors in _of_optimizer(optimizer):
             new = [t for t in tensors if t.untyped_storage()._cdata not in known]
             held[where][kind] += storage_bytes(new)
-            known |= {t.untyped_storage()._cdata for t in new}  # the host optimizer lists its parameters as states, too
+            known |= {t.untyped_storage()._cdata for t in new}  # the host optimizer also lists parameters as states
     return dict(device), dict(host)
 
 
 def held_on_host(ddps: list, late: LateModel | None, optimizers: list, on_drive: Container[int]) -> tuple[int, int]:
-    """Bytes that a rank has in host memory before training begins: those that stay there, and all. Of what lies in the
-    storages ``on_drive``, optimizer states are to rest on the drive."""
+    """Bytes that a rank has in host memory before training begins: those that stay there, and all. Optimizer states of
+    parameters in the storages ``on_drive`` will rest on the drive."""
     stays = [shard for ddp in ddps for buffer in buffers_of(ddp) for shard in getattr(buffer, "host_shards", ())]
     stays += [group.shard for group in late.groups.values() if group.on_host] if late is not None else ()
     leaves = []
     for inner in (one.optimizer for one in optimizers):
         for shard, copy in getattr(inner, "gpu_params_map_cpu_copy", {}).items():
             states, leaving = dict(inner.state.get(shard, {})), shard.untyped_storage()._cdata in on_drive
-            if not (leaving and "left_out" in vars(inner)):  # those are in files
-                leaves.append(states.pop("master_param", None))  # another than the copy where it was loaded
+            if not (leaving and "left_out" in vars(inner)):  # copies that are left out are in files
+                leaves.append(states.pop("master_param", None))  # if loaded, it is not the same as the copy
                 (leaves if leaving else stays).extend((copy, *states.values()))
     return storage_bytes(filter(torch.is_tensor, stays)), storage_bytes(filter(torch.is_tensor, stays + leaves))
 
 
 def _of_optimizer(optimizer) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
-    """``(where, kind, tensors)`` of what an optimizer keeps."""
+    """``(where, kind, tensors)`` of the memory that an optimizer keeps."""
     inner = optimizer.optimizer
     copies = getattr(inner, "gpu_params_map_cpu_copy", None)
     if copies is None:
@@ -99,6 +99,6 @@ def _of_optimizer(optimizer) -> Iterator[tuple[str, str, list[torch.Tensor]]]:
 
 def _states(optimizers: list) -> Iterator[torch.Tensor]:
     for one in optimizers:
-        for state in list(one.state.values()):  # a delayed step may be making them
+        for state in list(one.state.values()):  # a delayed step may be adding states
             # A step count is a number that some releases keep as a tensor.
             yield from (value for value in list(state.values()) if isinstance(value, torch.Tensor) and value.dim())

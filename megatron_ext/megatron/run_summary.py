@@ -1,8 +1,8 @@
-"""What a run prints on its first rank: at its start what it does, at its end what it measured of itself.
+"""What a run prints on its first rank: at the start what it does, at the end what it measured.
 
 [Note: A sample]
-Gathers are timed in the iterations of :data:`SAMPLED` alone: behind the first, which also warms up, and few enough that
-a long training keeps nothing of them. With a trace everything is recorded, and the same iterations are summed up.
+Gathers are timed only in the iterations of :data:`SAMPLED`. These come after the first, which also warms up, and are
+few, so a long training stores little. With a trace everything is recorded, and the same iterations are summarized.
 """
 
 import sys
@@ -27,12 +27,12 @@ LAYOUT_NOTE = (
 
 
 class Measured(NamedTuple):
-    """Medians over the sampled iterations, of each the largest over ranks; microseconds.
+    """Medians over the sampled iterations of the largest values over ranks, in microseconds.
 
     Attributes:
-        iterations: how many were sampled.
-        iteration_us: from the begin of an iteration to the begin of the next.
-        exposed_us: compute waiting for parameters.
+        iterations: the number of sampled iterations.
+        iteration_us: the time from the beginning of an iteration to the beginning of the next.
+        exposed_us: the time for which compute waits for parameters.
         gather_us: the training thread's time in gathers: issuing, publishing, waiting.
     """
 
@@ -58,15 +58,15 @@ class Sample:
 
     @property
     def num_microbatches(self) -> int:
-        """Of the iterations that count: as many as the last that was sampled has."""
+        """The number of micro-batches of the last sampled iteration; only iterations with this number count."""
         return next(reversed(self._numbers.values()), 0)
 
     def run_again(self, iteration: int) -> None:
-        """The steps of ``iteration`` run once more (Megatron's rerun machinery): its times are not those of one."""
+        """Leave out ``iteration``, whose steps run again (Megatron's rerun machinery), so its times are not normal."""
         self._run_again.add(iteration)
 
     def of_rank(self) -> dict[int, tuple[float, float, float]]:
-        """By iteration: its time, exposed time and gather time in microseconds. An iteration without an end is left
+        """By iteration: its time, exposed time and gather time in microseconds. An iteration that has not ended is left
         out."""
         lanes: dict[tuple[int, str], float] = defaultdict(float)
         for event in self.recorder.events():
@@ -80,7 +80,7 @@ class Sample:
 
 
 def combine(everybody: list[dict[int, tuple[float, float, float]]]) -> Measured | None:
-    """What all ranks measured; None where no iteration was sampled."""
+    """Combine the measurements of all ranks; None if no iteration was sampled."""
     common = set.intersection(*(set(rank) for rank in everybody))
     if not common:
         return None
@@ -89,13 +89,13 @@ def combine(everybody: list[dict[int, tuple[float, float, float]]]) -> Measured 
 
 
 def say(*lines: str) -> None:
-    """Print lines for people."""
+    """Print lines for the user."""
     for line in lines:
         print(f"megatron-ext: {line}", file=sys.stderr, flush=True)
 
 
 def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> list[str]:
-    """What a scheduled run is about to do."""
+    """Lines that say what a scheduled run is about to do."""
     how = "Megatron's own gather at the bucket layout of" if reference else "gathers by"
     lines = [
         f"{how} {path} (policy {schedule.metadata.planner or 'not named'}, zero stage {schedule.zero_stage}, "
@@ -117,7 +117,7 @@ def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> lis
 
 
 def _whole_at_times(schedule: Schedule) -> str:
-    """What evaluation needs besides what training does."""
+    """What evaluation and checkpoints need in addition to training."""
     ranks = range(len(schedule.ranks))
     whole = max(sum(group.bytes for group in schedule.groups if group.pp_rank == rank) for rank in ranks)
     readers = "evaluation, checkpoints and the end of training bring all of them"
@@ -141,7 +141,7 @@ def _predicted(schedule: Schedule) -> str:
 def end_lines(
     schedule: Schedule, measured: Measured | None, compared: Measured | None, *, reference: bool
 ) -> list[str]:
-    """What was measured, next to the prediction; ``compared`` is of the reference run, where there was one."""
+    """Lines with the measurements and the prediction; ``compared`` is the reference run's, if there was one."""
     if measured is None:
         return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained, or all were run again"]
     whose = "Megatron's own gather" if reference else "the schedule"
@@ -166,7 +166,7 @@ def end_lines(
 
 
 def early_lines(taken: int, taken_back: int) -> list[str]:
-    """How many steps during the backward, of all ranks, did not stand; nothing where all did."""
+    """A line that says how many steps during the backward, on all ranks, were taken back; no line if none was."""
     if not taken_back:
         return []
     return [

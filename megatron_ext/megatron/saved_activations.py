@@ -1,7 +1,7 @@
-"""Activations of a GPT chunk: what autograd saves in each layer, counted without computing anything.
+"""Activations of a GPT chunk: bytes that autograd saves in each layer, counted without computing anything.
 
-The chunk lies on the ``meta`` device: one micro-batch runs through it forward and backward, shapes and dtypes are real,
-bytes are not there.
+The chunk is on the ``meta`` device. One micro-batch runs through it forward and backward; tensors have their real
+shapes and dtypes but no data.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ from megatron_ext.workload.workload import Chunk
 
 
 class Saved(NamedTuple):
-    """Bytes of one micro-batch: by layer until its backward, and what its backward makes anew at one time."""
+    """Bytes of one micro-batch: those that each layer saves until its backward, and the most that its backward makes
+    again at a time."""
 
     activation_bytes: tuple[int, ...]
     recompute_bytes: int
@@ -36,19 +37,19 @@ DECIDES = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
     *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend"),
 )
-"""Settings of Megatron's TransformerConfig that decide what is saved and what is made anew."""
+"""Settings of Megatron's TransformerConfig that decide what is saved and what is recomputed."""
 
 _known: dict[tuple, Saved | None] = {}
 
 
 def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
-    """A described chunk with what its layers save; as it was where ``module`` cannot run without data.
+    """A described chunk with the bytes that its layers save; unchanged if ``module`` cannot run without data.
 
     Args:
-        module: the chunk on the ``meta`` device; it cannot be read afterwards.
+        module: the chunk on the ``meta`` device; it cannot be used afterwards.
         args: options with ``seq_length``, ``micro_batch_size`` and ``hidden_size``.
     """
-    # Chunks of the same layers save the same: most chunks of a model are alike.
+    # Chunks with the same layers save the same, and most chunks of a model have the same layers.
     sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
     sizes["seq_length"] //= context_ranks(args)  # of one rank
     sizes["on_gpu"] = getattr(args, "distributed_backend", None) in (None, "nccl")
@@ -66,8 +67,8 @@ def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
 def saved_activations(
     chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu=True, fused_swiglu=True
 ) -> Saved | None:
-    """Count what a chunk on the ``meta`` device saves where it trains; None where it cannot run there, with the reason
-    on stderr."""
+    """Count the bytes that a chunk on the ``meta`` device would save in training; None if it cannot run on that device,
+    with the reason on stderr."""
     layers, config = layers_of(chunk), bare(chunk).config
     uneven = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_pad_expert_input_to_capacity", False)
     if not layers or uneven:  # how many tokens an expert gets depends on the data
@@ -85,8 +86,8 @@ def saved_activations(
             _move_other_tensors(chunk)
             return _counted(bare(chunk), layers_of(chunk), seq_length, micro_batch_size, hidden_size)
     except (RuntimeError, AttributeError, TypeError, ValueError, AssertionError, ImportError) as error:
-        # A kernel that has no form without data (a fused one, Transformer Engine's) raises any of these: not counted,
-        # and the bill says so. The reason is printed, so that no other error passes for one.
+        # A kernel that cannot run without data (a fused one, Transformer Engine's) raises any of these. The activations
+        # are then not counted, and the bill says so. The reason is printed, so that other errors are noticed.
         why = f"{type(error).__name__}: {one_line(str(error), 300)}"
         print(f"megatron-ext: what layers save could not be counted: {why}", file=sys.stderr, flush=True)
         return None
@@ -98,8 +99,8 @@ PREDICTION = "multi_token_prediction"
 
 @contextlib.contextmanager
 def _decisions_are_true(unknown: type[Exception]):
-    """Layers that predict further tokens ask whether there are tokens to predict: there are. What other layers ask of
-    values that are not there stays unknown."""
+    """Layers of multi-token prediction ask whether there are tokens to predict; in this context the answer is yes.
+    Questions of other layers about missing values still raise."""
     decide = torch.Tensor.__bool__
 
     def decide_without_data(condition):
@@ -125,8 +126,8 @@ BALANCED = {
 
 
 def balance_experts(config) -> None:
-    """Let every expert of a model that is built on ``meta`` get as many tokens as another, whatever the data: then
-    sizes are known without it. The parameters stay as they are."""
+    """Let every expert of a model that is built on ``meta`` get the same number of tokens, so that sizes are known
+    without data. The parameters stay as they are."""
     if getattr(config, "num_moe_experts", None):
         for name, value in BALANCED.items():
             if hasattr(config, name):
@@ -134,7 +135,7 @@ def balance_experts(config) -> None:
 
 
 class _Counts(list):
-    """Tokens of each local expert, where Megatron reads them from a tensor."""
+    """The numbers of tokens of the local experts, in place of the tensor from which Megatron reads them."""
 
     def tolist(self) -> list[int]:
         return list(self)
@@ -147,7 +148,7 @@ def _split_evenly(module, args):
 
 
 def _move_other_tensors(chunk: torch.nn.Module) -> None:
-    """Tensors that are no buffers, frequencies of rotary embeddings for example, leave the ``meta`` device too."""
+    """Let tensors that are not buffers, such as frequencies of rotary embeddings, leave the ``meta`` device too."""
     for module in chunk.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
@@ -186,10 +187,11 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
 
 @contextlib.contextmanager
 def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
-    """Save what a GPU does. Megatron computes SwiGLU by a kernel unless it is told not to, and PyTorch RMSNorm: both
-    save their input alone. Of dropout a GPU saves a byte an element, a processor what it multiplies by. Beside
-    Transformer Engine's layers rotary embeddings are a kernel, too, which saves nothing that is large; of attention's
-    dropout its kernels save the state of a random generator. Only its unfused attention saves scores."""
+    """In this context layers save what they save on a GPU. Megatron computes SwiGLU with a kernel unless it is told not
+    to, and PyTorch computes RMSNorm with one: both save only their input. For dropout, a GPU saves one byte per
+    element; a CPU saves the tensor that it multiplies by. With Transformer Engine's layers, rotary embeddings are a
+    kernel too, which saves nothing large; for dropout in attention its kernels save the state of a random generator.
+    Only its unfused attention saves scores."""
     config: Any = bare(chunk).config
     gated = fused_swiglu and config.gated_linear_unit and config.activation_func is F.silu
 
@@ -206,7 +208,7 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
             put(F, "dropout", _dropout)
             put(F, "rms_norm", rms_norm)
             put(mlp, "bias_swiglu_impl", kernel)
-            copies = (getattr(module, "config", config) for module in chunk.modules())  # experts have their own
+            copies = (getattr(module, "config", config) for module in chunk.modules())  # experts have their own copy
             for own in {id(each): each for each in copies}.values():
                 put(own, "bias_activation_fusion", gated)
         if engine:
@@ -220,7 +222,7 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
 
 
 def _unfused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):
-    """Attention that saves its scores, once, as Transformer Engine's ``UnfusedDotProductAttention``."""
+    """Attention that saves its scores, once, like Transformer Engine's ``UnfusedDotProductAttention``."""
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
     return F.dropout(torch.softmax(query @ key.transpose(2, 3), -1), dropout) @ value
 
@@ -230,14 +232,15 @@ def _dropout(x, p=0.5, training=True, inplace=False):
 
 
 MOST_NESTED = 20
-"""Backwards of recomputes within each other; more do not end."""
+"""The most nested backwards of recomputes; deeper nesting would never end."""
 
 
 @contextlib.contextmanager
 def _recomputes():
-    """Megatron compares and restores states of random generators, which have no form without data. Where a recompute
-    returns a parameter, as that of an MLP does with its bias, torch takes it for what has made the parameter: its
-    backward begins itself again, without end, and would be waited for."""
+    """Let recomputes run without data. Megatron compares and restores states of random generators, which the ``meta``
+    device does not have. If a recompute returns a parameter, as an MLP's does with its bias, torch treats the recompute
+    as the function that made the parameter. Its backward then calls itself without end; this is turned into an error.
+    """
     backward, begun = torch.autograd.backward, []
 
     def begin(*args, **how) -> None:
@@ -263,7 +266,7 @@ def _recomputes():
 
 
 class _OneMicroBatch:
-    """Follows one micro-batch forward and back through the layers of a chunk."""
+    """Follows one micro-batch forward and backward through the layers of a chunk."""
 
     def __init__(self, num_layers: int, not_counted):
         self.saved = SavedTensors(not_counted, self._on_saved)
@@ -273,7 +276,7 @@ class _OneMicroBatch:
     def layer_begins(self, index: int):
         def hook(module, args, kwargs) -> None:
             if not self._forward:
-                return  # a recompute inside the backward
+                return  # this is a recompute inside the backward
             self._begins[index] = self.saved.bytes if index else 0
             hidden = args[0] if args else kwargs.get("hidden_states")
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
@@ -282,7 +285,7 @@ class _OneMicroBatch:
         return hook
 
     def _layer_is_done(self, gradient) -> None:
-        """A layer's backward has ended: what it saved, and what it made anew, is freed."""
+        """A layer's backward has ended: the tensors that it saved, or made again, are freed."""
         self._base = self.saved.bytes
 
     def _on_saved(self) -> None:
@@ -290,7 +293,7 @@ class _OneMicroBatch:
             self._recomputed = max(self._recomputed, self.saved.bytes - self._base)
 
     def result(self, output: torch.Tensor) -> Saved:
-        # Of layers that are recomputed together some have freed what they saved when a later one begins.
+        # If layers are recomputed together, some have freed what they saved when a later layer begins.
         held = [*accumulate([self.saved.bytes, *reversed(self._begins)], min)][::-1]
         by_layer = tuple(end - begin for begin, end in pairwise(held))
         self._forward, self._base = False, self.saved.bytes

@@ -1,4 +1,4 @@
-"""A bucket group whose parameters are gathered, and whose gradients may be reduced, as the schedule says."""
+"""A bucket group whose parameters are gathered by the schedule, and whose gradients may be reduced by it."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ WITHOUT_SCHEDULE = (
 
 
 class _NoGradient:
-    """Stands in for ``main_grad`` of a parameter whose gradient nobody gives bytes to any more: adding to its freed
-    storage would end the process without a word."""
+    """Replaces ``main_grad`` of a parameter whose gradient will not get bytes again: adding to its freed storage would
+    end the process without a message."""
 
     def __getattr__(self, name: str):
         raise ScheduleError(WITHOUT_SCHEDULE)
@@ -25,20 +25,21 @@ class _NoGradient:
 class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
     """A bucket group whose parameters are gathered by the schedule, not by module hooks.
 
-    Whole gradients are reduced by Megatron, those that come and go by the program. Whoever asks for parameters outside
-    of the schedule (``force_sync``: evaluation, checkpoints, hashes) gets all of them whole, or in turn: in_turn.py.
+    Megatron reduces gradients that stay whole; the program reduces gradients that come and go. A request for parameters
+    outside the schedule (``force_sync``: evaluation, checkpoints, hashes) makes all of them whole, or brings them in
+    turn: in_turn.py.
     """
 
     executor = None
 
     gradient: Gradient | None = None
-    """Set where the schedule says when the gradient is reduced."""
+    """Set if the schedule says when the gradient is reduced."""
 
     reduced: Callable | None = None
-    """Set where the group is stepped during the backward: told of the reduce of a gradient that stays whole."""
+    """Set if the group is stepped during the backward: called with the reduce of a gradient that stays whole."""
 
     def end(self) -> None:
-        """The run has ended: whoever goes on training is told so."""
+        """The run has ended: further training raises an error."""
         self.executor = None
         if self.gradient is not None:
             for parameter in self.params:
@@ -81,29 +82,29 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
 
 
 def instances_of(config) -> int:
-    """Of a DistributedDataParallelConfig, in how many instances of the optimizer the replicas are."""
+    """The number of optimizer instances that the replicas are divided into, from a DistributedDataParallelConfig."""
     return getattr(config, "num_distributed_optimizer_instances", 1)
 
 
 def begun_reduce(bucket_group):
-    """What is waited for of the reduce that ``bucket_group`` has just begun. With several instances Megatron keeps no
-    handle: a stream of its own makes both collectives, one after the other. (There always is one of the two:
-    overlap_param_gather, which a schedule needs, needs overlap_grad_reduce.)"""
+    """The object to wait on for the reduce that ``bucket_group`` has just begun. With several instances Megatron keeps
+    no handle: both collectives run one after the other on a separate stream. (There is always a handle or a stream,
+    because a schedule needs overlap_param_gather, which needs overlap_grad_reduce.)"""
     handle = bucket_group.grad_reduce_handle
     return bucket_group.communication_stream.record_event() if handle is None else handle
 
 
 def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:
-    """Take Megatron's module pre-hooks off a chunk: the program waits for groups instead.
+    """Remove Megatron's module pre-hooks from a chunk: the program waits for groups instead.
 
-    Callers that switch the hooks off (evaluation, checkpoints) need all parameters whole: ``unshard_all`` is called.
+    Callers that disable the hooks (evaluation, checkpoints) need all parameters whole, so ``unshard_all`` is called.
     """
     if ddp.use_forward_hook:
-        # Without param_sync it always synchronises, which our bucket groups ignore so far.
+        # Without the argument param_sync it always synchronises, which our bucket groups ignore at this point.
         ddp.disable_forward_pre_hook(**accepted(ddp.disable_forward_pre_hook, param_sync=False))
 
     def enable() -> None:
-        """The program is always on."""
+        """Nothing to enable: the program is always active."""
 
     def disable(param_sync: bool = True) -> None:
         if param_sync:

@@ -1,19 +1,19 @@
-"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) step as the schedule says: through rooms, during the
-backward, during the next iteration, with states on a drive.
+"""Lets Megatron's host optimizer (``--optimizer-cpu-offload``) step as the schedule says: through step slots, during
+the backward, during the next iteration, and with states on a drive.
 
 [Note: What is changed of the host optimizer]
 HybridDeviceOptimizer copies all gradients to memory that it keeps, steps, and copies parameters back from memory that
-is not page-locked. Chosen parameters get optimizers of their own, one a unit (host_optimizers.py), whose gradients
-and parameters the runtime moves (runtime/host_step). All else is its own: which parameters it steps, the values of
+is not page-locked. Chosen parameters get optimizers of their own, one per unit (host_optimizers.py), whose gradients
+and parameters the runtime moves (runtime/host_step). The rest is unchanged: which parameters it steps, the values of
 ``param_groups``, states in checkpoints.
-* Where units may be stepped during the backward (``rollback_bytes``), each lies in one group. When Megatron calls
-  ``step``, it goes through the optimizers whose early step does not stand; the others have done all that it would do.
+* If units may be stepped during the backward (``rollback_bytes``), each lies in one group. When Megatron calls
+  ``step``, it runs only the optimizers whose early step does not stand; for the others nothing is left to do.
   Gradients that Megatron changes after their reduce, other than by one factor for all, cannot be validated: the
-  embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups wait.
-* Where updates are delayed, ``step`` hands its units to DelayedUpdate, which steps with the learning rate and all else
-  of the iteration that the gradients are of.
+  embedding that two pipeline ranks share, and norms that tensor-parallel ranks add up. Their groups are stepped later.
+* If updates are delayed, ``step`` passes its units to DelayedUpdate, which steps with the learning rate and the other
+  settings of the iteration from which the gradients come.
 * Checkpoints take states from a method of DistributedOptimizer. For states on the drive it maps the drive's file into
-  memory, so that saving needs no memory for all states. What is loaded is loaded before: see late_memory.py.
+  memory, so that saving does not need memory for all states. States are loaded earlier: see late_memory.py.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
@@ -54,19 +54,19 @@ from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 
 Members = dict[int, list[torch.Tensor]]
-"""By group, the host's parameters of its shard."""
+"""By group, the host's parameters that belong to this rank's shard."""
 
 
 class HostStep:
-    """The host's step on one rank, which has groups.
+    """The host's step on one rank that has groups.
 
     Args:
-        own: whose optimizers have states, or are before their first step.
-        publisher: of the host copies, or None.
+        own: this rank, whose optimizers have states or have not made their first step.
+        publisher: the publisher of the host copies, or None.
 
     Attributes:
-        early, delayed: those that there are.
-        parts: the same, as the executor takes them.
+        early, delayed: the parts for early and for delayed steps, or None.
+        parts: those of the two that exist, as the executor takes them.
 
     Raises:
         InputError: an optimizer does not step on the host, a slot is too small, or the drive is full.
@@ -86,7 +86,7 @@ class HostStep:
         self._after_norm = AfterNorm(self.link)
         self.states: list[DriveStates] = []
         self._pieces: dict[torch.Tensor, Piece] = {}  # by the host's parameter
-        self._reduced: dict[torch.Tensor, torch.Tensor] = {}  # where each one's gradient lies when it is reduced
+        self._reduced: dict[torch.Tensor, torch.Tensor] = {}  # where each parameter's reduced gradient lies
         units = {optimizer: self._units_of(optimizer) for optimizer in own.optimizers}
         if own.delay is not None:
             self.delayed = DelayedUpdate(self.link, *own.delay, publisher, own.issuer)
@@ -99,7 +99,7 @@ class HostStep:
         self.parts: list[Part] = [part for part in (self.early, self.delayed) if part is not None]
 
     def _has_units(self, index: int) -> bool:
-        """Whether parameters of the group ``index`` are taken out of the host optimizer's own."""
+        """Whether parameters of the group ``index`` are removed from the host optimizer's own optimizers."""
         rest = self._schedule.groups[index].states_rest
         always = rest == "nvme" or self._schedule.step_slots is not None or self._own.delay is not None
         return rest != "device" and (always or self._may_be_early(index))
@@ -111,7 +111,7 @@ class HostStep:
 
     @property
     def _later(self) -> bool:
-        """Whether shards get new values an iteration later."""
+        """Whether shards get their new values an iteration later."""
         return self._own.delay is not None
 
     # Memory.
@@ -127,7 +127,7 @@ class HostStep:
         return Link(self.device, place, cast_part_bytes(casting), outward, self._own.links)
 
     def _largest_gradient(self, index: int) -> int:
-        """Bytes in fp32 of this rank's part of one parameter of the group, at most."""
+        """The largest number of bytes, in fp32, of this rank's part of one parameter of the group."""
         parameters, shard = self._own.bucket_groups[index].params, self._own.groups[index].shard
         return tensor_bytes(min(max(parameter.numel() for parameter in parameters), shard.numel()))
 
@@ -161,9 +161,9 @@ class HostStep:
         return units + (self._in_memory(optimizer.optimizer, in_memory) if in_memory else [])
 
     def _make_units(self, hybrid, members: Members, size, most: float, make: Callable[..., HostUnit]) -> list:
-        """Give ``members`` optimizers of their own, each of at most ``most`` bytes by ``size``, and what ``make(group,
-        optimizer, pieces)`` gives for each. Where units may be stepped during the backward, each lies in one group, the
-        last one first, as a backward reduces them."""
+        """Give ``members`` optimizers of their own, each with a total ``size`` of at most ``most`` bytes. Returns the
+        unit ``make(group, optimizer, pieces)`` for each. If units may be stepped during the backward, each lies in one
+        group, and the last group comes first, as a backward reduces them."""
         apart = self._schedule.rollback_bytes is not None
         together = [[index] for index in reversed(members)] if apart else [[*members]]
         divided = [
@@ -177,7 +177,7 @@ class HostStep:
             units.append(make(group, one, pieces))
             if isinstance(self.rooms, OwnRooms) and units[-1].rooms is self.rooms:
                 self.rooms.make(units[-1])
-            for piece in pieces:  # gradients pass through rooms
+            for piece in pieces:  # gradients pass through step slots
                 hybrid.cpu_copy_map_grad.pop(piece.parameter, None)
                 piece.parameter.grad = None
         return units
@@ -260,7 +260,7 @@ class HostStep:
             vars(hybrid)["step"] = step
 
     def _bring_gradients(self, hybrid, copy_gradients, units: dict[torch.optim.Optimizer, HostUnit]) -> None:
-        """In place of the host optimizer's copying of all gradients, into memory that it keeps."""
+        """Replaces the host optimizer's function that copies all gradients to memory that it keeps."""
         with without(hybrid, units) as own:
             copy_gradients()
         stepped = [units[one] for one in own]
@@ -270,7 +270,7 @@ class HostStep:
         self._after_norm.expect(stepped)
 
     def held_bytes(self) -> Counter[str]:
-        """Host memory by kind, but for what the optimizers list themselves."""
+        """Bytes of host memory by kind, without memory that the optimizers list themselves."""
         held = Counter({"staging_slots": sum(states.slots_bytes for states in self.states)})
         if self.rooms is not None:
             held[self.rooms.kind] += self.rooms.bytes
@@ -279,7 +279,7 @@ class HostStep:
         return held
 
     def close(self) -> None:
-        """Behind the end of the parts."""
+        """Call after the parts are closed."""
         for unit in self.units:
             unit.close()
         for states in self.states:
@@ -291,9 +291,9 @@ def added_up_later(parameters: Iterable[torch.nn.Parameter], names: Iterable[str
     """Whether other ranks' gradients are added to those of ``parameters`` after their reduce.
 
     Args:
-        names: of the parameters.
-        ranks: in a tensor-parallel group. They add up those of norms of queries and keys, which do not say so
-            themselves, with and without --sequence-parallel.
+        names: names of the parameters.
+        ranks: number of ranks in a tensor-parallel group. These ranks add up gradients of query and key norms, with and
+            without --sequence-parallel, although no attribute of these parameters says so.
     """
     marks = ("shared_embedding", "shared", "sequence_parallel", "average_gradients_across_tp_domain")
     marked = any(getattr(parameter, mark, False) for parameter in parameters for mark in marks)
@@ -301,8 +301,8 @@ def added_up_later(parameters: Iterable[torch.nn.Parameter], names: Iterable[str
 
 
 class _Settings:
-    """What Megatron's ``optimizer`` is to step with for a whole iteration: learning rate, weight decay and all else,
-    also the loss scale, which lies on the device."""
+    """The settings with which Megatron's ``optimizer`` steps in one iteration: learning rate, weight decay and others,
+    including the loss scale, which is on the device."""
 
     def __init__(self, optimizer):
         self.hybrid, self._scaler, self.taken = optimizer.optimizer, optimizer.grad_scaler, []
@@ -314,12 +314,12 @@ class _Settings:
         self._scale = None if self._scaler is None else float(self._scaler.inv_scale)
 
     def inverse_scale(self) -> float | None:
-        """By which gradients are unscaled; None where they are not scaled."""
+        """The factor by which gradients are unscaled; None if they are not scaled."""
         return self._scale
 
 
 def _validated_step(hybrid, step, units: list[HostUnit], settings: _Settings, early: EarlySteps, closure=None) -> None:
-    """In place of the host optimizer's ``step``: what has not been stepped early, or does not stand."""
+    """Replaces the host optimizer's ``step``: step units that were not stepped early, or whose step does not stand."""
     done = {unit.optimizer for unit in early.finish(units, changed=settings.taken != settings_of(hybrid))}
     with without(hybrid, done):
         step(closure)
@@ -328,7 +328,7 @@ def _validated_step(hybrid, step, units: list[HostUnit], settings: _Settings, ea
 
 
 def _delayed_step(hybrid, step, units: list[HostUnit], delayed: DelayedUpdate, closure=None) -> None:
-    """In place of the host optimizer's ``step``."""
+    """Replaces the host optimizer's ``step`` if updates are delayed."""
     if not delayed.delays:
         step(closure)
         return
@@ -338,7 +338,7 @@ def _delayed_step(hybrid, step, units: list[HostUnit], delayed: DelayedUpdate, c
 
 
 def save_from_drive(optimizer, states: DriveStates) -> None:
-    """Let what Megatron takes of one parameter's states come from the drive."""
+    """Let Megatron read one parameter's states from the drive when it saves."""
     get: Callable = optimizer._get_main_param_and_optimizer_states
 
     def read(parameter) -> dict[str, torch.Tensor]:
@@ -347,7 +347,7 @@ def save_from_drive(optimizer, states: DriveStates) -> None:
         copy = optimizer.optimizer.gpu_params_map_cpu_copy.get(shard)
         if copy is None or states.unit_of(copy) is None:
             return get(parameter)
-        # The step count; where 0.16 has loaded a checkpoint, next to it a bool that says that this is no padding.
+        # The step count, and if 0.16 has loaded a checkpoint, a bool that says that this is not padding.
         in_memory = {n: value for n, value in get(parameter).items() if torch.is_tensor(value) and value.dim() == 0}
         return in_memory | states.read_tensors(copy)
 

@@ -1,6 +1,6 @@
-"""A training script's command line, read as text: what it says is known before anything is imported or measured.
+"""A training script's command line, read as text, before anything is imported or measured.
 
-Needs neither torch nor Megatron. What Megatron itself makes of the options, ``describe_from_checkout`` finds out.
+This needs neither torch nor Megatron. ``describe_from_checkout`` finds out what Megatron itself makes of the options.
 """
 
 import argparse
@@ -18,13 +18,13 @@ REPLICA_SIZES = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "
 
 
 class ScriptArguments(NamedTuple):
-    """Arguments of a training script, and ours that were given among them.
+    """Arguments of a training script, and our options that were given among them.
 
     Attributes:
         ours: the options of ``gpt_arguments.add_plan_arguments``, and ``data_parallel_size``.
-        megatron: the rest, which is Megatron's. Those of a scheduled run are left out.
-        sizes: what the text says of :data:`MODEL_SIZES` and :data:`REPLICA_SIZES`; a model size is None where it says
-            nothing.
+        megatron: all other options, which are Megatron's. Options of a scheduled run are left out.
+        sizes: the values of :data:`MODEL_SIZES` and :data:`REPLICA_SIZES` in the text; None for a model size that is
+            not given.
         schedule, transformer_impl: values of these options (``--user-defined-schedule``), or None.
     """
 
@@ -36,14 +36,14 @@ class ScriptArguments(NamedTuple):
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one data-parallel replica."""
+        """The number of ranks of one data-parallel replica."""
         return math.prod(getattr(self.sizes, name) or 1 for name in REPLICA_SIZES)
 
     def world_size(self) -> int:
-        """Ranks in all: by the options, by a launcher that has started this process, or one replica.
+        """The number of all ranks: from the options, from a launcher that has started this process, or of one replica.
 
         Raises:
-            InputError: a launcher's number is no number, or no multiple of a replica.
+            InputError: a launcher's value is not a number, or not a multiple of a replica's ranks.
         """
         if self.ours.data_parallel_size is not None:
             return self.replica_size * self.ours.data_parallel_size
@@ -56,10 +56,10 @@ class ScriptArguments(NamedTuple):
         return int(text)
 
     def data_parallel_size(self) -> int:
-        """Replicas.
+        """The number of replicas.
 
         Raises:
-            InputError: neither an option nor a launcher says how many.
+            InputError: neither an option nor a launcher gives it.
         """
         if self.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             raise InputError(
@@ -72,10 +72,10 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     """Read the text of a command line.
 
     Args:
-        of_megatron: the arguments are Megatron's, so a parallel size that is not given is 1; otherwise it is not known.
+        of_megatron: the arguments are Megatron's, so a parallel size that is not given is 1; otherwise it is unknown.
 
     Raises:
-        InputError: a size that is no number or below 1.
+        InputError: a size is not a number, or is less than 1.
     """
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     add_plan_arguments(parser)
@@ -97,17 +97,17 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
 
 
 def refuse_none(script: ScriptArguments) -> None:
-    """Refuse a command line without any argument of the training script: a shell variable that is not set, mostly.
+    """Refuse a command line without any argument of the training script, usually because a shell variable is not set.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no argument.
     """
     if not script.megatron:
         raise InputError("none is given; all that pretrain_gpt.py is given stands behind --", field="SCRIPT_ARGUMENTS")
 
 
 def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object]) -> None:
-    """Refuse an option that says otherwise than the script's arguments next to it; None says nothing.
+    """Refuse an option that contradicts the script's arguments next to it; None means not given.
 
     Raises:
         InputError: naming the option and both values.
@@ -118,13 +118,13 @@ def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object
 
 
 def refuse_absent_engine(transformer_impl: str | None) -> None:
-    """Refuse Transformer Engine, Megatron's default, where there is none.
+    """Refuse Transformer Engine, Megatron's default, if it is not installed.
 
     Args:
-        transformer_impl: the option's value, or None where it is not given.
+        transformer_impl: the option's value, or None if it is not given.
 
     Raises:
-        InputError: naming the option that does without.
+        InputError: naming the option with which Transformer Engine is not needed.
     """
     if transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is None:
         why = "Transformer Engine, Megatron's default, is not installed here; without a GPU, train with"

@@ -2,10 +2,10 @@
 
 [Note: Who holds views of a bucket]
 Megatron's distributed optimizer takes views of its part of every bucket: fp32 parameters are
-updated through them, and the fp32 copies of 16-bit parameters are written back through
-``bucket.param_data``. Both are pointed at the group's shard, which has storage of its own, so
-that a bucket can be freed at any time. Tensor objects stay the same: other parts of the
-optimizer know them by identity.
+updated through these views, and the fp32 copies of 16-bit parameters are written back through
+``bucket.param_data``. Here both point to the group's shard, which has storage of its own, so
+that a bucket can be freed at any time. Tensor objects stay the same, because other parts of the
+optimizer identify them by ``id``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +23,16 @@ from megatron_ext.workload.state_layout import ROUNDING_BYTES
 
 
 class ShardOf:
-    """Stands in for ``bucket.param_data``, or for a parameter's ``main_grad``: takes the indices of the whole, has only
-    the shard's elements. Indexing outside of the shard is an error.
+    """Replaces ``bucket.param_data``, or a parameter's ``main_grad``: it is indexed like the whole tensor but has only
+    the shard's elements. Indexing outside the shard is an error.
 
     Args:
         shard: 1D tensor.
-        start: element of the whole at which the shard begins; negative where it begins before it.
-        numel: of the whole.
-        device: what is taken is copied there where it is elsewhere; None: nothing is copied.
-        write: ``write(shard, values)``, in place of copies to what is taken; None: they are made.
-        recorder: where copies to ``device`` are counted.
+        start: element of the whole tensor at which the shard begins; negative if the shard begins before it.
+        numel: number of elements of the whole tensor.
+        device: parts that are indexed are copied to this device if they are elsewhere; None: nothing is copied.
+        write: ``write(shard, values)`` replaces copies into indexed parts; None: the copies are made.
+        recorder: the recorder that counts copies to ``device``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ShardOf:
 
 
 class _Written:
-    """Stands in for a part of a shard, to whose ``data`` Megatron copies new parameters."""
+    """Replaces a part of a shard, to whose ``data`` Megatron copies new parameters."""
 
     def __init__(self, shard: torch.Tensor, write: Callable[[torch.Tensor, torch.Tensor], None]):
         self._shard, self._write = shard, write
@@ -84,14 +84,14 @@ class _Written:
 
 
 def hold_shards(optimizers, groups: list[tuple[object, FreedGroup]], recorder: Recorder = NOTHING) -> HostShards | None:
-    """Point the optimizers' views of buckets at the shards of their groups.
+    """Make the optimizers' views of buckets point to the shards of their groups.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank.
-        groups: (bucket, group) of every group of this rank.
+        groups: ``(bucket, group)`` for every group of this rank.
 
     Returns:
-        What writes shards in host memory where the optimizer steps on the device; None where there is none.
+        What writes shards in host memory if the optimizer steps on the device; None if there are no such shards.
     """
     for _, group, start, end, shard in places_of_groups(optimizers, groups):
         shard.data = group.shard[start:end]
@@ -121,10 +121,10 @@ class HeldGradient(NamedTuple):
     """Where the optimizer finds a gradient that comes and goes.
 
     Attributes:
-        parameters: of its group.
+        parameters: parameters of the gradient's group.
         shard: this rank's part of the gradient.
         start: element of the storage of ``main_grad`` at which the shard begins.
-        on_host: the shard lies in host memory; an optimizer of the device gets it on ``device``.
+        on_host: the shard lies in host memory; an optimizer that steps on the device gets it on ``device``.
     """
 
     parameters: Iterable[torch.nn.Parameter]
@@ -137,8 +137,9 @@ class HeldGradient(NamedTuple):
 def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder = NOTHING) -> None:
     """Let the optimizers take gradients that come and go from their shards.
 
-    An optimizer that steps on the host reads shards in host memory there, where the processor norms and clips them, see
-    host_gradients.py. Any other gets them on the device as it takes them: there they stay until its step has ended.
+    An optimizer that steps on the host reads shards that are in host memory directly; the CPU computes their norm and
+    clips them, see host_gradients.py. Any other optimizer gets copies of them on the device when it takes them. The
+    copies stay there until its step has ended.
 
     Args:
         optimizers: Megatron's DistributedOptimizer objects of this rank.
@@ -167,7 +168,7 @@ def steps_on_the_host(optimizer) -> bool:
 
 
 def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
-    """``copy_gradients`` with the shards of ``standing`` in place of its parameters' whole gradients."""
+    """``copy_gradients``, changed to take the shards in ``standing`` instead of their parameters' whole gradients."""
 
     def copy_from_shards(*args, **kwargs):
         whole = {parameter: parameter.main_grad for parameter in standing}
@@ -183,16 +184,16 @@ def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
 
 
 def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int, Callable]:
-    """Where the optimizer steps on the host, its own copies of each group's shard.
+    """The host optimizer's own copies of each group's shard, if the optimizer steps on the host.
 
-    Publishing takes them from there: the host copy then costs no copy from the device.
+    Groups are published from these copies, so that no copy from the device is needed.
 
     Args:
         optimizers, groups: as for :func:`hold_shards`, with any kind of group.
 
     Returns:
-        By group index a function that gives ``(start, host tensor)`` of every piece of the
-        shard, or None while a piece is not offloaded. Groups that are never are left out.
+        By group index, a function that returns ``(start, host tensor)`` for every piece of the
+        shard, or None while a piece is not offloaded. Groups that are never offloaded are left out.
     """
     pieces: dict[int, list] = {}
     for optimizer, group, start, _, shard in places_of_groups(optimizers, groups):
@@ -201,7 +202,7 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
 
     def source(own: list):
         def find():
-            # Loading a checkpoint makes the copies anew, so they are looked up every time.
+            # Loading a checkpoint makes new copies, so they are looked up every time.
             found = [(start, optimizer.gpu_params_map_cpu_copy.get(shard)) for start, shard, optimizer in own]
             return None if any(copy is None for _, copy in found) else found
 
@@ -211,8 +212,8 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
 
 
 def places_of_groups(optimizers, groups) -> Iterator[tuple[Any, Group, int, int, torch.Tensor]]:
-    """``(optimizer, group, start, end, view)``: every part of a parameter of ``groups`` that this rank updates, its
-    place in the group's shard, and the tensor by which the optimizer knows it.
+    """``(optimizer, group, start, end, view)`` for every part of a parameter of ``groups`` that this rank updates: its
+    place in the group's shard, and the tensor by which the optimizer identifies it.
 
     Args:
         optimizers, groups: as for :func:`hold_shards`, with any kind of group. Parts of other groups are left out.

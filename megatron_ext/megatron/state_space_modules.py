@@ -1,5 +1,5 @@
-"""What Megatron's Mamba layers take from the package mamba-ssm, as far as a description needs it: one module with a
-parameter. Its kernels need a GPU, so a laptop has no such package. Nothing trains by this stand-in.
+"""A stand-in for the part of the package mamba-ssm that a description of Megatron's Mamba layers needs: one module with
+a parameter. The package's kernels need a GPU, so a laptop does not have it. Training never uses this stand-in.
 
 Source: mamba v2.2, ``mamba_ssm/ops/triton/layernorm_gated.py``: ``RMSNorm`` registers ``weight`` alone.
 """
@@ -15,7 +15,7 @@ KERNELS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
 
 
 class RMSNorm(torch.nn.Module):
-    """The norm behind a state-space mixer, which a gate multiplies: ``weight`` of shape (hidden,)."""
+    """The norm after a state-space mixer, multiplied by a gate: ``weight`` of shape (hidden,)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, group_size=None, norm_before_gate=True, **factory):
         super().__init__()
@@ -24,12 +24,12 @@ class RMSNorm(torch.nn.Module):
 
 
 def no_kernel(*arguments, **options):
-    """Nothing is computed in a description."""
+    """Stands in for a kernel, which a description does not call."""
     raise RuntimeError("the kernels of mamba-ssm need a GPU")
 
 
 def install() -> None:
-    """Let ``import mamba_ssm`` find the stand-in where the package is not installed; before Megatron is imported."""
+    """Let ``import mamba_ssm`` find the stand-in if the package is not installed. Call before Megatron is imported."""
     if importlib.util.find_spec("mamba_ssm") is not None:
         return
     inner = ("", ".ops", ".ops.triton", ".ops.triton.layernorm_gated", ".ops.triton.ssd_combined")

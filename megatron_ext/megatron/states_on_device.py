@@ -2,16 +2,16 @@
 them there.
 
 [Note: What is changed of the host optimizer]
-HybridDeviceOptimizer has an optimizer for what ``--optimizer-offload-fraction`` leaves on the device: the last
-parameters, by their number of elements. Here it is for those of chosen groups: its own function sorts them with
-fraction 0, and all others with fraction 1.
-What Megatron leaves undone for this optimizer:
-* Loaded states go to where the optimizer's class belongs. Without Transformer Engine and Apex both classes are torch's
-  AdamW, and states of the device would go to the host.
-* Fused optimizers count steps in their parameter groups, which get the values of Megatron's before each step. After a
-  load the checkpoint's count is among these and would be put back each time. Here Megatron's follow the count, so that
-  checkpoints have it, too, where all states are on the device.
-* Gradients in 16 bits are cast on the stream of the copies to the host, for which the step did not wait.
+HybridDeviceOptimizer has an optimizer for the parameters that ``--optimizer-offload-fraction`` leaves on the device:
+the last ones, by their number of elements. Here this optimizer steps the parameters of chosen groups: Megatron's
+function sorts these with fraction 0, and all others with fraction 1.
+What Megatron does not do for this optimizer, and is done here:
+* Megatron moves loaded states to the device or the host by the class of the optimizer. Without Transformer Engine and
+  Apex both classes are torch's AdamW, and states on the device would be moved to the host.
+* Fused optimizers count steps in their parameter groups, which get the values of Megatron's groups before each step.
+  After a load these contain the checkpoint's count, which would be restored each time. Here Megatron's groups follow
+  the count, so that checkpoints also have it if all states are on the device.
+* 16-bit gradients are cast on the stream of the copies to the host, and Megatron's step does not wait for that stream.
 Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
 """
 
@@ -30,7 +30,7 @@ ON_DEVICE = "on the device"
 
 
 def keep_states_on_device(stored: Iterable[torch.Tensor]) -> None:
-    """Host optimizers that are built from now on step on the device what lies in the storages of ``stored``."""
+    """Let host optimizers that are built from now on step parameters in the storages of ``stored`` on the device."""
     choose(ON_DEVICE, stored)
     if not hasattr(HybridDeviceOptimizer, "on_device"):
         sort_parameters = HybridDeviceOptimizer._get_sub_optimizer_param_groups
@@ -39,8 +39,8 @@ def keep_states_on_device(stored: Iterable[torch.Tensor]) -> None:
 
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):
-    """What Megatron's function returns, with chosen parameters on the device."""
-    if "on_device" not in vars(hybrid):  # when a checkpoint is loaded, parameters are sorted again
+    """The result of Megatron's function, with chosen parameters on the device."""
+    if "on_device" not in vars(hybrid):  # parameters are sorted again when a checkpoint is loaded
         parameters = (parameter for group in hybrid.param_groups for parameter in group["params"])
         hybrid.on_device = frozenset(parameter for parameter in parameters if is_chosen(ON_DEVICE, parameter))
     if offload_fraction != 1.0 or not hybrid.on_device:
@@ -62,7 +62,7 @@ def _make_optimizer(hybrid, groups: list[dict]) -> torch.optim.Optimizer:
 
 
 def wait_for_casts(hybrid, *_) -> None:
-    """Before a step on the device: see the note above."""
+    """Wait for the casts of gradients before a step on the device: see the note above."""
     parameter = next(iter(hybrid.on_device))
     gradient = gradient_of(parameter)
     if gradient is not None and gradient.dtype is not torch.float32:
@@ -76,7 +76,7 @@ def _follow_count(hybrid, optimizer, *_) -> None:
 
 
 def move_states(hybrid) -> None:
-    """In place of the host optimizer's function of this name."""
+    """Replaces the host optimizer's function of this name."""
     HybridDeviceOptimizer._move_new_state_to_right_device(hybrid)
     on_host = not hybrid.defaults.get("fused")  # where torch's AdamW wants its step counts
     for parameter, state in hybrid.gpu_optimizer.state.items():

@@ -1,6 +1,6 @@
 """Record what Megatron itself does: steps, its own gathers, its optimizer.
 
-Only used when a trace is asked for; scheduled and stock runs are recorded the same way.
+It is only used if a trace is asked for. Scheduled and stock runs are recorded in the same way.
 """
 
 from time import perf_counter_ns
@@ -49,7 +49,7 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
             self.param_gather_handle.wait()
             end = self.recorder.now()
             self.recorder.add("wait", "wait", start, end)
-            if self.recorder.on_device:  # a collective's future is done when it is queued
+            if self.recorder.on_device:  # there a collective's future is done when the collective is queued
                 self.recorder.add("gpu", END_NOT_KNOWN, self._issued, end)
         super().finish_param_sync(*args, **kwargs)
 

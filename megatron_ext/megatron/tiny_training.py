@@ -1,7 +1,7 @@
-"""A tiny GPT that trains for a few iterations, by Megatron's own gather or by a schedule: what the doctor compares.
+"""A tiny GPT that trains for a few iterations, by Megatron's own gather or by a schedule; the doctor compares the two.
 
-Every rank is a replica. Tokens are drawn, the same on every rank but for its place in the batch. Deterministic: what
-differs between two runs is what gathered the parameters.
+Every rank is a replica. The random tokens are the same in every run, and each rank takes its part of the batch.
+Training is deterministic, so two runs differ only in how parameters are gathered.
 """
 
 import gc
@@ -34,11 +34,11 @@ SIZES = (
 ).split()
 
 LARGE = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 128".split()
-"""206M parameters: copies of a group take longer than what they race with."""
+"""206M parameters, so that copies of a group take longer than the operations with which they could race."""
 
 
 class Trained(NamedTuple):
-    """What came of training on this rank: gradient norms as ``float.hex`` writes them, and the sha256 of all
+    """The result of training on this rank: gradient norms as ``float.hex`` writes them, and the sha256 of all
     parameters."""
 
     grad_norms: tuple[str, ...]
@@ -56,8 +56,8 @@ def arguments(
     large: bool = False,
     clip_grad: float = 1.0,
 ):
-    """Megatron's arguments of the tiny GPT; ``on_host``: its optimizer steps there. ``large``: of :data:`LARGE`. Raises
-    InputError."""
+    """Megatron's arguments of the tiny GPT, or with ``large`` of :data:`LARGE`. With ``on_host`` the optimizer steps on
+    the host. Raises InputError."""
     parser = gpt_arguments.OneLineParser(allow_abbrev=False)
     gpt_arguments.add_gpt_arguments(parser)
     gpt_arguments.add_plan_arguments(parser)
@@ -73,7 +73,7 @@ def arguments(
 
 
 def initialize() -> None:
-    """Megatron's process groups: all ranks are replicas. The default process group is there. Collective."""
+    """Make Megatron's process groups, with all ranks as replicas. The default process group must exist. Collective."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
 
@@ -91,7 +91,7 @@ def train(args, schedule: str, *, stock: bool) -> Trained:
     """Train by ``schedule`` (a path), or by Megatron's own gather at its bucket layout. Collective.
 
     Raises:
-        InputError: the schedule is not for this model, or something that it needs is not here.
+        InputError: the schedule is not for this model, or this machine lacks something that it needs.
     """
     os.environ.pop(STOCK_GATHER, None)
     if stock:

@@ -1,4 +1,4 @@
-"""The workload of a run as far as its options say it: sizes and limits, not yet parameters."""
+"""The part of a run's workload that follows from its options: sizes and limits, but not parameters."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,8 @@ from megatron_ext.workload.workload import SCHEMA_VERSION, Experts, Workload
 
 
 def workload_of_run(args) -> Workload:
-    """A workload without chunks for Megatron's (or the example's) options; raises what :func:`parallel_of_megatron`
-    does."""
+    """A workload without chunks for Megatron's (or the example's) options. Raises InputError, as
+    :func:`parallel_of_megatron` does."""
     parallel = parallel_of(args) if hasattr(args, "num_microbatches") else parallel_of_megatron(args)
     return Workload(
         schema_version=SCHEMA_VERSION,
@@ -27,14 +27,14 @@ def workload_of_run(args) -> Workload:
 
 
 def experts_of(args) -> Experts | None:
-    """How tokens go to experts, from Megatron's own validated arguments; None where the model has none."""
+    """How tokens are sent to experts, from Megatron's own validated arguments; None if the model has no experts."""
     if not getattr(args, "num_experts", None):
         return None
     return Experts(num_experts=args.num_experts, router_topk=args.moe_router_topk)
 
 
 def numbers_of_run(args, consumed_samples: int = 0) -> tuple[int, ...]:
-    """Micro-batches of an iteration: every number that Megatron reaches after ``consumed_samples``, the last one last.
+    """All numbers of micro-batches per iteration that Megatron reaches after ``consumed_samples``, the final one last.
 
     Raises:
         InputError: naming the option that changes the batch size.
@@ -48,7 +48,7 @@ def parallel_of_megatron(args) -> Parallel:
     """Parallel sizes from Megatron's own validated arguments.
 
     Raises:
-        InputError: the batch size does not divide, or this release orders micro-batches otherwise.
+        InputError: the batch size does not divide, or this release orders micro-batches in another way.
     """
     vp, num_microbatches = args.virtual_pipeline_model_parallel_size, numbers_of_run(args)[-1]
     if vp and not has_microbatch_groups(args) and num_microbatches == args.pipeline_model_parallel_size:
