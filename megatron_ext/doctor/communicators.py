@@ -27,14 +27,14 @@ ELEMENTS = 1 << 16
 def check(place: Place, fabric: Fabric) -> list[Finding]:
     """All-gathers by two communicators, delayed on one rank after the other. Collective."""
     if place.world_size == 1:
-        return [not_tried(NAME, "one rank gathers from nobody")]
+        return [not_tried(NAME, "there is only one rank, so nothing is gathered")]
     wrong = _wrong(place, fabric)
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     backend = dist.get_backend(fabric.data)
     where = f"{2 * ROUNDS} all-gathers by two {backend} communicators, CUDA_DEVICE_MAX_CONNECTIONS {connections}"
     if wrong:
-        return [failed(NAME, f"{where}: {wrong} hold wrong bytes", "please send this report")]
-    return [passed(NAME, f"{where}: ended, and hold the right bytes")]
+        return [failed(NAME, f"{where}: {wrong} ended with wrong bytes", "please send this report")]
+    return [passed(NAME, f"{where}: all ended with the right bytes")]
 
 
 def _wrong(place: Place, fabric: Fabric) -> int:

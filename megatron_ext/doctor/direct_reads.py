@@ -21,7 +21,7 @@ BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 16
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Write an unnamed file to the drive, read it back, and report the rate. Collective."""
     if options.nvme is None:
-        return [not_tried(NAME, "no directory on a drive is given", "give --nvme DIR to check the route nvme")]
+        return [not_tried(NAME, "no directory on a drive was given", "give --nvme DIR to check the nvme route")]
     kind = filesystem(options.nvme)
     if kind in MEMORY_FILESYSTEMS:
         return [failed(NAME, f"{options.nvme} is on {kind}, which is memory", "give a directory on a drive")]
@@ -35,7 +35,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
     rate = size * place.ranks_per_node / seconds / 1e9
     found = f"{options.nvme} ({kind}): {rate:.2f} GB/s by {place.ranks_per_node} ranks of a node together"
     if not direct:
-        return [failed(NAME, f"{found}, through the page cache", f"{kind} takes no O_DIRECT: give another directory")]
+        return [failed(NAME, f"{found}, through the page cache", f"{kind} has no O_DIRECT: give another directory")]
     return [passed(NAME, found, figures={"gb_per_second": rate})]
 
 

@@ -106,7 +106,7 @@ def not_reached(check: str) -> Finding:
 
 def no_time(check: str, seconds: float) -> Finding:
     """A finding of a check for which none of the ``seconds`` for all checks were left."""
-    return not_tried(check, f"the {seconds:.0f} s for all checks were over", "--seconds gives more")
+    return not_tried(check, f"the {seconds:.0f} s for all checks were used up", "give more with --seconds")
 
 
 SEVERITY: tuple[Status, ...] = ("pass", "could not try", "fail")

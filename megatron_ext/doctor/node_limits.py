@@ -31,9 +31,9 @@ def locked(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
         return passed(name, "no limit")
     found = f"limit {mib(limit)}"
     if not on_cuda:
-        return not_tried(name, f"{found}; nothing is page-locked without a CUDA device")
+        return not_tried(name, f"{found}; without a CUDA device nothing is page-locked")
     if options.need_bytes is None:
-        return passed(name, f"{found}; how much a plan needs is not known", "give --schedule or --workload")
+        return passed(name, f"{found}; it is not known how much a plan needs", "give --schedule or --workload")
     found += f", {options.need_of} needs {mib(options.need_bytes)}"
     if options.need_bytes > limit:
         return failed(name, found, f"ulimit -l unlimited; {CONTAINER}; under Slurm: PropagateResourceLimits")
@@ -44,8 +44,8 @@ def host(available: int | None, options: DoctorOptions) -> Finding:
     """Bytes of host memory that are still free in this machine, or in the cgroup."""
     name = "host memory"
     if available is None:
-        return not_tried(name, "the system does not say how much is left")
-    found = f"{mib(available)} left in machine and cgroup"
+        return not_tried(name, "the system does not say how much is free")
+    found = f"{mib(available)} free in the machine and its cgroup"
     if options.need_bytes is None:
         return passed(name, found, figures={"available_bytes": available})
     found += f", {options.need_of} needs {mib(options.need_bytes)} a node"

@@ -97,7 +97,7 @@ def pair(place: Place, work: Work, first: str, second: str) -> Finding:
     """The finding for two kinds of work. It passes or fails only if every rank has a device to itself."""
     name = f"overlap: {LABELS[first]}, {LABELS[second]}"
     if first not in work.operations:
-        return not_tried(name, "one rank gathers from nobody")
+        return not_tried(name, "there is only one rank, so nothing is gathered")
     together = work.time(first, second)
     share = overlap_of(work.alone[first], work.alone[second], together)
     found = f"{share:.0%} of the shorter one is hidden"
@@ -109,8 +109,8 @@ def pair(place: Place, work: Work, first: str, second: str) -> Finding:
     }
     shared = place.ranks_per_device > 1
     if shared or not place.on_cuda:
-        where = "by ranks that take turns on one device" if shared else "on host processors"
-        return not_tried(name, f"{found}, {where}, which says nothing of a GPU for each rank", figures=figures)
+        where = "for ranks that share one device" if shared else "on host processors"
+        return not_tried(name, f"{found}, {where}, which says nothing about ranks with a GPU each", figures=figures)
     if share < LEAST_OVERLAP:
         return failed(name, found, _advice(first, second), figures)
     return passed(name, found, figures=figures)
@@ -120,7 +120,7 @@ def _advice(first: str, second: str) -> str:
     connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
     advice = f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: with 1, work of several streams may queue up; "
     if "gpu" in (first, second):
-        advice += "an all-gather's kernels need processors of the device: see NCCL_MAX_CTAS"
+        advice += "an all-gather's kernels use the GPU's multiprocessors: see NCCL_MAX_CTAS"
     else:
         advice += "is the memory page-locked (see pinning)? Does the GPU share its PCIe link (nvidia-smi topo -m)?"
-    return f"{advice}; `measure` writes what it costs into the cost table, and `plan` counts it"
+    return f"{advice}; `measure` writes the slowdown into the cost table, and `plan` includes it"

@@ -127,7 +127,7 @@ class _Checks:
         if self._agreed(left <= 0):
             self.findings.append(finding.no_time(title, self.options.seconds))
             return True
-        advice = "the processes ended or hung in this check: send this report, and what they printed"
+        advice = "the processes ended or hung in this check: send this report and their output"
         begun = (finding.failed(title, finding.DID_NOT_END, advice), *later)
         self._write(*begun)
         if self.place.rank == 0:

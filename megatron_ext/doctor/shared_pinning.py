@@ -70,7 +70,7 @@ def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
     lie = pages_of_nodes(PLACES, "memfd:megatron_ext")
     where = "; ".join(f"node {node}: {count} pages" for node, count in sorted(lie.items())) or "one memory node"
     return [
-        passed("host pages", f"{rate:.2f} s per GiB by all ranks together; {where}", figures={"seconds_per_gib": rate})
+        passed("host pages", f"{rate:.2f} s per GiB, all ranks together; {where}", figures={"seconds_per_gib": rate})
     ]
 
 
@@ -84,7 +84,7 @@ def huge_pages(setting: Path) -> Finding:
     chosen = text.partition("[")[2].partition("]")[0] or text
     if chosen in ALLOWING:
         return passed(name, f"shared memory: {chosen}")
-    advice = f"faster set-up, as root on the host: echo advise > {setting}"
+    advice = f"for a faster start, as root on the host: echo advise > {setting}"
     return passed(name, f"shared memory: {chosen}; pages have {mmap.PAGESIZE} bytes", advice)
 
 

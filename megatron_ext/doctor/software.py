@@ -49,7 +49,7 @@ def _python() -> Finding:
 def _kernel() -> Finding:
     release = platform.release()
     if numbers(release) < LEAST_KERNEL:
-        return passed("kernel", f"{release}: pages of host copies are made one by one, which takes longer", "")
+        return passed("kernel", f"{release}: pages of host copies are made one at a time, which takes longer", "")
     return passed("kernel", release)
 
 
@@ -63,21 +63,21 @@ def _torch() -> Finding:
 
 def _no_cuda(options: DoctorOptions) -> Finding:
     if options.device == "cpu" or torch.version.cuda is None:
-        return not_tried("cuda", "no CUDA device: what follows runs on host processors")
-    found, driver = f"this PyTorch is built for CUDA {torch.version.cuda} and sees no device", driver_version()
+        return not_tried("cuda", "no CUDA device: the following checks run on host processors")
+    found, driver = f"this PyTorch is built for CUDA {torch.version.cuda} and does not find a device", driver_version()
     if driver is not None and driver[0] < numbers(torch.version.cuda)[0]:  # then torch sees none
-        older = "the driver is older than this PyTorch: update it, or install a PyTorch for its CUDA"
+        older = "the driver is too old for this PyTorch: update it, or install a PyTorch for the driver's CUDA"
         return failed("cuda", f"{found}; the driver is for {driver[0]}.{driver[1]}", older)
-    advice = "is there a driver (nvidia-smi)? In a container: docker run --gpus all. Or say --device cpu"
+    advice = "check the driver (nvidia-smi); in a container: docker run --gpus all; or give --device cpu"
     return failed("cuda", found, advice)
 
 
 def _cuda(place: Place) -> list[Finding]:
     found = f"{torch.cuda.get_device_name(place.device)}, CUDA {torch.version.cuda}"
     if (ranks := place.ranks_per_device) > 1:
-        found += f", {ranks} ranks on one device: NCCL goes through sockets, times are not a device's own"
+        found += f", {ranks} ranks on one device: NCCL uses sockets, so times are not those of a device per rank"
     driver = driver_version()
-    said = "the driver does not say its version" if driver is None else f"driver for {driver[0]}.{driver[1]}"
+    said = "the driver does not report its version" if driver is None else f"driver for {driver[0]}.{driver[1]}"
     return [passed("cuda", f"{found}, {said}"), _nccl()]
 
 
@@ -95,8 +95,8 @@ def _nccl() -> Finding:
     here = nccl.version()  # numbers, and in some builds also a word
     text = ".".join(map(str, here))
     if here < (2, 18):
-        return passed("nccl", f"{text}: several communicators in flight are not ordered", "use NCCL 2.18 or newer")
-    means = "" if here >= (2, 27) else ": no symmetric memory, so all-gathers use processors of the device"
+        return passed("nccl", f"{text}: several communicators in flight are not run in order", "use NCCL 2.18 or newer")
+    means = "" if here >= (2, 27) else ": no symmetric memory, so all-gathers use the GPU's multiprocessors"
     return passed("nccl", f"{text}{means}")
 
 
@@ -109,7 +109,7 @@ def _engine() -> Finding:
 
 def _apex() -> Finding:
     if find_spec("apex") is None:
-        return passed("apex", "absent: not needed; Megatron takes Transformer Engine's or torch's Adam")
+        return passed("apex", "absent and not needed: Megatron uses Transformer Engine's or torch's Adam")
     if find_spec("amp_C") is None:
         found = "a package of this name is installed, without NVIDIA's kernels (amp_C)"
         return failed("apex", found, "the package `apex` of PyPI is not NVIDIA's: pip uninstall apex")
@@ -121,5 +121,5 @@ def _bindings(place: Place) -> Finding:
         here = version("cuda-bindings") or getattr(importlib.import_module("cuda.bindings"), "__version__", None)
         return passed("cuda-bindings", here or "no version known")
     if not place.on_cuda:
-        return not_tried("cuda-bindings", "absent; used with a CUDA device only")
+        return not_tried("cuda-bindings", "absent; only used with a CUDA device")
     return not_tried("cuda-bindings", "absent: schedules that copy between host and device are refused", missing())

@@ -45,7 +45,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
         with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
             code, tail = _launch(replace(options, stacks=folder), nproc, environment)
             if code == 2:
-                raise InputError("a rank refused what it was given; it has said why")
+                raise InputError("a rank refused its input; see its error above")
             if code >= 128:
                 raise SystemExit(code)
             printed = tail if code else printed
@@ -77,7 +77,7 @@ def _ended_in(title: str, folder: str, nproc: int) -> Finding:
     """The finding of a check in which processes ended."""
     where, whole = stacks.said(folder, nproc)
     found = f"did not end: {where}" if where else "its processes ended"
-    return finding.failed(title, one_line(found, 600), "send this report, and what the ranks printed", whole)
+    return finding.failed(title, one_line(found, 600), "send this report and the ranks' output", whole)
 
 
 def join(options: DoctorOptions) -> Report:
@@ -93,7 +93,7 @@ def join(options: DoctorOptions) -> Report:
     world_size = int(os.environ["WORLD_SIZE"])
     per_node = ranks_on_this_node() or world_size
     if world_size % per_node:
-        raise InputError("every node must have as many ranks", field="LOCAL_WORLD_SIZE", value=per_node)
+        raise InputError("every node must have the same number of ranks", field="LOCAL_WORLD_SIZE", value=per_node)
     aloud = os.dup(sys.stderr.fileno())
     with tempfile.TemporaryFile("w+") as log:
         kept = os.dup(1), os.dup(2)

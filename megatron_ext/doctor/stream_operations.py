@@ -28,7 +28,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         wrong = str(error)
     if wrong:
         return [failed(NAME, wrong, "please send this report")]
-    return [passed(NAME, "a stream waits for a flag in host memory that another stream stores")]
+    return [passed(NAME, "a stream waited for a flag in host memory that another stream stored")]
 
 
 def _wait_and_store(device: CudaDevice) -> str:

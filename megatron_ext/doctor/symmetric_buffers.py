@@ -25,19 +25,19 @@ def check(place: Place, fabric: Fabric) -> list[Finding]:
     """Gather through a symmetric buffer, and without one. Collective."""
     why = symmetric.missing("cuda" if place.on_cuda else "cpu", place.world_size, place.nodes)
     if why is not None:
-        return [not_tried(NAME, f"{why}; all-gathers take NCCL's kernels")]
+        return [not_tried(NAME, f"{why}; all-gathers use NCCL's kernels")]
     shard = torch.full((ELEMENTS,), float(place.rank), dtype=torch.bfloat16, device=place.device)
     whole = torch.empty(place.world_size * ELEMENTS, dtype=torch.bfloat16, device=place.device)
     try:
         gather = symmetric_gather(place, whole)
     except (RuntimeError, AttributeError) as error:
-        return [not_tried(NAME, one_line(f"refused, all-gathers take NCCL's kernels: {error}", 300))]
+        return [not_tried(NAME, one_line(f"refused, so all-gathers use NCCL's kernels: {error}", 300))]
     us = {"symmetric_us": _time(lambda: gather.gather(whole, shard, 0).wait())}
     wrong = [rank for rank in range(place.world_size) if (whole[rank * ELEMENTS :][:ELEMENTS] != rank).any()]
     if wrong:
-        return [failed(NAME, f"wrong bytes of ranks {', '.join(map(str, wrong))}", "please send this report")]
+        return [failed(NAME, f"wrong bytes from ranks {', '.join(map(str, wrong))}", "please send this report")]
     us["plain_us"] = _time(lambda: dist.all_gather_into_tensor(whole, shard, group=fabric.data))
-    found = f"{us['symmetric_us']:.0f} us for {whole.nbytes >> 20} MiB, {us['plain_us']:.0f} us by NCCL's kernels"
+    found = f"{us['symmetric_us']:.0f} us for {whole.nbytes >> 20} MiB, {us['plain_us']:.0f} us with NCCL's kernels"
     return [passed(NAME, found, figures=dict(us))]
 
 

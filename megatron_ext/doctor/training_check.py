@@ -91,7 +91,7 @@ def megatron() -> Finding:
     name = MEGATRON
     cpu_compat.install()
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return not_tried(name, "there is none here", "say where Megatron is: --checkout DIR")
+        return not_tried(name, "there is none here", "give --checkout DIR, the root of a Megatron tree")
     from megatron_ext.megatron import refusals
 
     root = refusals.megatron_root()
@@ -143,7 +143,7 @@ def routes_of(schedule: Schedule) -> set[str]:
 
 def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
     if case.route == "nvme" and options.nvme is None:
-        return not_tried(case.check, "no directory on a drive is given")
+        return not_tried(case.check, "no directory on a drive was given")
     engine = place.on_cuda and find_spec("transformer_engine") is not None
     on_host, large = case.cast is not None or case.all_on_host, case.all_on_host and place.on_cuda
     if on_host and place.on_cuda and not engine:
@@ -188,7 +188,7 @@ def judged(case: Case, layers: str, everyone: list[tuple[bool, bool]], iteration
     if not all(same for same, _ in everyone):
         return failed(
             case.check,
-            f"{layers}: Megatron's own gather trains otherwise the second time, so nothing can be compared",
+            f"{layers}: a second training with Megatron's own gather differs, so nothing can be compared",
             "set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, NCCL_NVLS_ENABLE=0, CUBLAS_WORKSPACE_CONFIG=:4096:8",
         )
     wrong = [rank for rank, (_, equal) in enumerate(everyone) if not equal]

@@ -54,13 +54,13 @@ def too_old(nccl: Sequence[int | str]) -> str | None:
     if tuple(nccl[:3]) >= LEAST_NCCL:
         return None
     here, least = (".".join(map(str, version)) for version in (nccl, LEAST_NCCL))
-    return f"ranks share a device, which NCCL {here} refuses: use {least} or newer, or as many GPUs as ranks"
+    return f"ranks share a device, which NCCL {here} refuses: use NCCL {least} or newer, or as many GPUs as ranks"
 
 
 def said(ranks: int, devices: int) -> str:
     """The line that the user reads."""
     return (
-        f"{ranks} ranks share {devices} CUDA device{'s' if devices > 1 else ''}: NCCL goes through sockets, and times "
+        f"{ranks} ranks share {devices} CUDA device{'s' if devices > 1 else ''}: NCCL uses sockets, and times "
         "are not those of a rank with a device of its own"
     )
 

@@ -284,7 +284,7 @@ def _report(ranks: list[Rank], first: int, code: int) -> int:
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     memory = (
-        ". The kernel does so where memory runs out, or a limit of the container" if code == -signal.SIGKILL else ""
+        ". The kernel does this when the machine or the container runs out of memory" if code == -signal.SIGKILL else ""
     )
     _say(f"rank {first} (process {ranks[first].pid}) {how}; ending the other ranks{memory}")
     return 1
@@ -317,7 +317,7 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if args.nproc_per_node < 1 or not args.command:
-        parser.error("need at least one process and a script")
+        parser.error("at least one process and a script are needed")
     if args.fork:
         restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
         if import_script(args.command[0]):

@@ -10,38 +10,38 @@ def add_arguments(parser):
     group.add_argument(
         "--user-defined-schedule",
         metavar="FILE",
-        help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule. A "
-        "directory holds a schedule for every number of micro-batches that a growing batch reaches.",
+        help="Gather parameters by this schedule (made by `megatron-ext plan`) instead of Megatron's own rule. If the "
+        "batch grows, give a directory with one schedule for each number of micro-batches.",
     )
     group.add_argument(
         "--user-defined-schedule-trace",
         metavar="FILE",
-        help="Write a trace of what ran when, in Chrome's format. Works without a schedule as well.",
+        help="Write a trace of the run in Chrome's format. This also works without a schedule.",
     )
     group.add_argument(
         "--user-defined-schedule-nvme-path",
         metavar="DIR",
-        help="Directory on the drive for NVMe copies of parameters; used by schedules with the nvme route.",
+        help="Directory on the drive for NVMe copies of parameters and for optimizer states, if the schedule has any.",
     )
     group.add_argument(
         "--user-defined-schedule-check",
         metavar="FILE",
-        help="Equality check. While FILE is not there, train with Megatron's own gather at the schedule's bucket "
-        "layout and write FILE; afterwards train by the schedule, and fail where it differs from FILE in any bit.",
+        help="Equality check. If FILE does not exist, train with Megatron's own gather at the schedule's bucket layout "
+        "and write FILE. Otherwise train by the schedule, and fail if the result differs from FILE in any bit.",
     )
     group.add_argument(
         "--user-defined-schedule-step-timeout",
         metavar="SECONDS",
         type=float,
-        help="End a scheduled run, and say what every group and thread is doing, when no step has ended for so long "
-        "within an iteration; 0: never. Default: nine tenths of --distributed-timeout-minutes.",
+        help="If no step of an iteration has ended for this long, print the state of every group and thread and end "
+        "the scheduled run; 0: never. Default: nine tenths of --distributed-timeout-minutes.",
     )
     group.add_argument(
         "--delayed-parameter-update",
         metavar="N",
         type=int,
-        help="After N iterations, step the host's optimizer (--optimizer-cpu-offload) during the next iteration, whose "
-        "parameters are then one update old. Changes training. Default: never.",
+        help="From iteration N + 1 on, step the host's optimizer (--optimizer-cpu-offload) during the next iteration, "
+        "whose parameters then lack this update. This changes training. Default: never.",
     )
     return parser
 

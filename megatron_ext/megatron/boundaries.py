@@ -89,8 +89,8 @@ def _first_output_module(modules) -> torch.nn.Module:
         if modules.get(name) is not None:
             return modules[name]
     raise InputError(
-        "a stage has parameters behind its layers but no final norm and no output layer; layers of multi-token "
-        "prediction must be on the last stage, where the output is",
+        "a stage has parameters after its layers but no final norm and no output layer; layers of multi-token "
+        "prediction must be on the last stage, with the output layer",
         field="--pipeline-model-parallel-layout",
     )
 

@@ -161,7 +161,7 @@ def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[to
     placed = {id(parameter) for parameters in members.values() for parameter in parameters}
     for name, parameter in names.items():
         if id(parameter) not in placed:
-            raise InputError("no group holds this parameter of the model", file=file, field="groups", value=name)
+            raise InputError("this parameter of the model is in no group", file=file, field="groups", value=name)
     return members
 
 
@@ -184,12 +184,12 @@ def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None
     own, field = {id(parameter) for parameter in buffer.params}, f"groups[{index}]"
     apart = next((parameter for parameter in members if id(parameter) not in own), None)
     if apart is not None and is_expert(apart) != is_expert(members[0]):
-        why = "mixes parameters of experts with others: they are sharded among other ranks"
+        why = "mixes parameters of experts with others: those are sharded over other ranks"
         raise InputError(why, file=file, field=f"{field}.parameters")
     if apart is not None:
-        raise InputError("mixes dtypes; a bucket has one", file=file, field=f"{field}.parameters")
+        raise InputError("mixes dtypes; a group must have one", file=file, field=f"{field}.parameters")
     if group.ranks != buffer.data_parallel_world_size:
-        why = f"in the run its parameters are sharded among {buffer.data_parallel_world_size} ranks"
+        why = f"in this run its parameters are sharded over {buffer.data_parallel_world_size} ranks"
         raise InputError(why, file=file, field=f"{field}.ranks", value=group.ranks)
 
 

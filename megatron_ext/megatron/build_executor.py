@@ -63,8 +63,8 @@ def ready_the_host(own: OwnRank) -> None:
     with_memory = block_pages.memory_nodes()
     if numa_node is not None and with_memory and numa_node not in with_memory:
         say(
-            f"rank {dist.get_rank()}: NUMA node {numa_node}, next to its GPU, has no memory that this process may use; "
-            f"all its host memory is on nodes {with_memory} and crosses the link between sockets"
+            f"rank {dist.get_rank()}: this process may not use memory of NUMA node {numa_node}, which is next to its "
+            f"GPU; all its host memory is on nodes {with_memory} and is reached over the link between sockets"
         )
 
 
@@ -246,5 +246,5 @@ def schedule_for(schedules: dict[int, Schedule], num_microbatches: int) -> Sched
     """The schedule for a number of micro-batches. Raises ScheduleError if there is none."""
     if num_microbatches not in schedules:
         there = ", ".join(map(str, schedules))
-        raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, the schedules are for {there}")
+        raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, but the schedules are for {there}")
     return schedules[num_microbatches]

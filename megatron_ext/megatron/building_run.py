@@ -306,8 +306,8 @@ class BuildingRun:
             match.match(schedule, workload.with_microbatches(number), file=self.path)
         for number in numbers_of_run(args, getattr(args, "consumed_train_samples", 0)):
             if number not in schedules:
-                why = f"there are schedules for {', '.join(map(str, schedules))}, and the batch size of this run"
-                why += " reaches another; describe and plan with this training's options"
+                why = f"there are schedules only for {', '.join(map(str, schedules))}, but the batch size of this run"
+                why += " reaches this number; describe and plan with the options of this training"
                 raise InputError(why, file=self.path, field="num_microbatches", value=number)
 
     def _announce(self, args) -> None:
@@ -339,7 +339,7 @@ def _check_copies(schedule: Schedule, nvme_path, *, file) -> None:
     """Refuse host and NVMe copies for which this run has no place."""
     if nvme_path is None and schedule.uses_drive:
         on_drive = any(group.states_rest == "nvme" for group in schedule.groups)
-        said = f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; say where"
+        said = f"the schedule {'keeps optimizer states on' if on_drive else 'publishes to'} nvme; give a directory"
         raise InputError(said, file=file, field=drive.OPTION, value=None)
     if schedule.publish:
         (schedule.metadata.options.nvme or DriveReads()).check("metadata.options.nvme", file=file)

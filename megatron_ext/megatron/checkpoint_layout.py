@@ -40,7 +40,7 @@ def refuse_other_experts(group: int) -> None:
     for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if theirs not in (None, ours):
-            why = f"{args.load} was saved with {theirs} and cannot spread experts (groups[{group}] and others) anew"
+            why = f"{args.load} was saved with {theirs} and cannot reshard experts (such as groups[{group}])"
             raise option_error(name, f"{why}; load it with {theirs}, {how}", ours)
 
 

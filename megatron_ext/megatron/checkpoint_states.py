@@ -65,8 +65,8 @@ RESHARDABLE = "sharded_param_state_fully_reshardable"
 
 
 OTHER_GROUPS = (
-    "the checkpoint keeps optimizer states by bucket, of which this schedule makes others, one a group: load it as it "
-    "was saved, and save it once with --dist-ckpt-optim-fully-reshardable; or add --no-load-optim"
+    "the checkpoint stores optimizer states by bucket, and this schedule has other buckets: load it as it was saved "
+    "(same schedule, or none), and save it once with --dist-ckpt-optim-fully-reshardable; or add --no-load-optim"
 )
 
 

@@ -43,9 +43,9 @@ class _Whole:
             group.whole.detach()  # between two iterations such a use gathers all groups
             if group.state is not State.WHOLE:
                 raise InputError(
-                    f"{place_of_use()} saves or copies parameters where {group} is {group.state.value}: do so on all "
-                    "ranks between two iterations, or call megatron_ext.megatron.hooks.finish() before the end of "
-                    "Megatron's train where it does so after training"
+                    f"{place_of_use()} saves or copies parameters while {group} is {group.state.value}: do this on all "
+                    "ranks between two iterations; for a copy after training, call "
+                    "megatron_ext.megatron.hooks.finish() before the end of Megatron's train"
                 )
 
     def fill(self, state_dict: dict) -> None:
@@ -83,7 +83,7 @@ def host_copies(reader: Executor, tensors: list[torch.Tensor]) -> list[torch.Ten
         if index is not None:
             places.setdefault(index, []).append(place)
     need = sum(tensors[place].nbytes for own in places.values() for place in own)
-    free_host_memory.require(need, "copies of parameters, of which not all fit whole onto the device,")
+    free_host_memory.require(need, "copies of parameters, which do not all fit onto the device,")
     for index in sorted(places):
         reader.read((index,))
         for place in places[index]:

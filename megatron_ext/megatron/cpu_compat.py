@@ -48,7 +48,7 @@ def install(*, even_with_a_device: bool = False) -> bool:
     if first is not None:
         raise InputError(
             "CPU compatibility must be installed before megatron is imported; "
-            "an import above the first hook of the training script brings it in",
+            "the training script imports it above its first hook",
             field="module",
             value=first,
         )

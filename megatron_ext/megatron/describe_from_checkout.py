@@ -111,10 +111,10 @@ def require_script(tree, entry=None) -> tuple[Path, Path]:
         if not found:
             raise InputError("no such file, neither here nor in the checkout", field="--entry", value=str(entry))
         if not os.path.isdir(tree / "megatron" / "training"):
-            raise InputError("has no megatron/training, which the script trains by", file=tree, field="--checkout")
+            raise InputError("has no megatron/training, which the script needs", file=tree, field="--checkout")
         return tree, found[0]
     if not os.path.isfile(tree / SCRIPT):
-        hint = f"has no {SCRIPT}; give the root of a Megatron-LM checkout, and by --entry the script that trains"
+        hint = f"has no {SCRIPT}; give the root of a Megatron-LM checkout, and the training script with --entry"
         raise InputError(hint, file=tree, field="--checkout")
     return tree, tree / SCRIPT
 

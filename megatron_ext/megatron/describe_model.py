@@ -68,7 +68,7 @@ def size_without_tokenizer() -> None:
         except Exception as error:
             if not args.vocab_size:
                 raise
-            said = f"cannot be read here ({one_line(str(error), 120)}); its size is taken to be --vocab-size"
+            said = f"cannot be read here ({one_line(str(error), 120)}); the vocabulary size is --vocab-size"
             print(f"megatron-ext: --tokenizer-type: {said} {args.vocab_size}", file=sys.stderr)
             args.tokenizer_type, args.vocab_size = "NullTokenizer", args.vocab_size - releases.null_tokenizer_adds()
             return build(args)
@@ -145,7 +145,7 @@ def make_fake_world(rank: int, world_size: int) -> None:
         store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     except (ImportError, AttributeError):
         raise InputError(
-            "has no process groups that communicate nothing, by which models are described: use another release",
+            "has no `fake` process groups, which describing a model needs: use another release",
             field="torch",
             value=str(torch.__version__),
         ) from None
@@ -180,7 +180,7 @@ _META_COLLECTIVES: list[torch.library.Library] = []
 
 @contextlib.contextmanager
 def only_fake_groups():
-    """In this context every process group has the ``fake`` backend. Megatron also makes gloo groups, over host memory,
+    """In this context every process group has the ``fake`` backend. Megatron also makes groups over host memory,
     which would wait for other ranks in a single process."""
     new_group = torch.distributed.new_group
 

@@ -63,7 +63,7 @@ class EqualityCheck:
         if self.path.exists():
             self.reference = json_files.load(path, ReferenceRun)
             if self.reference.schedule_sha256 != schedule_sha256:
-                why, theirs = "is of a run with another schedule; remove it to make a new reference", self.reference
+                why, theirs = "was made with another schedule; remove it to make a new reference", self.reference
                 raise InputError(why, file=path, field="schedule_sha256", value=theirs.schedule_sha256[:12])
         else:
             json_files.check_writable(path)
@@ -103,7 +103,7 @@ class EqualityCheck:
         )
         if self.reference is None:
             json_files.save(self.path, mine)
-            return [f"this was the reference, kept in {self.path}; the same command again trains by the schedule"]
+            return [f"this was the reference, written to {self.path}; the same command again trains by the schedule"]
         difference = _difference(self.reference, mine)
         if difference is not None:
             raise InputError(difference, file=self.path)
@@ -128,7 +128,7 @@ def _difference(reference: ReferenceRun, mine: ReferenceRun) -> str | None:
     for field, what in (("grad_norms", "trained {} iterations"), ("parameter_sha256", "had {} ranks")):
         theirs, ours = (len(getattr(run, field)) for run in (reference, mine))
         if theirs != ours:
-            return f"cannot be compared: it {what.format(theirs)}, this run {ours}"
+            return f"cannot be compared: the reference {what.format(theirs)}, this run {ours}"
     for iteration, (theirs, ours) in enumerate(zip(reference.grad_norms, mine.grad_norms), 1):
         if theirs != ours:
             return (

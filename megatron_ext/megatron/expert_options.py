@@ -51,7 +51,7 @@ def check(args) -> None:
         ("num_experts", (experts or 0) % args.expert_model_parallel_size, "does not divide into expert-parallel ranks"),
         ("moe_router_topk", experts and args.moe_router_topk > experts, f"there are {experts} experts"),
         ("moe_layer_freq", len(pattern(args)) != args.num_layers, f"the model has {args.num_layers} layers"),
-        ("sequence_parallel", experts and not whole, "is needed by experts with tensor parallelism"),
+        ("sequence_parallel", experts and not whole, "is needed for experts with tensor parallelism"),
     ):
         if wrong:
             raise option_error(name, why, getattr(args, name))

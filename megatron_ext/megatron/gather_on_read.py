@@ -60,8 +60,8 @@ class GatherOnRead(ParamReads):
         if not self._said and dist.get_rank() == 0:
             self._said = True
             say(
-                f"{place} uses parameters between the optimizer's step and the next forward: all are gathered for it, "
-                "outside the schedule, each time"
+                f"{place} uses parameters between the optimizer's step and the next forward: each time all of them are "
+                "gathered, outside the schedule"
             )
 
     def _wait_for_replicas(self, place: str) -> None:
@@ -83,7 +83,7 @@ class GatherOnRead(ParamReads):
             store.wait([f"{key}/all"], timedelta(seconds=self._seconds))
         except RuntimeError as error:
             raise ScheduleError(
-                f"{place} uses parameters between the optimizer's step and the next forward on rank {dist.get_rank()} "
-                f"and within {self._seconds:g} seconds not on all of its data-parallel ranks {ranks}, which have to be "
-                "gathered from; use them on all ranks, or call megatron_ext.megatron.hooks.unshard_all() there"
+                f"{place} uses parameters between the optimizer's step and the next forward on rank {dist.get_rank()}, "
+                f"but not all of its data-parallel ranks {ranks} do so within {self._seconds:g} seconds, and all must "
+                "gather: use parameters on all ranks, or call megatron_ext.megatron.hooks.unshard_all() on all ranks"
             ) from error

@@ -186,7 +186,7 @@ def _check_shapes(args) -> None:
     if args.max_position_embeddings < args.seq_length:
         _refuse(args, "max_position_embeddings", f"is below --seq-length {args.seq_length}")
     if context_ranks(args) > 1 and args.seq_length % (2 * context_ranks(args)):
-        _refuse(args, CONTEXT, f"times 2 does not divide --seq-length {args.seq_length}")
+        _refuse(args, CONTEXT, f"times 2 must divide --seq-length {args.seq_length}")
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = -(-args.vocab_size // multiple) * multiple
 
@@ -198,7 +198,7 @@ def _check_stages(args) -> None:
     if per_stage is not None:
         name = "num_layers_per_virtual_pipeline_stage"
         if vp is not None:
-            _refuse(args, name, f"says the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
+            _refuse(args, name, f"means the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
         if args.num_layers % (pp * per_stage):
             _refuse(args, name, f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
         vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
@@ -241,7 +241,7 @@ def _check_processes(args, world_size: int) -> None:
     replica, sizes = pp * tp * cp, f"pipeline {pp} x tensor {tp}" + f" x context {cp}" * (cp > 1)
     if args.data_parallel_size is None:
         if world_size % replica:
-            raise InputError(f"is no multiple of {sizes}", field="WORLD_SIZE", value=world_size)
+            raise InputError(f"is not a multiple of {sizes}", field="WORLD_SIZE", value=world_size)
         args.data_parallel_size = world_size // replica
     need = replica * args.data_parallel_size
     if world_size != need:

@@ -107,7 +107,7 @@ def add_arguments(parser):
         from megatron_ext.megatron import late_model
 
         if any(a.startswith("--yaml-cfg") for a in sys.argv):
-            raise InputError("Megatron reads no other option then, and no schedule", field="--yaml-cfg")
+            raise InputError("with it Megatron ignores --user-defined-schedule", field="--yaml-cfg")
         late_model.install(_late)
     return parser
 

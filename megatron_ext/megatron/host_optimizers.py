@@ -161,6 +161,6 @@ def refuse_late_load(hybrid) -> None:
 
 def _refuse(*_) -> None:
     raise ScheduleError(
-        "states of an optimizer that steps during the backward, or from the drive, are loaded before training begins, "
-        "not after"
+        "states of an optimizer that steps during the backward, or from the drive, must be loaded before training "
+        "begins"
     )

@@ -149,7 +149,7 @@ def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     batch = gpt_arguments.batch_of(args)
     for option in ("--seq-length", *["--num-attention-heads"] * (batch.score_heads > 0)):
         if option in sizes_taken(options):
-            raise InputError("is needed, behind --", field=option)
+            raise InputError("is needed, after --", field=option)
     return batch
 
 
@@ -207,13 +207,13 @@ def check_other_options(args, verb: str = "describe") -> None:
             _refuse(given, name, f"changes parameters or the order of steps; {how}")
         given.pop(name, None)
     if verb == "fit" and args.num_experts and "no_bias_swiglu_fusion" in vars(args):
-        why = f"what experts keep whose activation is not fused is not known; {_CHECKOUT[verb]}"
+        why = f"it is not known what experts save if their activation is not fused; {_CHECKOUT[verb]}"
         raise InputError(why, field="--no-bias-swiglu-fusion")
     if verb == "fit" and args.num_experts and args.add_bias_linear:
-        why = f"without --disable-bias-linear: what experts with biases keep is not known; {_CHECKOUT[verb]}"
+        why = f"without --disable-bias-linear it is not known what experts with biases save; {_CHECKOUT[verb]}"
         raise option_error("num_experts", why, args.num_experts)
     if args.recompute_granularity == "selective" and given.get("recompute_modules", ["core_attn"]) != ["core_attn"]:
-        _refuse(given, "recompute_modules", f"changes what layers keep; {how}")
+        _refuse(given, "recompute_modules", f"changes which activations layers save; {how}")
     tokenizers = [name for name in TOKENIZER if name in given]
     if tokenizers and args.vocab_size is None:
         why = "is not read here; give --vocab-size, the tokenizer's own size"
@@ -223,8 +223,8 @@ def check_other_options(args, verb: str = "describe") -> None:
 
 
 _CHECKOUT = {
-    "describe": "give --checkout DIR, and Megatron itself says how",
-    "fit": "`describe --checkout DIR` lets Megatron itself say how, then `cost estimate` and `plan`",
+    "describe": "give --checkout DIR, so that Megatron itself is asked",
+    "fit": "use `describe --checkout DIR`, which asks Megatron itself, then `cost estimate` and `plan`",
 }
 """By verb, what can read options that only Megatron itself can work out."""
 
@@ -250,9 +250,7 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_
         return
     option, near = options[0], _near(parser, options[0], 0.8)
     hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else "if it is one of Megatron's, give --checkout DIR, whose own parser knows it"
+        f"did you mean {near[0]}?" if near else "if it is one of Megatron's, give --checkout DIR, whose parser knows it"
     )
     verb = parser.prog.rpartition(" ")[2]
     raise InputError(f"is not an option that {verb} knows; {hint}", file=parser.prog, field="option", value=option)

@@ -211,7 +211,7 @@ def take_over(hybrid, chosen: set[torch.Tensor]) -> dict[torch.Tensor, torch.Ten
     if left_out is None:
         return {}
     found = {copy: parameter for parameter, copy in left_out.stand_ins.items()}
-    assert found.keys() <= chosen, "a copy that nobody makes"
+    assert found.keys() <= chosen, "a copy is missing"
     left_out.stand_ins, left_out.on_drive, left_out.files = {}, {}, []
     return found
 

@@ -69,9 +69,9 @@ def require_known_layers(options: tuple[str, ...], workload: Workload) -> None:
         # A tied matrix is a parameter of the output layer only on a pipeline rank without the embedding.
         if kind != "output" and not sizes <= known.get(kind, set()):
             raise InputError(
-                f"measure cannot build this model's layers of kind {kind!r} ({max(sizes)} bytes, it knows "
-                f"{max(known.get(kind, {0}))}); name a function that can, or plan with a table of `cost estimate "
-                "--hardware NAME`, which needs no layers",
+                f"measure cannot build this model's layers of kind {kind!r} (they have {max(sizes)} bytes, those it "
+                f"builds {max(known.get(kind, {0}))}); name a function that can, or plan with a table of "
+                "`cost estimate --hardware NAME`, which needs no layers",
                 field="--modules",
             )
 

@@ -66,7 +66,7 @@ class Run(BuildingRun):
         if self.schedule is None:
             agree(self._error, ("trace", str(self.trace_path)), file=self.trace_path)
         else:
-            assert self.state is State.BUILDING, f"training begins once; the run is {self.state.value}"
+            assert self.state is State.BUILDING, f"training can begin only once; the run is {self.state.value}"
             if self.late is not None:
                 self.late.close()
             self.own.nvme_path = getattr(args, "user_defined_schedule_nvme_path", None) or self.own.nvme_path
@@ -339,8 +339,8 @@ class Run(BuildingRun):
 
 def _refuse_forward(*_) -> None:
     raise ScheduleError(
-        "training has ended and its parameters were freed, because neither a checkpoint nor an evaluation was to "
-        "follow: end it by megatron_ext.megatron.hooks.finish(), called before the end of Megatron's train"
+        "training has ended and its parameters were freed, because no checkpoint or evaluation was to follow: call "
+        "megatron_ext.megatron.hooks.finish() before the end of Megatron's train to keep them"
     )
 
 

@@ -47,7 +47,7 @@ def _noticed(error: BaseException) -> str:
     """Where ``error`` was raised: the innermost frame outside torch."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
     place = f" in {frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"; noticed{place}, the kernel was launched earlier: CUDA_LAUNCH_BLOCKING=1 says where"
+    return f"; noticed{place}, but the kernel was launched earlier: set CUDA_LAUNCH_BLOCKING=1 to see where"
 
 
 def end(error: BaseException) -> NoReturn:

@@ -24,13 +24,13 @@ def optimizer_settings(args) -> OptimizerSettings:
     moments = 2 if name == "adam" else int(momentum > 0)
     states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
     if half is None and getattr(args, "optimizer_cpu_offload", False):
-        why = "Megatron's host optimizer takes no float32 parameters; train with --bf16 or --fp16"
+        why = "Megatron's host optimizer cannot step float32 parameters; train with --bf16 or --fp16"
         raise option_error("optimizer_cpu_offload", why)
     on_host = bool(getattr(args, "optimizer_cpu_offload", False))
     fraction = getattr(args, "optimizer_offload_fraction", 1.0)
     if on_host and str(fraction) not in ("1", "1.0"):
         why = (
-            "no bill counts states that are on the host in part; give 1.0, or leave --optimizer-cpu-offload out (a "
+            "a part of the states on the host is not supported; give 1.0, or leave --optimizer-cpu-offload out (a "
             "schedule may keep states of chosen groups on the device: states_rest)"
         )
         raise option_error("optimizer_offload_fraction", why, fraction)

@@ -50,7 +50,7 @@ class OptimizerSteps:
         """Raise ScheduleError if parameters were updated without a call of ``hooks.on_params_updated``."""
         if self.taken != self.told:
             raise ScheduleError(
-                f"{self.taken} optimizer steps have changed parameters, but hooks.on_params_updated was called after "
-                f"{self.told}: something replays or replaces the step of Megatron's distributed optimizer (a CUDA "
-                "graph?)"
+                f"{self.taken} optimizer steps have changed parameters, but hooks.on_params_updated was called for "
+                f"{self.told} of them: other code replays or replaces the step of Megatron's distributed optimizer (a "
+                "CUDA graph?)"
             )

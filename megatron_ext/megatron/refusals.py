@@ -10,35 +10,35 @@ from megatron_ext.megatron.releases import ramps_up
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
-_OWN_SHARDS = "shards and gathers parameters by rules of its own"
-_SCALED = "gathers values whose scales Transformer Engine keeps next to them; groups and host copies have none"
-_GRAPH = "a replayed graph does not run the forward of its layers, by which a schedule waits for parameters"
-_ACTIVATIONS = "its copies of activations share the link of host copies, and no bill or simulation counts them"
+_OWN_SHARDS = "shards and gathers parameters in its own way"
+_SCALED = "gathers values with scales that Transformer Engine keeps apart; groups and host copies have no scales"
+_GRAPH = "a replayed graph does not run the forward of its layers, where a schedule waits for parameters"
+_ACTIVATIONS = "its copies of activations use the same link as host copies, and no bill or simulation counts them"
 
 REASONS = {
-    "optimizer": "Megatron shards what adam steps, and nothing of other optimizers",
+    "optimizer": "Megatron shards only the states of adam",
     "use_megatron_fsdp": _OWN_SHARDS,
     "use_custom_fsdp": _OWN_SHARDS,
     "use_torch_fsdp2": _OWN_SHARDS,
-    "nccl_ub": "registers Megatron's buffers with NCCL; groups have storage of their own",
+    "nccl_ub": "registers Megatron's buffers with NCCL, but groups have their own storage",
     "fp8_param_gather": _SCALED,
     "fp4_param_gather": _SCALED,
-    "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of gradients",
-    "use_layer_wise_distributed_optimizer": "whole layers, not shards, belong to one rank",
-    "overlap_moe_expert_parallel_comm": "runs layers of two micro-batches in turns, which no order of steps has",
-    "use_tp_pp_dp_mapping": "numbers the ranks of a node in another way",
-    "hybrid_context_parallel": "gives ranks parts of sequences that differ by micro-batch",
-    "ddp_param_name_patterns_for_fp32_local_accumulation": "adds gradients of some parameters in buffers of their own",
+    "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of the gradients",
+    "use_layer_wise_distributed_optimizer": "each rank owns complete layers instead of shards",
+    "overlap_moe_expert_parallel_comm": "alternates layers of two micro-batches, which no order of steps has",
+    "use_tp_pp_dp_mapping": "numbers ranks in another way",
+    "hybrid_context_parallel": "divides sequences differently for each micro-batch",
+    "ddp_param_name_patterns_for_fp32_local_accumulation": "adds some parameters' gradients in separate buffers",
     "cuda_graph_impl": _GRAPH,
     "enable_cuda_graph": _GRAPH,
     "external_cuda_graph": _GRAPH,
-    "optimizer_cuda_graph": "a replayed step does not say that parameters have changed",
+    "optimizer_cuda_graph": "a replayed step does not call the hook that reports changed parameters",
     "cpu_offloading": _ACTIVATIONS,
     "cpu_offloading_weights": _ACTIVATIONS,
     "fine_grained_activation_offloading": _ACTIVATIONS,
-    "moe_use_upcycling": "builds a dense model as well; make the model with experts in a run without a schedule",
+    "moe_use_upcycling": "also builds a dense model; convert it to a model with experts in a run without a schedule",
     "perform_rl_step": "reads and offloads parameters between training steps",
-    "qk_clip": "writes whole parameters behind the optimizer's back",
+    "qk_clip": "changes whole parameters outside the optimizer",
 }
 """Options that change what owns a parameter's storage, what gathers it, or the order of steps, and why each cannot be
 combined with a schedule. Some have different names in different releases; options that a release lacks are skipped."""
@@ -97,7 +97,7 @@ def replaced_options(args) -> list[str]:
     lines = []
     if getattr(args, "overlap_param_gather_with_optimizer_step", False):
         option = "--overlap-param-gather-with-optimizer-step"
-        lines.append(f"{option}: the schedule says when gathers begin, in place of it")
+        lines.append(f"{option}: ignored, because the schedule says when gathers begin")
     if getattr(args, "rampup_batch_size", None) and not ramps_up():
         lines.append(
             "--rampup-batch-size: this release of Megatron ignores it (--step-batch-size-schedule is in place)"
@@ -111,17 +111,17 @@ def warnings_at_start(args, schedule: Schedule) -> list[str]:
     if schedule.zero_stage == 3 and getattr(args, "fp8", None):
         lines.append(
             f"--fp8-format {args.fp8}: Transformer Engine keeps fp8 copies of weights between micro-batches (one byte "
-            "a parameter, two where it also keeps the transpose); a reshard does not free them and no limit counts them"
+            "per parameter, two if it also keeps the transpose); a reshard does not free them and no limit counts them"
         )
     if getattr(args, "check_for_nan_in_loss_and_grad", False):
         lines.append(
-            "--no-check-for-nan-in-loss-and-grad is not given: on a GPU Megatron waits for the device once a bucket, "
+            "--no-check-for-nan-in-loss-and-grad is not given: on a GPU Megatron waits for the device once per bucket, "
             f"and this schedule has {len(schedule.groups)}"
         )
     if memory_bill.never_whole(schedule):
         lines.append(
-            "all parameters whole are more than limits.device_bytes: evaluation, checkpoints and whatever reads them "
-            "between two iterations bring one group after the other, an evaluation for every micro-batch"
+            "all parameters whole exceed limits.device_bytes: evaluation, checkpoints and other reads between two "
+            "iterations bring one group after the other, and an evaluation does so for every micro-batch"
         )
     return lines
 
@@ -137,12 +137,12 @@ def refuse_checkpoints(args, schedule: Schedule) -> None:
     if getattr(args, "save", None) is None:
         return
     short, slots = memory_bill.never_whole(schedule), schedule.step_slots
-    whole = f"needs all parameters whole, {short} bytes more than limits.device_bytes has room for; torch_dist does not"
-    unseen = "the writing process does not see the page-locked parameters that the device casts; leave it out"
-    late = "would write states that the next step has changed; leave it out, or keep optimizer states in memory"
+    whole = f"needs all parameters whole, {short} bytes more than limits.device_bytes allows; torch_dist does not"
+    unseen = "the writing process cannot read the page-locked parameters that the device casts; leave it out"
+    late = "would write states that the next step has already changed; leave it out, or keep optimizer states in memory"
     shared = "its process reads optimizer states in host memory while training changes them; leave it out"
     reads_states = getattr(args, "async_save", False) and getattr(args, "optimizer_cpu_offload", False)
-    missing = "Megatron writes it by the Python package psutil, which is not there: pip install psutil"
+    missing = "needs the Python package psutil, which is not installed: pip install psutil"
     for option, value, wrong, why in (
         ("ckpt_format", "torch", short, whole),
         ("non_persistent_ckpt_type", "local", short, whole),
@@ -182,13 +182,13 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
     for name, neutral in NEUTRAL_FOR_GRADIENTS.items():
         value = getattr(args, name, getattr(config, name, neutral))
         if value not in (neutral, None, 0):
-            refuse(name, "needs gradients at another time than the schedule has them", value)
+            refuse(name, "needs gradients at a time when the schedule may not have them", value)
     if getattr(config, "tensor_model_parallel_size", 1) > 1:
         for name in ("sequence_parallel", "qk_layernorm"):
             if getattr(config, name, False):
-                refuse(name, "tensor-parallel ranks add whole gradients of norms after the last reduce")
+                refuse(name, "tensor-parallel ranks add up whole gradients of norms after the last reduce")
     if on_host and getattr(config, "fp16", False) and getattr(args, "optimizer_cpu_offload", False):
-        refuse("fp16", "gradients in host memory are unscaled by nobody")
+        refuse("fp16", "gradients in host memory would not be unscaled")
 
 
 def refuse_without_stream_flags(schedule: Schedule, why_no_flags: str, delayed: bool, *, file) -> None:
@@ -309,11 +309,11 @@ def refuse_model(model) -> None:
     has = {name for name, _ in model.named_children()}
     layers = {name.partition(".layers.")[0] for name, _ in model.named_parameters() if ".layers." in name}
     if has & {"vision_model", "language_model", "vision_projection"}:
-        why = "a vision model and a language model: no steps, bill or bound are known for the first of them"
+        why = "a vision model and a language model: steps, bills and bounds are not known for the vision model"
     elif "encoder" in layers and ("decoder" in layers or "decoder" in has):
-        why = "an encoder next to its decoder: messages between stages carry two tensors, which no order of steps knows"
+        why = "an encoder next to its decoder: messages between stages carry two tensors, which is not supported"
     elif layers and not layers <= {"decoder", "mtp"}:
-        why = f"its layers in {', '.join(sorted(layers))}: actions are placed between those of one decoder alone"
+        why = f"its layers in {', '.join(sorted(layers))}: actions can only be placed between layers of one decoder"
     else:
         return
     raise InputError(f"has {why}", field=type(model).__name__)

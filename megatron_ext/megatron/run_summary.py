@@ -106,7 +106,7 @@ def start_lines(schedule: Schedule, path, trace_path, *, reference: bool) -> lis
         if schedule.publish:
             need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
             allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
-            lines.append(f"host copies and staging slots take up to {need / 2**20:.1f} MiB a node ({allowed})")
+            lines.append(f"host copies and staging slots take up to {need / 2**20:.1f} MiB per node ({allowed})")
         if schedule.zero_stage == 3:
             lines.append(_whole_at_times(schedule))
         lines.append(f"predicted: {_predicted(schedule)}")
@@ -132,7 +132,7 @@ def _whole_at_times(schedule: Schedule) -> str:
 def _predicted(schedule: Schedule) -> str:
     found = schedule.predicted
     if found is None:
-        return "nothing, the schedule holds no prediction"
+        return "nothing, because the schedule has no prediction"
     gather = "" if found.gather_us is None else f", gather time {found.gather_us / 1e3:.3f} ms"
     exposed = max(found.exposed_us, default=0.0)
     return f"iteration {found.iteration_time_us / 1e3:.3f} ms, exposed {exposed / 1e3:.3f} ms{gather}"
@@ -151,8 +151,7 @@ def end_lines(
     lines.append(f"predicted: {_predicted(schedule)}")
     if compared is None:
         lines.append(
-            "not known to this run: what Megatron's own gather takes here (--user-defined-schedule-check FILE measures "
-            "it)"
+            "not measured: the time with Megatron's own gather (--user-defined-schedule-check FILE measures it)"
         )
         return lines
     exposed_us = compared.exposed_us - measured.exposed_us
@@ -171,8 +170,8 @@ def early_lines(taken: int, taken_back: int) -> list[str]:
         return []
     return [
         f"steps during the backward: {taken_back} of {taken} were taken back and made again at the end, because "
-        "gradients were clipped or a step was skipped. After that the next iterations made none, 1 to 16 of them. The "
-        "prediction is for an iteration in which all stand; a schedule without rollback_bytes makes no such steps"
+        "gradients were clipped or a step was skipped. Each time the next 1 to 16 iterations made no such steps. The "
+        "prediction assumes that none is taken back; a schedule without rollback_bytes makes no such steps"
     ]
 
 

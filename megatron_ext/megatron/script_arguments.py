@@ -51,7 +51,7 @@ class ScriptArguments(NamedTuple):
         if not text.isdecimal() or not int(text):
             raise InputError("expected the number of processes", field="WORLD_SIZE", value=text)
         if int(text) % self.replica_size:
-            said = f"is no multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)"
+            said = f"is not a multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)"
             raise InputError(said, field="WORLD_SIZE", value=int(text))
         return int(text)
 
@@ -63,7 +63,7 @@ class ScriptArguments(NamedTuple):
         """
         if self.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             raise InputError(
-                "is needed: the script's arguments do not say how many replicas train", field="--data-parallel-size"
+                "is needed: the script's arguments do not give the number of replicas", field="--data-parallel-size"
             )
         return self.world_size() // self.replica_size
 
@@ -103,7 +103,7 @@ def refuse_none(script: ScriptArguments) -> None:
         InputError: there is no argument.
     """
     if not script.megatron:
-        raise InputError("none is given; all that pretrain_gpt.py is given stands behind --", field="SCRIPT_ARGUMENTS")
+        raise InputError("none are given; give the arguments of pretrain_gpt.py after --", field="SCRIPT_ARGUMENTS")
 
 
 def refuse_contradictions(given: Mapping[str, object], said: Mapping[str, object]) -> None:

@@ -52,7 +52,7 @@ def parallel_of_megatron(args) -> Parallel:
     """
     vp, num_microbatches = args.virtual_pipeline_model_parallel_size, numbers_of_run(args)[-1]
     if vp and not has_microbatch_groups(args) and num_microbatches == args.pipeline_model_parallel_size:
-        said = "this Megatron then runs all forwards before the first backward, which no schedule of ours knows"
+        said = "this Megatron then runs all forwards before the first backward, an order that no schedule can have"
         raise InputError(said, field="num_microbatches", value=num_microbatches)
     group = getattr(args, "microbatch_group_size_per_vp_stage", None)
     return parallel_sizes_of(args, vp, num_microbatches, group, ranks_on_this_node())

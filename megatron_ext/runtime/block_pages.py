@@ -148,5 +148,5 @@ def _populate(memory: np.ndarray) -> None:
         return
     why = ctypes.get_errno()
     if why != errno.EINVAL:
-        raise OSError(why, f"{memory.size} bytes of host memory cannot be had: {os.strerror(why)}")
+        raise OSError(why, f"{memory.size} bytes of host memory cannot be allocated: {os.strerror(why)}")
     memory[:: mmap.PAGESIZE] |= 0  # an older kernel makes a page when it is written to

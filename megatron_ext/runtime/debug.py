@@ -64,8 +64,8 @@ class Checks:
         for rank, (peak, count, digest) in enumerate(everybody):
             if peak != promised:
                 raise ScheduleError(
-                    f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, the "
-                    f"schedule promises {promised}"
+                    f"iteration {iteration}: data-parallel rank {rank} held {peak} bytes of whole parameters, but the "
+                    f"schedule plans {promised}"
                 )
             if (count, digest) != everybody[0][1:]:
                 raise ScheduleError(

@@ -65,11 +65,11 @@ def refuse_no_drive(directory, option: str = OPTION, *, memory: bool = False) ->
         option: the option that gave the directory.
     """
     if not os.path.isdir(directory):
-        raise InputError("is no directory", field=option, value=str(directory))
+        raise InputError("is not a directory", field=option, value=str(directory))
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise InputError("cannot be written: read-only, or not by this user", field=option, value=str(directory))
+        raise InputError("cannot be written: read-only, or no permission", field=option, value=str(directory))
     if not memory and (kind := filesystem(directory)) in MEMORY_FILESYSTEMS:
-        raise InputError(f"is on {kind}: that is memory, not a drive", field=option, value=str(directory))
+        raise InputError(f"is on {kind}, which is memory, not a drive", field=option, value=str(directory))
 
 
 def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = False) -> int:
@@ -154,7 +154,7 @@ class DriveFile:
             if need_direct:
                 os.close(descriptor)
                 raise InputError(
-                    f"cannot be read past the page cache: {error.strerror}", field=OPTION, value=label
+                    f"cannot be read without the page cache: {error.strerror}", field=OPTION, value=label
                 ) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)

@@ -120,7 +120,7 @@ class Executor(StepCalls):
         if num_microbatches != self._num_microbatches:
             if self._program_for is None:
                 raise ScheduleError(
-                    f"the iteration has {num_microbatches} micro-batches, the schedule {self._num_microbatches}"
+                    f"the iteration has {num_microbatches} micro-batches, but the schedule has {self._num_microbatches}"
                 )
             self._follow(self._program_for(num_microbatches))
             self._undisturbed = False  # the former program's start has issued other groups
@@ -331,8 +331,8 @@ class Executor(StepCalls):
     def where(self) -> str:
         """The iteration and the step that the training thread has reached, in words."""
         return (
-            f"iteration {self.iterations + 1} of this schedule, after the begin of {self._count_forward} of "
-            f"{len(self._forwards)} forwards and the end of {self._count_backward} of {len(self._backwards)} backwards"
+            f"iteration {self.iterations + 1} of this schedule: {self._count_forward} of {len(self._forwards)} "
+            f"forwards have begun and {self._count_backward} of {len(self._backwards)} backwards have ended"
         )
 
     def on_close(self, *functions: Callable[[], None]) -> None:

@@ -183,9 +183,7 @@ class Group:
         if self.whole.untyped_storage().resizable():
             raise error
         self.resize = _keep_size
-        warnings.warn(
-            f"{self} keeps its {self.bytes} bytes: somebody has made a NumPy array of a parameter", stacklevel=2
-        )
+        warnings.warn(f"{self} keeps its {self.bytes} bytes: a NumPy array of a parameter uses them", stacklevel=2)
 
     def adopt(self) -> None:
         """Copy the shard from the whole copy, whose values have changed."""

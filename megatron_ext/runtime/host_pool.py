@@ -95,7 +95,7 @@ class _Block:
             if any(own[rank].load() == FAILED for own in self.flags.values()):
                 raise PeerLost(
                     f"data-parallel rank {rank} of this node (process {self.pids[rank]}) could not publish; "
-                    "its own error says why"
+                    "see its own error"
                 )
             if not _alive(self.pids[rank]) and flag.load() < value:
                 raise PeerLost(

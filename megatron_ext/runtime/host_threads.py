@@ -91,13 +91,13 @@ def use(ranks: int, of_node: int) -> list[str]:
     lines, threads = [], of_rank(ranks, of_node)
     if own < ranks:
         lines.append(
-            f"{ranks} ranks share {own} processors: what the host adds and steps takes up to "
-            f"{ranks / own:.1f} times as long as with one for each"
+            f"{ranks} ranks share {own} processors: adding gradients and stepping on the host takes up to "
+            f"{ranks / own:.1f} times as long as with one processor for each rank"
         )
     if before < threads:
         torch.set_num_threads(threads)
         lines.append(
-            f"the host adds gradients and steps with {threads} threads a rank; OMP_NUM_THREADS would have left it "
+            f"the host adds gradients and steps with {threads} threads per rank; with OMP_NUM_THREADS it would use "
             f"{before} of its {own // ranks} processors"
         )
     return lines

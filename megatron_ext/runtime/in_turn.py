@@ -65,8 +65,8 @@ class InTurn(StepCalls):
         if len(wanted) > 1 and need > self._most_bytes:
             raise ScheduleError(
                 f"{need} bytes of parameters are used at once, {need - self._most_bytes} more than limits.device_bytes "
-                "leaves room for: use them one after the other, or where the device has the memory call "
-                "megatron_ext.megatron.hooks.unshard_all() on all ranks before"
+                "leaves room for: use them one after the other, or, if the device has enough memory, first call "
+                "megatron_ext.megatron.hooks.unshard_all() on all ranks"
             )
 
     def bring(self, wanted: Collection[int], ahead: Collection[int] = (), adopt: bool = False) -> None:

@@ -94,7 +94,7 @@ class MemoryPool:
         if taken <= 1.1 * self._peak:
             return None
         return (
-            f"the pool of whole groups and gradients takes {taken / 1e9:.2f} GB for {self._peak / 1e9:.2f} GB at once"
+            f"the pool of whole groups and gradients has {taken / 1e9:.2f} GB, for a peak of {self._peak / 1e9:.2f} GB"
         )
 
     def _take(self, rehearsal: Callable[[], None], first_bytes: int) -> int:

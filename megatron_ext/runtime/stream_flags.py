@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-REFUSED = "this device knows no 64-bit stream memory operations"
+REFUSED = "this device has no 64-bit stream memory operations"
 
 
 class StreamFlagError(RuntimeError):

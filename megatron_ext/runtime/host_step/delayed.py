@@ -132,8 +132,8 @@ class DelayedUpdate(Part):
     def changed(self) -> None:
         if self.pending:
             raise ScheduleError(
-                "parameters were changed while a delayed update is pending: call "
-                "megatron_ext.megatron.hooks.unshard_all() on all ranks before they are changed"
+                "parameters were changed while a delayed update was pending: call "
+                "megatron_ext.megatron.hooks.unshard_all() on all ranks before changing them"
             )
         self._changed_at = self.applied
 

@@ -110,7 +110,7 @@ class HostUnit:
 
     def wait_for_gradients(self) -> None:
         """Wait until the gradients from the device are in the room."""
-        assert self.room is not None, "a unit is stepped whose gradients nobody has brought"
+        assert self.room is not None, "a unit is stepped before its gradients were brought"
         self.room.wait()
 
     def begin(self) -> None:

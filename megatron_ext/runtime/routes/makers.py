@@ -75,7 +75,7 @@ def _symmetric(of: OfKind, own: list[Group]) -> BufferedGather | None:
         why = symmetric_gather.missing(device.kind, of.ranks, 1)
         if why is not None:
             first = min(index for index in of.indices if of.schedules[0].groups[index].algorithm == SYMMETRIC)
-            raise InputError(f"cannot be done here: {why}", field=f"groups[{first}].algorithm", value=SYMMETRIC)
+            raise InputError(f"not possible here: {why}", field=f"groups[{first}].algorithm", value=SYMMETRIC)
         how = symmetric_gather.without_thread_blocks(device.device)
     data = make_data_group(of.schedules[0].parallel, of.backend, of.ranks, **how)
     largest = {whole.dtype: whole.numel() for whole in sorted((group.whole for group in own), key=torch.numel)}

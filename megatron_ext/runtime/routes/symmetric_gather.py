@@ -39,15 +39,15 @@ def missing(kind: str, ranks: int, nodes: int) -> str | None:
     if kind != "cuda":
         return "no CUDA device"
     if ranks == 1:
-        return "one rank gathers from nobody"
+        return "there is only one rank, so nothing is gathered"
     if (sharing := device_sharing.sharing_here()) > 1:
-        return f"{sharing} ranks share a device, and NCCL registers memory of one rank a device"
+        return f"{sharing} ranks share a device, and NCCL registers memory of only one rank per device"
     if nodes != 1:
-        return "ranks on several nodes: copy engines reach the devices of one NVLink domain"
+        return "ranks on several nodes: copy engines reach only devices of one NVLink domain"
     if (version := tuple(nccl.version()[:3])) < LEAST_NCCL:
-        return f"NCCL {'.'.join(map(str, version))}: copy engines gather from {'.'.join(map(str, LEAST_NCCL))} on"
+        return f"NCCL {'.'.join(map(str, version))}: gathers by copy engines need {'.'.join(map(str, LEAST_NCCL))}"
     if (cuda := torch.version.cuda) and tuple(map(int, cuda.split(".")[:2])) < LEAST_CUDA:
-        return f"CUDA {cuda}: copy engines gather from {'.'.join(map(str, LEAST_CUDA))} on"
+        return f"CUDA {cuda}: gathers by copy engines need {'.'.join(map(str, LEAST_CUDA))}"
     if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} cannot ask NCCL for a communicator without thread blocks"
     try:

@@ -284,6 +284,6 @@ def test_a_killed_rank_ends_the_measurement(capfd):
     with pytest.raises(RankFailed):
         measure(Options(**QUICK))
     killer.join()
-    said = "was ended by SIGKILL; ending the other ranks. The kernel does so where memory runs out"
+    said = "was ended by SIGKILL; ending the other ranks. The kernel does this when the machine"
     assert said in capfd.readouterr().err
     assert rank_processes(os.getpid()) == []

@@ -39,8 +39,8 @@ def test_a_read_that_comes_short_in_training_names_group_and_file(services, stag
 @pytest.mark.parametrize(
     "given, said",
     [
-        ((), "= None: the schedule publishes to nvme; say where"),
-        (("--user-defined-schedule-nvme-path", "/dev/shm"), "= '/dev/shm': is on tmpfs: that is memory, not a drive"),
+        ((), "= None: the schedule publishes to nvme; give a directory"),
+        (("--user-defined-schedule-nvme-path", "/dev/shm"), "= '/dev/shm': is on tmpfs, which is memory, not a drive"),
     ],
 )
 def test_an_nvme_route_needs_a_drive(services, staged, given, said):
@@ -89,7 +89,7 @@ def test_parameters_that_nobody_asked_for_are_not_brought_at_the_end(workloads, 
 def test_an_optimizer_step_that_the_schedule_is_not_told_of_stops_training(workloads, services, tmp_path):
     """Else the next iteration would compute on parameters of the step before, without an error."""
     hosted(workloads["interleaved", "fp32"], 1, tmp_path / "s.json")
-    with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called after 0"):
+    with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called for 0"):
         services("interleaved").run(
             options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="replay", reference=False
         )

@@ -46,6 +46,6 @@ def test_a_growing_batch_trains_bitwise_like_megatron(workloads, services, tmp_p
 def test_a_number_without_a_schedule_is_refused_before_the_first_step(workloads, services, tmp_path):
     planned(workloads["interleaved", "bf16-tied"], 1, tmp_path / "s")
     (tmp_path / "s" / "4.json").unlink()
-    with pytest.raises(Died, match=r"num_microbatches = 4: there are schedules for 2, 6"):
+    with pytest.raises(Died, match=r"num_microbatches = 4: there are schedules only for 2, 6"):
         services("interleaved").run(options=OPTIONS, schedule=tmp_path / "s", meddle="ramp", reference=False)
     shutil.rmtree(tmp_path / "s")

@@ -124,7 +124,7 @@ def test_copy_engines_gather_in_registered_memory(service, workloads, tmp_path):
 def test_without_copy_engines_their_schedule_is_refused_at_once(service, workloads, tmp_path):
     case = strict_case(SYMMETRIC, workloads, tmp_path, 3)
     del case["strict"]
-    with pytest.raises(Died, match=r"groups\[0\].algorithm = 'symmetric': cannot be done here: no CUDA device"):
+    with pytest.raises(Died, match=r"groups\[0\].algorithm = 'symmetric': not possible here: no CUDA device"):
         service.run(**case, reference=False)
 
 

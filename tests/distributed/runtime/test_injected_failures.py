@@ -53,7 +53,7 @@ def test_a_run_that_stalls_says_where_every_group_and_thread_is(runs):
     first, second = stalled["said"]
     assert "megatron-ext: rank 0: no step has ended for 1 s" in first and "rank 1: no step has ended" in second
     for said in stalled["said"]:
-        assert "iteration 1 of this schedule, after the begin of 0 of 1 forwards" in said
+        assert "iteration 1 of this schedule: 0 of 1 forwards have begun" in said
         assert (
             "group 0 (chunk 0): unsharding, version 2 of 2; published at versions [2, 2], by rank of the node" in said
         )

@@ -235,7 +235,7 @@ def test_an_iteration_of_more_micro_batches_than_the_schedule_is_refused():
     program = Program(forwards=tuple((chunk, ()) for chunk in (0, 1, 0, 1)))
     executor = Executor(program, {}, Clock(), Residency(), None, Issuer())
     executor.expect(2)
-    with pytest.raises(ScheduleError, match="has 3 micro-batches, the schedule 2"):
+    with pytest.raises(ScheduleError, match="has 3 micro-batches, but the schedule has 2"):
         executor.expect(3)
 
 

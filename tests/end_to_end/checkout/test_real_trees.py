@@ -180,8 +180,8 @@ def test_buckets_with_more_padding_than_megatrons(packages):
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == [[1] * 6, [1] * 2] and said["kept"]
     assert said["refused"] == [
-        "schedule.json: groups = '3.weight': no group holds this parameter of the model",
+        "schedule.json: groups = '3.weight': this parameter of the model is in no group",
         "schedule.json: groups[5].parameters: mixes parameters of experts with others: they are sharded among other "
         "ranks",
-        "schedule.json: groups[6].ranks = 2: in the run its parameters are sharded among 1 ranks",
+        "schedule.json: groups[6].ranks = 2: in this run its parameters are sharded over 1 ranks",
     ]

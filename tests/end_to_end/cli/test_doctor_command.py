@@ -105,7 +105,7 @@ def test_what_there_was_no_time_for_is_said(doctor):
         if "ended before the first check" not in error:
             break
     found = [finding["found"] for finding in said["findings"]]
-    assert f"the {seconds} s for all checks were over" in found and "not reached" not in found, error
+    assert f"the {seconds} s for all checks were used up" in found and "not reached" not in found, error
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):

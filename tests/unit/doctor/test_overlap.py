@@ -54,7 +54,7 @@ def test_work_that_comes_one_after_the_other_has_no_overlap(work):
     ("kind", "sharing", "status", "said"),
     [
         ("cpu", 1, "could not try", "host processors"),
-        ("cuda", 2, "could not try", "take turns"),
+        ("cuda", 2, "could not try", "share one device"),
         ("cuda", 1, "fail", "of the shorter one is hidden"),
     ],
 )

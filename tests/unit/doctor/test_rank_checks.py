@@ -20,7 +20,7 @@ def test_a_check_that_had_less_time_than_others_have_is_no_check_that_hangs(fold
     hung = given_up(BEGUN, 30.0, 30.0, options, io.StringIO(STACKS))
     assert (hung.status, hung.check, hung.found) == ("fail", "overlap", found)
     cut_off = given_up(BEGUN, 4.0, 30.0, options, io.StringIO(STACKS))
-    assert (cut_off.status, cut_off.found) == ("could not try", "the 120 s for all checks were over")
+    assert (cut_off.status, cut_off.found) == ("could not try", "the 120 s for all checks were used up")
 
 
 def test_what_is_known_to_take_long_has_more_time():

@@ -51,7 +51,7 @@ def test_a_driver_that_is_older_than_the_build_is_said_where_torch_sees_no_devic
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("megatron_ext.doctor.software.ctypes.CDLL", lambda name: Driver(12080))
     finding = found()["cuda"]
-    assert finding.status == "fail" and "the driver is for 12.8" in finding.found and "older" in finding.advice
+    assert finding.status == "fail" and "the driver is for 12.8" in finding.found and "too old" in finding.advice
 
 
 def test_bindings_count_where_they_import_without_their_distribution(monkeypatch, tmp_path):
@@ -99,12 +99,12 @@ def on_cuda(monkeypatch):
 def test_the_driver_is_said_beside_its_device(on_cuda, version):
     finding = on_cuda(Driver(version))["cuda"]
     assert finding.status == "pass"
-    assert (f"driver for {version // 1000}." if version else "does not say its version") in finding.found
+    assert (f"driver for {version // 1000}." if version else "does not report its version") in finding.found
 
 
 def test_a_driver_without_the_function_and_an_nccl_with_a_word_behind_its_numbers(on_cuda):
     checks = on_cuda(object(), nccl=(2, 28, 9, "cuda13"))
-    assert "does not say" in checks["cuda"].found and checks["nccl"].found == "2.28.9.cuda13"
+    assert "does not report" in checks["cuda"].found and checks["nccl"].found == "2.28.9.cuda13"
 
 
 def test_a_package_that_is_called_apex_is_not_taken_for_it(monkeypatch):

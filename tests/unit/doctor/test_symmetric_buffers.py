@@ -20,7 +20,7 @@ def place(kind: str = "cuda", ranks: int = 2, per_node: int = 2) -> Place:
 
 def test_what_is_missing_is_named():
     (finding,) = symmetric_buffers.check(place("cpu"), None)
-    assert finding.status == "could not try" and "no CUDA device; all-gathers take NCCL's kernels" in finding.found
+    assert finding.status == "could not try" and "no CUDA device; all-gathers use NCCL's kernels" in finding.found
 
 
 @pytest.fixture

@@ -52,4 +52,4 @@ def test_a_rank_that_differs_fails_and_is_named():
 
 def test_a_reference_that_differs_from_itself_decides_nothing():
     finding = judged(CASE, "local layers", [(True, False), (False, False)], 3)
-    assert finding.status == "fail" and "second time" in finding.found and "NVTE" in finding.advice
+    assert finding.status == "fail" and "second training" in finding.found and "NVTE" in finding.advice

@@ -139,11 +139,11 @@ def test_states_of_other_groups_are_refused_in_one_line(megatron_as_it_is, monke
     by_buffer = AssertionError("Number of unpadded elements must be same")  # of --ckpt-format torch
     monkeypatch.setattr(DistributedOptimizer, WHOLE, MagicMock(spec=[], side_effect=by_buffer))
     checkpoint_states.install()
-    with pytest.raises(error, match="^--load: the checkpoint keeps" if error is InputError else what):
+    with pytest.raises(error, match="^--load: the checkpoint stores" if error is InputError else what):
         dist_checkpointing.load({}, "iter_4")
     by_bucket = {"per_bucket_numel_unpadded": [{torch.float32: [64, 64]}]}
     for load in (megatrons(2), getattr(DistributedOptimizer, WHOLE)):
-        with pytest.raises(InputError, match="^--load: the checkpoint keeps"):
+        with pytest.raises(InputError, match="^--load: the checkpoint stores"):
             load(optimizer_of(0, 2, [[64]]), by_bucket)
 
 

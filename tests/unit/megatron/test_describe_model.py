@@ -22,6 +22,6 @@ def test_a_tokenizer_that_cannot_be_read_has_the_size_that_is_given(megatron_tre
     size_without_tokenizer()
     built = vars(script)["_build_tokenizer"]
     assert built(SimpleNamespace(tokenizer_type="GPT2BPETokenizer", vocab_size=50257)) == 50257
-    assert "(vocab.json); its size is taken to be --vocab-size 50257" in capsys.readouterr().err
+    assert "(vocab.json); the vocabulary size is --vocab-size 50257" in capsys.readouterr().err
     with pytest.raises(FileNotFoundError):
         built(SimpleNamespace(tokenizer_type="GPT2BPETokenizer", vocab_size=None))

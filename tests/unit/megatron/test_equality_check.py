@@ -32,8 +32,8 @@ DIFFERENT = {
     "norm": ({"norms": (1.0, 0.5 + 2**-53)}, "NOT EQUAL: gradient norm of iteration 2"),
     "skipped step": ({"norms": (1.0, None)}, "NOT EQUAL: gradient norm of iteration 2"),
     "parameters": ({"digests": ("a", "c")}, "NOT EQUAL: parameters of rank 1"),
-    "length": ({"norms": (1.0,)}, "cannot be compared: it trained 2 iterations, this run 1"),
-    "ranks": ({"digests": ("a",)}, "cannot be compared: it had 2 ranks, this run 1"),
+    "length": ({"norms": (1.0,)}, "cannot be compared: the reference trained 2 iterations, this run 1"),
+    "ranks": ({"digests": ("a",)}, "cannot be compared: the reference had 2 ranks, this run 1"),
 }
 
 

@@ -142,7 +142,7 @@ def test_memory_that_cannot_be_locked_while_a_checkpoints_states_are_made_is_tol
 def test_another_model_in_the_same_process_has_all_its_copies(hybrid):
     """Its parameters may have the addresses of those that were left out before."""
     late = hybrid[1]
-    with pytest.raises(AssertionError, match="a copy that nobody makes"):
+    with pytest.raises(AssertionError, match="a copy is missing"):
         late_memory.take_over(hybrid[0], set())
     Run(None, None)
     assert torch.equal(build([late]).param_to_fp32_param[late], late.float())

@@ -94,7 +94,7 @@ def test_what_cannot_be_combined_is_refused_by_name(name, value):
     [
         ("fp8_param_gather", "scales"),
         ("cuda_graph_impl", "does not run the forward of its layers"),
-        ("fine_grained_activation_offloading", "share the link of host copies"),
+        ("fine_grained_activation_offloading", "use the same link as host copies"),
     ],
 )
 def test_the_reason_is_said(name, reason):
@@ -151,7 +151,7 @@ def test_an_option_whose_part_the_schedule_takes_is_accepted_and_named():
     given = options(overlap_param_gather_with_optimizer_step=True)
     refuse_unsupported(given)
     assert replaced_options(given) == [
-        "--overlap-param-gather-with-optimizer-step: the schedule says when gathers begin, in place of it"
+        "--overlap-param-gather-with-optimizer-step: ignored, because the schedule says when gathers begin"
     ]
     assert replaced_options(options()) == []
 
@@ -246,7 +246,7 @@ def test_what_costs_memory_or_time_beside_a_schedule_is_said():
     schedule = planned()
     assert warnings_at_start(options(), schedule) == []
     (line,) = warnings_at_start(options(check_for_nan_in_loss_and_grad=True, fp8="hybrid"), schedule)
-    assert "once a bucket" in line
+    assert "once per bucket" in line
     (line,) = warnings_at_start(options(fp8="hybrid"), replace(schedule, zero_stage=3))
     assert line.startswith("--fp8-format hybrid: Transformer Engine keeps fp8 copies")
 
@@ -293,8 +293,8 @@ def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_sta
     for own in (slots(None, None), slots(None, "host")):
         refuse_checkpoints(saving(async_save=True), own)
     for own, why in (
-        (slots(1, None), "would write states that the next step has changed"),
-        (slots(None, "device"), "does not see the page-locked parameters"),
+        (slots(1, None), "would write states that the next step has already changed"),
+        (slots(None, "device"), "cannot read the page-locked parameters"),
     ):
         refuse_checkpoints(saving(async_save=False), own)
         refuse_checkpoints(saving(), own)

@@ -25,7 +25,7 @@ def model(**parts) -> torch.nn.Module:
     ("parts", "said"),
     [
         ({"encoder": stack, "decoder": stack}, "Module: has an encoder next to its decoder: .* two tensors"),  # T5
-        ({"encoder": stack}, "its layers in encoder: .* one decoder alone"),  # BERT
+        ({"encoder": stack}, "its layers in encoder: .* layers of one decoder"),  # BERT
         ({"vision_model": stack, "language_model": stack}, "a vision model and a language model: "),  # LLaVA
     ],
 )

@@ -48,7 +48,7 @@ def test_a_launcher_says_how_many_replicas_there_are(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert read(ARGUMENTS).data_parallel_size() == 2
     monkeypatch.setenv("WORLD_SIZE", "6")
-    with pytest.raises(InputError, match="WORLD_SIZE = 6: is no multiple of a replica's 4 ranks"):
+    with pytest.raises(InputError, match="WORLD_SIZE = 6: is not a multiple of a replica's 4 ranks"):
         read(ARGUMENTS).data_parallel_size()
 
 
@@ -84,7 +84,7 @@ REFUSED = {
     "a drive": (["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/dev/null/drive"], "--nvme-path"),
     "memory": (
         ["prepare", "--out", "OUT", "--dp", "2", "--nvme-path", "/dev/shm"],
-        "is on tmpfs: that is memory, not a",
+        "is on tmpfs, which is memory, not a",
     ),
     "beside, prepare": (["prepare", "--out", "OUT", "--seq-length", "64"], "= '64': the script's arguments say --seq"),
     "beside, describe": (["describe", "--out", "OUT", "--num-layers", "8"], "arguments say --num-layers 4"),
@@ -180,8 +180,6 @@ def test_run_on_cpu_asks_for_what_it_can_run(tmp_path, capsys):
     assert cli.main(["run-on-cpu", "--", str(script), *local, "--user-defined-schedule-check", "r.json"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert "--transformer-impl local" in said[0] and "--nproc = 3" in said[1] and "no such file" in said[2]
-    assert (
-        said[3] == "megatron-ext: SCRIPT_ARGUMENTS: none is given; all that pretrain_gpt.py is given stands behind --"
-    )
+    assert said[3] == "megatron-ext: SCRIPT_ARGUMENTS: none are given; give the arguments of pretrain_gpt.py after --"
     assert said[4:] == ["megatron-ext: --user-defined-schedule-check = 'r.json': needs --user-defined-schedule"]
     refuse_absent_engine("local")

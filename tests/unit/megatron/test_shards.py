@@ -64,7 +64,7 @@ def test_a_freed_model_has_no_state_to_save():
     optimizer.group.drop()
     for state in (module.state_dict, module.sharded_state_dict):
         with pytest.raises(
-            InputError, match=r"test_shards.py:\d+ in .* where group 5 \(chunk 0\) is sharded: do so on all"
+            InputError, match=r"test_shards.py:\d+ in .* while group 5 \(chunk 0\) is sharded: do this on all"
         ):
             state()
 
@@ -109,5 +109,5 @@ def test_a_model_without_memory_is_not_copied():
     model = torch.nn.Sequential(Chunk(optimizer.parameters[0]))
     guard_state(model, [optimizer.group])
     optimizer.group.drop()
-    with pytest.raises(InputError, match=r"saves or copies parameters where group 5 \(chunk 0\) is sharded"):
+    with pytest.raises(InputError, match=r"saves or copies parameters while group 5 \(chunk 0\) is sharded"):
         copy.deepcopy(torch.nn.Sequential(model))  # within what wraps it

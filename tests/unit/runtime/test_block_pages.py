@@ -79,11 +79,11 @@ def test_pages_take_turns_over_nodes_by_the_kernels_policy(block, monkeypatch):
 
 def test_memory_that_cannot_be_had_is_refused_on_all_ranks(monkeypatch):
     def none_left(*_):
-        raise OSError(12, "4096 bytes of host memory cannot be had: Cannot allocate memory")
+        raise OSError(12, "4096 bytes of host memory cannot be allocated: Cannot allocate memory")
 
     monkeypatch.setattr(block_pages, "make", none_left)
     group = Group(0, "chunk 0", torch.zeros(128), 0, 1)
-    with pytest.raises(InputError, match="host memory = [0-9]+: 4096 bytes of host memory cannot be had"):
+    with pytest.raises(InputError, match="host memory = [0-9]+: 4096 bytes of host memory cannot be allocated"):
         HostPool([Sharers([group], 0, 1, lambda value: [value])], {0}, set(), HostDevice())
 
 

@@ -153,7 +153,7 @@ def test_parameters_that_somebody_changes_while_an_update_is_pending_are_refused
     one = delayed()
     one.update.changed()
     one.iterate(1)
-    with pytest.raises(ScheduleError, match="changed while a delayed update is pending: call .*unshard_all"):
+    with pytest.raises(ScheduleError, match="changed while a delayed update was pending: call .*unshard_all"):
         one.update.changed()
 
 

@@ -226,7 +226,7 @@ def test_requests_that_move_a_part_go_on_with_the_rest(store, tmp_path, monkeypa
 
 
 def test_a_directory_that_is_missing_is_refused(store, tmp_path):
-    with pytest.raises(InputError, match="is no directory"):
+    with pytest.raises(InputError, match="is not a directory"):
         store(optimizers_of(parameters(0), UNITS), tmp_path / "nowhere")
 
 

@@ -55,7 +55,7 @@ def test_steps_out_of_order_are_refused():
 def test_an_iteration_that_ends_early_or_has_other_micro_batches_is_refused():
     rank = rank_of(microbatches=4)
     rank.executor.expect(4)
-    with pytest.raises(ScheduleError, match="the iteration has 2 micro-batches, the schedule 4"):
+    with pytest.raises(ScheduleError, match="the iteration has 2 micro-batches, but the schedule has 4"):
         rank.executor.expect(2)
     rank.executor.begin_iteration()
     rank.executor.pre_forward(0, 0)
@@ -104,7 +104,7 @@ def test_who_watches_sees_every_step_and_nothing_between_iterations():
     before = rank.executor.progress()
     rank.executor.pre_forward(0, 0)
     assert rank.executor.progress() != before
-    assert rank.executor.where().startswith("iteration 1 of this schedule, after the begin of 1 of 8 forwards")
+    assert rank.executor.where().startswith("iteration 1 of this schedule: 1 of 8 forwards have begun")
 
 
 def test_what_was_opened_last_is_closed_first():

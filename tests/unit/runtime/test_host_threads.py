@@ -111,10 +111,10 @@ def test_a_machine_that_does_not_say_is_left_alone(machine):
 @pytest.mark.parametrize(
     ("before", "ranks", "threads", "line"),
     [
-        (1, 1, 7, "the host adds gradients and steps with 7 threads a rank; OMP_NUM_THREADS would have left it 1 of"),
-        (1, 2, 4, "the host adds gradients and steps with 4 threads a rank; OMP_NUM_THREADS would have left it 1 of"),
+        (1, 1, 7, "the host adds gradients and steps with 7 threads per rank; with OMP_NUM_THREADS it would use 1 of"),
+        (1, 2, 4, "the host adds gradients and steps with 4 threads per rank; with OMP_NUM_THREADS it would use 1 of"),
         (8, 1, None, None),
-        (1, 16, None, "16 ranks share 8 processors: what the host adds and steps takes up to 2.0 times as long as"),
+        (1, 16, None, "16 ranks share 8 processors: adding gradients and stepping on the host takes up to 2.0 times"),
     ],
 )
 def test_threads_are_the_ranks_share(machine, monkeypatch, before, ranks, threads, line):

@@ -94,19 +94,19 @@ def test_a_drive_that_is_full_is_refused_before_training(directory, monkeypatch)
 
 def test_a_drive_that_is_read_only_is_refused_where_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(InputError, match="--nvme-path = .*: cannot be written: read-only, or not by this user"):
+    with pytest.raises(InputError, match="--nvme-path = .*: cannot be written: read-only, or no permission"):
         drive.refuse_no_drive(tmp_path, "--nvme-path")
 
 
 def test_memory_is_no_drive():
     if drive.filesystem("/dev/shm") not in drive.MEMORY_FILESYSTEMS:
         pytest.fail("/dev/shm is expected to be in memory on Linux")
-    with pytest.raises(InputError, match="is on tmpfs: that is memory, not a drive"):
+    with pytest.raises(InputError, match="is on tmpfs, which is memory, not a drive"):
         drive.create("/dev/shm", 4096)
 
 
 def test_a_directory_that_is_missing_is_named(tmp_path):
-    with pytest.raises(InputError, match="--user-defined-schedule-nvme-path = .*: is no directory"):
+    with pytest.raises(InputError, match="--user-defined-schedule-nvme-path = .*: is not a directory"):
         make_pool(tmp_path / "nowhere", make_groups())
 
 

@@ -162,7 +162,7 @@ def test_a_gradient_that_is_not_there_changes_nothing(training):
 
 def test_a_unit_whose_gradients_nobody_has_brought_is_not_stepped(training):
     ours = training()
-    with pytest.raises(AssertionError, match="whose gradients nobody has brought"):
+    with pytest.raises(AssertionError, match="stepped before its gradients were brought"):
         ours.optimizers[0].step()
 
 
