@@ -75,11 +75,11 @@ def test_no_plan_brings_layers_together_at_zero_stage_3():
 
 def test_a_batch_that_is_decreased_leaves_the_rest_out():
     sizes = "--data-parallel-size 2 --micro-batch-size 3 --global-batch-size 20".split()
-    with pytest.raises(InputError, match="--global-batch-size = 20: is no multiple"):
+    with pytest.raises(InputError, match="--global-batch-size = 20: is not a multiple"):
         ignored_options.parse(sizes)
     args = ignored_options.parse([*sizes, "--decrease-batch-size-if-needed"])
     assert (args.num_microbatches, args.global_batch_size) == (3, 18)
-    with pytest.raises(InputError, match="--global-batch-size = 5: is no multiple"):
+    with pytest.raises(InputError, match="--global-batch-size = 5: is not a multiple"):
         ignored_options.parse([*sizes[:-1], "5", "--decrease-batch-size-if-needed"])
 
 
