@@ -147,11 +147,11 @@ def refused(capsys, *arguments: str) -> str:
         ),
         (
             ["--hardware", "l40s", "--", *MODEL[:-3], *MODEL[-2:], *BATCH, "--num-experts", "8"],
-            "--num-experts = 8: without --disable-bias-linear it is not known what experts with biases save; use `describe",
+            "--num-experts = 8: without --disable-bias-linear it is not known what experts with biases save; use `des",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--num-experts", "8", "--no-bias-swiglu-fusion"],
-            "--no-bias-swiglu-fusion: it is not known what experts save if their activation is not fused; use `describe",
+            "--no-bias-swiglu-fusion: it is not known what experts save if their activation is not fused; use `describ",
         ),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
         (
