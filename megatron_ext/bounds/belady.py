@@ -5,11 +5,12 @@ from math import inf
 
 
 def missing_bytes(requests: Sequence[tuple[Hashable, int]], limit: float) -> list[float]:
-    """By request, the bytes that are not there and come for it; nothing is there at first.
+    """For each request, the bytes that are missing and have to be brought. The cache is empty at first.
 
-    Every byte is its own page of a cache of ``limit`` bytes; a request asks for all bytes of its key, of which there
-    are always equally many, at most ``limit``. Freeing what is needed farthest in the future brings the fewest (Belady
-    1966), for every beginning of the sequence at once. Real schedules move groups, which can only bring more.
+    Every byte is its own page of a cache of ``limit`` bytes. A request asks for all bytes of its key. A key always has
+    the same number of bytes, at most ``limit``. Freeing the bytes that are needed farthest in the future brings the
+    fewest bytes (Belady 1966), for every prefix of the sequence at once. Real schedules move groups, which can only
+    bring more.
     """
     coming: dict[Hashable, list[int]] = {}
     for number in range(len(requests) - 1, -1, -1):

@@ -1,15 +1,16 @@
-"""The longest path through the pipeline: earliest ends, and what must still follow a step.
+"""The longest path through the pipeline: the earliest end of each step, and the least time that must follow a step.
 
 [Note: Longest path]
-Symbols: ``i`` is a step of a rank, ``i - 1`` the step before it on the rank; ``gap(i)`` is the least time for gathers
-that are issued after ``i - 1`` and that the first layer of ``i`` needs (:mod:`megatron_ext.bounds.device_memory`).
+Symbols: ``i`` is a step of a rank, ``i - 1`` is the step before it on the same rank. ``gap(i)`` is the least time for
+gathers that are issued after ``i - 1`` and that the first layer of ``i`` needs
+(:mod:`megatron_ext.bounds.device_memory`).
 
-1. begin of i >= end of i - 1 + gap(i).
-2. begin of i >= arrival of the input of i + gap(i). The actions of a step run once its input has arrived, so gathers
+1. start of i >= end of i - 1 + gap(i).
+2. start of i >= arrival of the input of i + gap(i). The actions of a step run once its input has arrived, so gathers
    that are issued after ``i - 1`` are issued after the arrival.
-3. end of i >= begin of i + least duration of i.
-4. end of j >= begin of i + span(i, j) for the spans of :class:`Durations`.
-5. end of i >= what the links of the rank allow, which have brought nothing when the iteration begins.
+3. end of i >= start of i + least duration of i.
+4. end of j >= start of i + span(i, j) for the spans of :class:`Durations`.
+5. end of i >= the time that the links of the rank need. They have brought nothing when the iteration starts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,8 @@ class Durations(NamedTuple):
     Attributes:
         steps: ``steps[rank][chunk]``: (forward, backward) of one micro-batch.
         gaps: ``gaps[rank][i]``: from the end of step ``i - 1`` of a rank, and from the arrival of the input of its step
-            ``i``, to the begin of step ``i``.
-        spans: ``spans[rank]``: triples ``(i, j, us)``, from the begin of step ``i`` of a rank to
+            ``i``, to the start of step ``i``.
+        spans: ``spans[rank]``: triples ``(i, j, us)``, from the start of step ``i`` of a rank to
             the end of its step ``j``.
     """
 
@@ -38,7 +39,7 @@ class Durations(NamedTuple):
 
 
 def compute_durations(workload: Workload, timing: Timing) -> Durations:
-    """Compute only, with nothing between steps."""
+    """Lower bounds from compute alone: gaps and spans are 0."""
     steps = [[(sum(t.forward), sum(t.backward)) for t in row] for row in timing.layers]
     return Durations(steps, [[0.0] * len(order) for order in steps_of_ranks(workload.parallel)])
 
@@ -55,8 +56,9 @@ def earliest(
     *,
     backward: bool = False,
 ) -> tuple[Times, Times]:
-    """The earliest begin and end of every step, if no gather held a step up but as ``least`` and ``by_links`` say: the
-    longest paths to them. With ``backward``, those from the end and from the begin of every step to the end of all.
+    """The earliest start and end of every step, that is the longest paths to them. Gathers delay a step only as
+    ``least`` and ``by_links`` say. With ``backward``, the longest paths from the end and from the start of every step
+    to the end of all steps.
 
     Args:
         by_links: by rank, the earliest end of some of its steps, by step index.
@@ -71,7 +73,7 @@ def earliest(
     for rank, mine in enumerate(spans):
         for first, last_of, us in mine:
             until[rank].setdefault(last_of, []).append((first, us))
-    free = [0.0] * pp  # from when on the rank may go on
+    free = [0.0] * pp  # the time from which the rank may continue
 
     def run(rank: int, index: int, step: Step, arrival: float) -> float:
         gap = gaps[rank][index]
@@ -89,5 +91,5 @@ def earliest(
 
 
 def tails(workload: Workload, timing: Timing, least: Durations) -> Times:
-    """By rank and step index: the least time from the begin of a step to the end of all steps."""
+    """By rank and step index: the least time from the start of a step to the end of all steps."""
     return [mine[::-1] for mine in earliest(workload, timing, least, backward=True)[1]]

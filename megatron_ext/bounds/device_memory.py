@@ -1,17 +1,18 @@
-"""Least time that a limit of device memory costs every schedule at zero stage 3, within steps and across them.
+"""The least time that a limit of device memory costs every schedule at zero stage 3, within steps and across them.
 
 [Note: Windows]
-Symbols: ``L`` is ``limits.whole_parameter_bytes``; ``a`` and ``b`` are two layers of one rank, ``a`` before ``b``;
-``M(a, b)`` is the bytes that farthest-in-future freeing (Belady 1966) brings onto an empty device for the layers from
-``a`` to ``b``, the least of all ways to free; ``t(n)`` is the least time in which the links bring ``n`` bytes.
+Symbols: ``L`` is ``limits.whole_parameter_bytes``. ``a`` and ``b`` are two layers of one rank, ``a`` before ``b``.
+``M(a, b)`` is the number of bytes that farthest-in-future freeing (Belady 1966) brings onto an empty device for the
+layers from ``a`` to ``b``. No other way to free brings fewer. ``t(n)`` is the least time in which the links bring ``n``
+bytes.
 
-1. bytes that are whole or on their way while ``a`` computes <= L, with the bytes of ``a``.
-2. bytes issued after the end of ``a`` and whole at the begin of ``b`` >= M(a, b) - L.   (by 1)
-3. begin of b - end of a >= t(M(a, b) - L).   (by 2)
+1. bytes that are whole or on their way while ``a`` computes, including those of ``a``, <= L.
+2. bytes issued after the end of ``a`` and whole at the start of ``b`` >= M(a, b) - L.   (by 1)
+3. start of b - end of a >= t(M(a, b) - L).   (by 2)
 
-Within a step no layer is used twice, so ``M`` is there the sum of the layers' bytes. Inequality 3 is an edge of a graph
-whose nodes are layers; compute gives the other edges. Of adjacent layers more is known, because parameters are not
-divided (:mod:`megatron_ext.bounds.whole_parameters`). The iteration takes at least the longest path.
+Within a step no layer is used twice, so there ``M`` is the sum of the layers' bytes. Inequality 3 is an edge of a graph
+whose nodes are layers. Compute gives the other edges. Between adjacent layers a tighter bound holds, because parameters
+are not divided (:mod:`megatron_ext.bounds.whole_parameters`). The iteration takes at least the longest path.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +30,17 @@ BringUs = Callable[[int], float]
 """Bytes -> the least microseconds in which they come."""
 
 WaitUs = Callable[[int, Sequence[int]], float]
-"""Bytes that the limit leaves next to a layer, bytes of the next layer's parameters -> least microseconds between."""
+"""(Bytes that the limit leaves next to a layer, bytes of the next layer's parameters) -> the least microseconds between
+the two layers."""
 
 STEPS_AHEAD = 24
-"""Steps that a window spans at most; several windows in a row bound longer spans almost as well."""
+"""The most steps that one window spans. Several windows in a row bound longer spans almost as well."""
 
 
 def with_device_memory(
     workload: Workload, timing: Timing, bring_us: Sequence[BringUs | None], wait_us: Sequence[WaitUs]
 ) -> Durations:
-    """Least durations of steps, between adjacent ones, and across several; see the note above.
+    """Least durations within steps, between adjacent steps, and across several steps; see the note above.
 
     Args:
         bring_us: by pipeline rank; None where nothing is gathered.
@@ -102,7 +104,7 @@ def _by_layer(chunk: Chunk) -> list[list[int]]:
 
 
 def _waits(layers: list[list[int]], between) -> tuple[list[float], list[float]]:
-    """Least time before each layer of a forward and of a backward, since the end of the layer before it."""
+    """The least time between the end of the previous layer and each layer, for a forward and for a backward."""
     orders = layers, layers[::-1]
     forward, backward = ([0.0, *(between(sum(one), two) for one, two in zip(order, order[1:]))] for order in orders)
     return forward, backward
@@ -112,14 +114,14 @@ def step_us(runs: LayerRuns, window: BringUs, waits: Sequence[float] = ()) -> fl
     """The longest path through one step.
 
     Args:
-        window: bytes that layers need together -> least time from the end of the first to the begin of the last.
+        window: bytes that layers need together -> least time from the end of the first to the start of the last.
         waits: by layer, in the order of ``runs``, the least time since the end of the layer before it.
     """
     sums = [0, *accumulate(size for size, _ in runs)]
     ends: list[float] = []
     now = 0.0
     for layer, (size, us) in enumerate(runs):
-        if size:  # a window ends at a layer that needs something
+        if size:  # a window ends at a layer that has parameters
             now = max([now, *(end + window(sums[layer + 1] - sums[first]) for first, end in enumerate(ends))])
             if waits and ends:
                 now = max(now, ends[-1] + waits[layer])
@@ -129,7 +131,7 @@ def step_us(runs: LayerRuns, window: BringUs, waits: Sequence[float] = ()) -> fl
 
 
 def _spans(order, runs, least, gaps, limit, window) -> Iterator[tuple[int, int, float]]:
-    """Steps ``(i, j, us)`` between which windows say more than all steps one after the other do."""
+    """Steps ``(i, j, us)`` for which windows give a larger bound than the sum of the steps from ``i`` to ``j``."""
     if sum(size for forward, _ in runs for size, _ in forward) <= limit:
         return
     across = cache(lambda ahead: list(_across(ahead, runs, least, limit, window)))
@@ -142,8 +144,8 @@ def _spans(order, runs, least, gaps, limit, window) -> Iterator[tuple[int, int, 
 
 
 def _across(ahead, runs, least, limit, window) -> Iterator[float]:
-    """From the begin of the first step to the end of each later one, by windows that begin at the first step's first
-    layer or at its last."""
+    """The least time from the start of the first step to the end of each later step, by windows that start at the first
+    layer of the first step or at its last layer."""
     chunk, backward = ahead[0]
     own = runs[chunk][backward]
     first = _brought(ahead, runs, limit, 0)
@@ -157,8 +159,8 @@ def _across(ahead, runs, least, limit, window) -> Iterator[float]:
 
 
 def _brought(ahead, runs, limit, skipped) -> list[list[int]]:
-    """By later step and layer, the bytes that are brought until it begins, onto a device that is empty before the
-    first step's layer ``skipped``."""
+    """By later step and layer, the bytes that are brought before the layer starts. The device is empty before layer
+    ``skipped`` of the first step."""
     requests = []
     for index, (chunk, backward) in enumerate(ahead):
         layers = range(len(runs[chunk][backward]))

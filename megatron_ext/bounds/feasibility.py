@@ -1,4 +1,4 @@
-"""Does the workload fit its limits at all? Said with rank, step and the bytes that are missing."""
+"""Checks whether a workload can fit its limits at all. An error names the rank, the step and the missing bytes."""
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
@@ -28,7 +28,7 @@ def check_fits(workload: Workload) -> None:
             where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
         else:
             layers = list(_layers(workload, pp_rank))
-            # The first that does not fit: that is where training would stop.
+            # Name the first layer that does not fit: training would stop there.
             need, chunk, layer = next((item for item in layers if item[0] > limit), (0, 0, 0))
             where = (
                 f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone "
@@ -41,7 +41,7 @@ def check_fits(workload: Workload) -> None:
 
 
 def check_limits(workload: Workload) -> Workload:
-    """Refuse limits that contradict each other; else the workload. Raises InputError naming the field."""
+    """Return the workload, or raise InputError that names the field if its limits contradict each other."""
     limits = workload.limits
     if limits.nvme_slot_bytes is not None and not limits.nvme_slots:
         raise InputError(
@@ -58,7 +58,7 @@ def check_limits(workload: Workload) -> Workload:
 
 
 def largest_layers(workload: Workload) -> list[int]:
-    """By pipeline rank, the bytes of the layer that needs most whole at once; 0 where it has no parameters."""
+    """By pipeline rank, the bytes of the layer that needs the most whole parameters at once; 0 without parameters."""
     return [
         max((size for size, *_ in _layers(workload, pp_rank)), default=0) for pp_rank in range(workload.parallel.pp)
     ]
@@ -69,7 +69,7 @@ def _layers(workload: Workload, pp_rank: int):
         layers: dict[int, int] = {}
         for part in layer_buckets(chunk):
             size = group_bytes(part, workload.parallel)
-            for layer in range(part[0].layer, max(p.uses[-1] for p in part) + 1):  # what others borrow stays until then
+            for layer in range(part[0].layer, max(p.uses[-1] for p in part) + 1):  # shared: until its last use
                 layers[layer] = layers.get(layer, 0) + size
         for layer, size in sorted(layers.items()):
             yield size, chunk.model_chunk_id, layer

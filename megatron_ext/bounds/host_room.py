@@ -15,10 +15,11 @@ from megatron_ext.workload.workload import Workload
 
 
 def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
-    """Host memory of each node that the optimizer takes, with its states in memory, or with those ``on_drive`` without
-    which it takes least; 0 where it steps on the device.
+    """Bytes of host memory that the optimizer takes on each node; 0 if it steps on the device.
 
-    Slots are as large as the largest parameter on the drive, so that some of the largest may take less in memory.
+    All of its states are in memory. With ``on_drive``, some states are on the drive: those for which it takes the least
+    memory. A slot is as large as the largest parameter on the drive, so keeping the largest parameters in memory may
+    take less.
     """
     of_ranks, settings = [0] * workload.parallel.pp, workload.optimizer
     for pp_rank in range(workload.parallel.pp if settings.on_host else 0):
@@ -30,7 +31,7 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
         parts = [(-(-p.numel // workload.parallel.ranks_of(p.expert)), p.dtype) for p in parameters]
         moments, groups = len(settings.moment_dtypes), [replace(group, states_rest="nvme") for group in groups]
         held = sum(resting_bytes(groups, workload)[1].values())
-        for numel, dtype in sorted(parts, reverse=True):  # this one on the drive, and all smaller ones
+        for numel, dtype in sorted(parts, reverse=True):  # this parameter and all smaller ones are on the drive
             region = region_bytes(numel, moments)
             room = 0 if settings.delayed else gradient_slot_bytes(region, moments)
             of_ranks[pp_rank] = min(of_ranks[pp_rank], held + LEAST_SLOTS * (region + room))
@@ -39,8 +40,8 @@ def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
 
 
 def with_host_room(workload: Workload) -> Workload:
-    """The workload with ``limits.pinned_host_bytes`` at most what ``limits.host_bytes`` leaves next to the optimizer,
-    and without staging slots that need more."""
+    """The workload with ``limits.pinned_host_bytes`` lowered to what ``limits.host_bytes`` leaves next to the
+    optimizer. Staging slots that need more than that are removed."""
     limits = workload.limits
     if limits.host_bytes is None:
         return workload
@@ -55,10 +56,11 @@ def with_host_room(workload: Workload) -> Workload:
 
 
 def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: bool = False) -> int | None:
-    """``limits.pinned_host_bytes``, or what ``limits.host_bytes`` leaves next to gradients in host memory, if less.
+    """The lesser of ``limits.pinned_host_bytes`` and what ``limits.host_bytes`` leaves next to the optimizer and to
+    gradients in host memory; None if neither limit is given.
 
     Args:
-        states_in_memory: no optimizer state goes to the drive to make room.
+        states_in_memory: no optimizer state is moved to the drive to make room.
     """
     limits = workload.limits
     if limits.host_bytes is None:

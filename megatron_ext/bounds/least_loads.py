@@ -10,8 +10,8 @@ from megatron_ext.workload.workload import Chunk, Workload
 
 
 class Need(NamedTuple):
-    """Before layer ``rest_us`` short of the end of step ``step`` computes, ``loaded`` bytes have come,
-    ``fresh`` of them for the first time."""
+    """What must have arrived at one moment: the layer that starts ``rest_us`` before the end of step ``step`` needs
+    ``loaded`` bytes to have come, ``fresh`` of them for the first time."""
 
     step: int
     rest_us: float
@@ -20,7 +20,7 @@ class Need(NamedTuple):
 
 
 def layer_bytes(chunk: Chunk, expert: bool | None = None) -> list[int]:
-    """Bytes of each layer of a chunk, without padding; with ``expert``, of experts or of other parameters alone."""
+    """Bytes of each layer of a chunk, without padding. ``expert``: of experts or of other parameters alone."""
     sizes = [0] * chunk.num_layers
     for parameter in chunk.parameters:
         if expert in (None, parameter.expert):
@@ -39,7 +39,7 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
     requests, begun = [], set()
     for index, step in enumerate(steps_of_ranks(workload.parallel)[pp_rank]):
         chunk = step.stage // pp
-        if limit == inf and chunk in begun:  # it stays
+        if limit == inf and chunk in begun:  # its parameters stay whole
             continue
         begun.add(chunk)
         layers = range(len(sizes[chunk]))
@@ -62,6 +62,6 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
 
 
 def _rest(timing: Timing, pp_rank: int, chunk: int, layer: int, kind: str) -> float:
-    """Compute left in the step when ``layer`` begins."""
+    """Microseconds of compute that are left in the step when ``layer`` starts."""
     times = timing.layers[pp_rank][chunk]
     return sum(times.forward[layer:]) if kind == "F" else sum(times.backward[: layer + 1])

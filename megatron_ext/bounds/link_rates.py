@@ -6,9 +6,9 @@
 2. Links that run at the same time lose at least the least slowdown that the table says. Bytes and time are both linear
    in how long each set of links runs, so one fixed set of links is best.
 3. A group that comes for the first time over a link of host copies was published before, at no better than publishing's
-   best rate. Of ``y`` such bytes both publishing and the link have moved ``y`` or more, hence ``q`` times the one and
-   ``1 - q`` times the other as well, for any ``q`` from 0 to 1. With that weight all links and publishing run beside
-   each other as in 2. The smallest rate of several ``q`` counts.
+   best rate. For ``y`` such bytes both publishing and the link have moved at least ``y`` bytes. So ``q`` times the
+   bytes published plus ``1 - q`` times the bytes over the link is at least ``y`` too, for any ``q`` from 0 to 1. With
+   these weights all links and publishing run at the same time as in 2. The smallest rate over several ``q`` counts.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from megatron_ext.workload.route import ROUTE_KINDS, kind_of
 from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
-"""Values of ``q`` in the note, besides 0."""
+"""Values of ``q`` in the note, in addition to 0."""
 
 MOST_DOUBLINGS = 256
-"""From the shortest time that plausible costs allow to the longest: times of 1e-12 to 1e13 us, sizes up to 2**50 bytes
-and slowdowns up to 1e6 leave less than 2**210 between them."""
+"""Enough doublings to get from the shortest time that plausible costs allow to the longest. With times of 1e-12 to
+1e13 us, sizes up to 2**50 bytes and slowdowns up to 1e6 their ratio is less than 2**210."""
 
 
 class LinkRates:
     """What the links of one rank can bring at best; see the note above.
 
     Attributes:
-        routes: routes that are offered, that the limits allow, and that have points.
+        routes: routes that are offered, allowed by the limits, and have points.
         best_rate: bytes per microsecond of the best set of links.
     """
 
@@ -47,16 +47,16 @@ class LinkRates:
         offered = [
             kind.name
             for kind in ROUTE_KINDS.values()
-            if not kind.shard_from_host  # over two links: no faster than the all-gather alone
+            if not kind.shard_from_host  # cpu_shard uses two links: it is no faster than the all-gather alone
             and timing.offers(kind.name)
             and (limits.nvme_slots or not kind.staged)
             and (kind.copy is None or limits.pinned_host_bytes != 0)
         ]
         self.timing = timing
-        self.least_us = cache(self._least_us)  # stages and micro-batches ask for the same bytes
+        self.least_us = cache(self._least_us)  # stages and micro-batches ask for the same sizes
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
-        # What one rank holds whole may come from its shard in host memory, as fast as a host copy, and unpublished.
+        # A group with one rank may come from its shard in host memory, as fast as a host copy, without being published.
         whole = workload.zero_stage == 3 and 1 in (workload.parallel.dp, workload.parallel.expert_dp)
         self.publishing = {
             route: _publish_points(timing, pp_rank, copy, largest)
@@ -75,9 +75,9 @@ class LinkRates:
 
     @cached_property
     def _sets(self) -> list[dict[str, float]]:
-        """Sets of links that can be busy at once, and by how much each of a set is slowed by the others of it.
+        """Sets of links that can be busy at once, with the factor by which the others of the set slow each link.
 
-        ``cpu`` and ``nvme`` end on the same PCIe link.
+        ``cpu`` and ``nvme`` end on the same PCIe link, so no set has both.
         """
         chosen = chain.from_iterable(combinations(self.routes, number + 1) for number in range(len(self.routes)))
         return [self._slowed(links) for links in chosen if len({*map(link_of, links)}) == len(links)]
@@ -90,17 +90,17 @@ class LinkRates:
         return {a: 1.0 + sum(self.excess[a, b] for b in links if b != a) for a in links}
 
     def _together(self, rates: dict[str, float]) -> Iterator[float]:
-        """Bytes per microsecond of every set of links, the largest sets first; of links and publishing where that has a
-        rate."""
+        """Bytes per microsecond of every set of links, the largest sets first. Publishing is one of the links if it has
+        a rate."""
         sets = self._sets_with_publishing if "publish" in rates else self._sets
         return (sum([rates[link] / slowed for link, slowed in links.items()]) for links in reversed(sets))
 
     def _least_us(self, size: float, *, first: bool = False) -> float:
-        """No time shorter than this brings ``size`` bytes; with ``first``, of which none has come before."""
+        """No time shorter than this brings ``size`` bytes. With ``first``, none of these bytes has come before."""
         return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=40)
 
     def least_alone_us(self, route: str, size: float) -> float:
-        """No time shorter than this brings ``size`` bytes by ``route`` alone; no gather in it takes longer."""
+        """No time shorter than this brings ``size`` bytes by ``route`` alone. No single gather takes longer than it."""
         if not size:
             return 0.0
         points = self.curves[route]
@@ -121,12 +121,12 @@ class LinkRates:
         return True
 
     def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
-        """Least time after the first ``before_us`` in which ``compute_us`` of compute is done and,
-        counting those too, ``size`` bytes come: gathers during compute slow it down."""
+        """The least time, after the first ``before_us``, in which ``compute_us`` of compute is done while gathers slow
+        it down. In this time and in the first ``before_us`` together, ``size`` bytes come."""
         left = size - before_us * self.best_rate
         if left <= 0:
             return compute_us
-        # Each set of links slows compute by its sum; the least slowing per byte, or waiting instead.
+        # A set of links slows compute by the sum over its links. Take the least slowing per byte, or wait instead.
         best = left / self.best_rate
         for links in self._sets:
             rate = sum([self.best_rates[link] / slowed for link, slowed in links.items()])
@@ -137,7 +137,7 @@ class LinkRates:
 
 
 def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:
-    """Bytes of the largest group that these chunks can have: at most a bucket, and at most what the device may hold."""
+    """Bytes of the largest group that these chunks can have: at most a bucket, and at most what the device may have."""
     largest = max((group_bytes(part, workload.parallel) for chunk in chunks for part in buckets(chunk)), default=0)
     limit = workload.streamed_bytes
     return largest if limit is None else min(largest, limit)
@@ -154,8 +154,8 @@ def best_rate_sizes(measured: set[int], largest: int) -> set[int]:
 
 
 def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int) -> float:
-    """A time that is not enough, or ``start``, as near as so many halvings bring it to the least that is: between the
-    first of ``start``, twice ``start``, four times ``start``... that is enough, and the one before it."""
+    """A time that is not enough (or ``start``), close below the least time that is ``enough``. Doubling ``start`` finds
+    the first time that is enough. Then ``halvings`` bisections narrow the interval from the time before it."""
     low = high = start
     for _ in range(MOST_DOUBLINGS):
         if enough(high):
@@ -170,7 +170,8 @@ def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int
 
 
 def _kinds(route: str) -> tuple[int, ...]:
-    """What keeps a route's gather busy: the drive, and PCIe where its last leg was measured."""
+    """The kinds of links that a gather by ``route`` occupies: its last leg's link, or the drive and PCIe if it is
+    staged."""
     return (NVME, CPU) if kind_of(route).staged else (link_of(route),)
 
 
@@ -183,12 +184,12 @@ def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float
 
 
 def _least(timing: Timing, sizes: set[int], us_of: Callable[[Timing, int], float]) -> list[tuple[float, float]]:
-    """(bytes, us), at each size of the cheaper kind of group. Between two sizes the times of both kinds are linear, so
-    the lesser of them is not below the line through the points."""
+    """(bytes, us) at each size, of the cheaper kind of group (dense or expert). Between two sizes the times of both
+    kinds are linear, so the lesser of them is not below the line through the points."""
     found: dict[int, float] = {}
     for own in timing.kinds:
         for size in sizes:
-            with contextlib.suppress(InputError):  # not by this rank's algorithms, or beyond what was measured
+            with contextlib.suppress(InputError):  # not offered by this rank's algorithms, or beyond the measured range
                 found[size] = min(us_of(own, size), found.get(size, inf))
     return sorted(found.items())
 
@@ -207,7 +208,7 @@ def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> l
 
 
 def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:
-    """Best rate of any gather that takes at most ``us``: at a point, or where a segment reaches ``us``."""
+    """The best rate of any gather that takes at most ``us``: the rate at a point, or where a segment reaches ``us``."""
     best, before = 0.0, None
     for size, took in points:
         within = took <= us
@@ -217,6 +218,6 @@ def _best_rate_within(points: list[tuple[float, float]], us: float) -> float:
             share = (us - before[1]) / (took - before[1])
             best = max(best, (before[0] + share * (size - before[0])) / us)
         before = size, took, within
-    if points and points[0][1] > us:  # smaller gathers than measured cannot be faster per byte than this
+    if points and points[0][1] > us:  # gathers smaller than measured are not faster per byte than this
         best = max(best, points[0][0] / points[0][1])
     return best

@@ -1,21 +1,21 @@
 """A proven lower bound on the iteration time of every schedule of a workload.
 
 [Note: Why it is a bound]
-The bound is the largest of the following times, plus the optimizer step where that cannot begin before the backward has
-ended and no part of it can be made on another device. Each of them drops constraints only. An optimizer state on the
-device leaves less room for whole parameters and gradients, so what 2 and 3 say of limits holds with it, too.
+The bound is the largest of the following times. The optimizer step is added if it cannot begin before the backward has
+ended and no part of it can run on another device. Each time only drops constraints, so it is not above the real one. An
+optimizer state on the device leaves less room for whole parameters and gradients, so 2 and 3 hold with it as well.
 
 1. Pipeline: the longest path through all steps and messages, with every group whole in time and nothing disturbed
    (:mod:`megatron_ext.bounds.critical_path`).
-2. Device memory: at zero stage 3 what does not fit next to a layer is gathered after that layer has computed
+2. Device memory: at zero stage 3 parameters that do not fit next to a layer are gathered after that layer has computed
    (:mod:`megatron_ext.bounds.device_memory`). This lengthens the paths of 1. The actions of a step run once its input
    has arrived, so a gather between two steps adds to the time of the message.
-3. Gradients: what must be reduced after the last backward of a chunk, and what device memory forces to be reduced at
+3. Gradients: the reduces that must run after the last backward of a chunk, and those that device memory forces at
    every visit (:mod:`megatron_ext.bounds.reduce_bounds`).
 4. Links: at some moment at least ``n`` bytes must have arrived (:mod:`megatron_ext.bounds.least_loads`), which takes
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
    ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q. For the first step of every chunk, whose
-   groups were not there before, ``t(n)`` also delays the paths of 1 and hence everything behind them.
+   groups were not there before, ``t(n)`` also delays the paths of 1 and everything that follows them.
 5. Disturbed compute: the compute of a rank is slowed while its gathers run, except while the rank waits for its first
    input.
 """
@@ -34,11 +34,11 @@ from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 REFINED = 24
-"""Moments for which ``t(n)`` is computed from the curves; the others use the links' best rates."""
+"""The number of moments for which ``t(n)`` is computed from the curves. The others use the links' best rates."""
 
 
 def lower_bound(workload: Workload, timing: Timing) -> float:
-    """Microseconds that no valid schedule can beat; see the note above.
+    """Microseconds per iteration that no valid schedule can beat; see the note above.
 
     Raises:
         InputError: the table lacks a figure that every run needs.
@@ -64,8 +64,8 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
 
 
 class OfRank(NamedTuple):
-    """One rank: what its links bring at best, what they must bring, its last backwards, and what follows its last
-    compute at least."""
+    """One rank: the best rates of its links, the bytes that they must bring, the last backward of each of its chunks,
+    and the least time that follows its last compute."""
 
     rates: LinkRates
     needs: list[Need]
@@ -80,7 +80,7 @@ def _of_rank(workload: Workload, timing: Timing, rank: int) -> OfRank:
 
 
 def _ends_by_links(own: OfRank) -> dict[int, float]:
-    """The earliest end of the first step of each chunk, by the bytes that its last layer needs."""
+    """The earliest end of the first step of each chunk (by step index), from the bytes that its last layer needs."""
     found, fresh, rates = {}, 0.0, own.rates
     for need, following in zip(own.needs, [*own.needs[1:], None]):
         if need.fresh > fresh and (following is None or following.step != need.step):
@@ -93,7 +93,7 @@ def _ends_by_links(own: OfRank) -> dict[int, float]:
 def _links_bound(
     workload: Workload, timing: Timing, rank: int, own: OfRank, least: Durations, head: float, remaining: list[float]
 ) -> float:
-    """Terms 4 and 5 of the note for one rank, whose first step has its input after ``head`` microseconds."""
+    """Terms 4 and 5 of the note for one rank. The input of its first step arrives after ``head`` microseconds."""
     pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
     alone = compute_durations(workload, timing).steps[rank]
     durations = [alone[step.stage // pp][step.kind == "B"] for step in steps]

@@ -16,15 +16,15 @@ from megatron_ext.workload.workload import Chunk, Workload
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
     """The workload with ``limits.whole_parameter_bytes`` lowered to what ``limits.device_bytes`` leaves for them.
 
-    What a rank holds besides whole parameters counts with its largest activations, and with the padding of one group a
-    parameter, which no schedule exceeds. At zero stage 1 nothing is lowered: all parameters are whole.
+    What a rank holds in addition to whole parameters is counted with its largest activations, and with the padding of
+    one group per parameter, which no schedule exceeds. Below zero stage 3 nothing is lowered: all parameters are whole.
 
     Args:
         shard_rests: where all shards rest.
 
     Raises:
-        InputError: not even the largest layer fits, or at zero stage 1 the parameters do not; with the bytes that are
-            missing and the settings that would free some.
+        InputError: not even the largest layer fits, or below zero stage 3 the parameters do not fit. The error names
+            the bytes that are missing and the settings that would free some.
     """
     limits = workload.limits
     if limits.device_bytes is None:
@@ -51,7 +51,7 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
 
 
 def _held_whole(workload: Workload, shard_rests: Literal["host"] | None = None) -> list[dict[str, int]]:
-    """By pipeline rank, bytes by kind of groups as few as a chunk allows, with all parameters whole."""
+    """By pipeline rank, bytes by kind with all parameters whole and with as few groups as each chunk allows."""
     found = []
     for pp_rank, activations in enumerate(activation_peaks(workload)):
         held, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=False), workload)
@@ -70,14 +70,14 @@ def groups_of_rank(workload: Workload, pp_rank: int, shard_rests, *, single: boo
 
 
 def least_of_states(workload: Workload, pp_rank: int, *, single: bool = False) -> int:
-    """Bytes of main parameters and optimizer states on the device of a rank by any schedule."""
+    """The least bytes of main parameters and optimizer states that any schedule keeps on the device of a rank."""
     least, _ = resting_bytes(groups_of_rank(workload, pp_rank, None, single=single), workload)
     return least["main_parameters"] + least["optimizer_states"]
 
 
 def with_most_headroom(workload: Workload) -> Workload:
-    """The workload with ``limits.whole_parameter_bytes`` at most what ``limits.device_bytes`` leaves for them by any
-    schedule: gradients and shards may be elsewhere, and when a step begins no activations are there."""
+    """The workload with ``limits.whole_parameter_bytes`` lowered to the most that ``limits.device_bytes`` leaves under
+    any schedule: gradients and shards may be elsewhere, and when a step begins there may be no activations."""
     limits = workload.limits
     if limits.device_bytes is None or workload.zero_stage < 3:
         return workload
@@ -89,10 +89,10 @@ def with_most_headroom(workload: Workload) -> Workload:
 
 
 def what_helps(workload: Workload, relieved: bool = False) -> str:
-    """Settings that free bytes on the device of the rank that holds most, with how many.
+    """Settings that free bytes on the device of the rank that holds the most, each with the number of bytes.
 
     Args:
-        relieved: gradients and shards are already counted where they take least.
+        relieved: shards are already counted as being off the device.
     """
     ranks = [held | ({"shards": 0} if relieved else {}) for held in _held_whole(workload)]
     return _what_helps(workload, *max(zip(ranks, largest_layers(workload)), key=lambda item: sum(item[0].values())))
@@ -124,5 +124,5 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
 
 
 def _recomputes_layers(chunk: Chunk) -> bool:
-    """Whether whole layers are recomputed: a backward makes more anew than any layer has saved."""
+    """Whether whole layers are recomputed: a backward recomputes more bytes than any layer has saved."""
     return chunk.recompute_bytes > max(chunk.activation_bytes, default=0)

@@ -1,13 +1,13 @@
-"""What reduces cost a rank at least: from the last backward of a chunk on, with the compute that is left, and where
-``limits.device_bytes`` forces them at every visit of a chunk, since whole gradients have no room to stay.
+"""The least time that reduces cost a rank: from the last backward of a chunk on, next to the compute that is left; and
+at every visit of a chunk if ``limits.device_bytes`` leaves no room for whole gradients to stay.
 
 [Note: From the last backward on]
 Symbols, for one rank and the last backward of one of its chunks:
 
 * ``c``: compute from some layer of that backward to the end of the rank's steps.
-* ``r_i``, ``c_i``: reductions that cannot start before the rank has only ``c_i`` of compute left, in microseconds
-alone.
-* ``s``: how much longer a reduction takes during compute, at least (``s >= 1``).
+* ``r_i``, ``c_i``: microseconds, alone, of the reductions that cannot start before the rank has only ``c_i`` of compute
+  left.
+* ``s``: the least factor by which compute slows a reduction (``s >= 1``).
 
 1. Gradients of a layer are reduced after its last backward. So ``r_i`` starts when at most ``c_i`` of compute is left.
 2. While ``c_i`` of compute runs, at most ``c_i / s`` of the reductions can be done. Slower compute hides no more than
@@ -16,13 +16,14 @@ alone.
 
 [Note: Forced reduces]
 Symbols, for a rank with one chunk: ``G`` is the bytes of its whole gradients, ``L`` is ``limits.device_bytes``, ``F``
-is what is on the device by any schedule (main parameters and optimizer states), ``V`` is its backward steps.
+is the bytes that any schedule keeps on the device (main parameters and optimizer states), ``V`` is the number of its
+backward steps.
 
-1. A group that is not reduced in a backward step keeps its whole gradient until the next one. When that begins, such
-   gradients are at most ``L - F``.
-2. So in each of the first ``V - 1`` backward steps gradients of at least ``G - (L - F)`` bytes are reduced, and in the
-   last one all of them.
-3. The reduces of a rank run one after another, and the first begins after the rank's first backward does.
+1. A group that is not reduced in a backward step keeps its whole gradient until the next backward step. When that step
+   begins, such gradients have at most ``L - F`` bytes.
+2. So in each of the first ``V - 1`` backward steps gradients of at least ``G - (L - F)`` bytes are reduced. In the last
+   backward step all gradients are reduced.
+3. The reduces of a rank run one after another, and the first begins after the start of the rank's first backward.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class LastBackward(NamedTuple):
     Attributes:
         step: its index among the rank's steps.
         before_us: compute of the rank before it.
-        from_start_us: at least this long passes from its start until all gradients that were not complete are reduced.
+        from_start_us: the least time from its start until all gradients that were not complete then are reduced.
     """
 
     step: int
@@ -54,7 +55,7 @@ class LastBackward(NamedTuple):
 
 
 def last_backwards(workload: Workload, timing: Timing, rank: int) -> list[LastBackward]:
-    """The last backward of each chunk of a rank, the last first."""
+    """The last backward of each chunk of a rank, the latest first."""
     pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
     tail_us = least_tail_us(workload, timing, rank)
     total_us = sum(sum(t.forward) + sum(t.backward) for t in timing.layers[rank]) * workload.parallel.num_microbatches
@@ -92,13 +93,14 @@ def least_tail_us(workload: Workload, timing: Timing, rank: int) -> float:
 
 
 def rest_us(done_us: float, step: int, last: list[LastBackward]) -> float:
-    """The least time that follows on a rank that has computed ``done_us``, in step ``step``, with nothing reduced
-    yet."""
+    """The least time that still follows on a rank that has computed for ``done_us``, is in step ``step``, and has
+    reduced nothing yet."""
     return max((one.before_us - done_us + one.from_start_us for one in last if one.step > step), default=0.0)
 
 
 def least_reduce_us(workload: Workload, chunk: Chunk, timing: Timing) -> list[float]:
-    """By layer: no grouping of a chunk's parameters is reduced in less time, alone; 0 without such a curve."""
+    """By layer, the microseconds alone in which any grouping of the chunk's parameters can be reduced at best; 0
+    without a curve for reduces."""
     found = [0.0] * chunk.num_layers
     for parameter, us in least_cost_of_groups(workload, chunk, timing):
         found[parameter.layer] += us
@@ -106,7 +108,7 @@ def least_reduce_us(workload: Workload, chunk: Chunk, timing: Timing) -> list[fl
 
 
 def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
-    """For each parameter, its bytes times the least that reducing a byte takes in any group that can hold it."""
+    """For each parameter, its bytes times the least time per byte for a reduce of any group that can hold it."""
     if timing.table.reduce is None or not chunk.bytes:
         return
     largest, least = largest_group(workload, (chunk,)), {}
@@ -115,7 +117,7 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
         measured = {point.size_bytes for point in own.reduces}
         sizes = best_rate_sizes(measured, largest) | {parameter.bytes for parameter in chunk.parameters}
         for size in sorted(sizes, reverse=True):
-            with contextlib.suppress(InputError):  # larger groups than measured cannot be planned
+            with contextlib.suppress(InputError):  # groups larger than measured cannot be planned
                 per_byte = min(per_byte, own.reduce_us(size) / size)
             least[expert, size] = per_byte
     for parameter in chunk.parameters:
@@ -131,8 +133,8 @@ def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing
 
 
 def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
-    """Least microseconds from the begin of a rank's first backward to the end of its last reduce; 0 where nothing is
-    forced, or a rank has several chunks. See [Note: Forced reduces]."""
+    """The least microseconds from the start of a rank's first backward to the end of its last reduce; 0 if no reduce is
+    forced, or if the rank has several chunks. See [Note: Forced reduces]."""
     limit, chunks = workload.limits.device_bytes, workload.chunks_of_rank(pp_rank)
     if limit is None or workload.zero_stage < 2 or len(chunks) > 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""The least time between two layers when parameters come whole or not at all.
+"""The least time between two layers, given that each parameter is gathered as a whole or not at all.
 
 [Note: Why it is a bound]
 Symbols: ``free_bytes`` is what the limit of device memory leaves next to the earlier layer; ``S`` are the parameters of
@@ -6,10 +6,10 @@ the later layer that are whole, or on their way, while the earlier one computes.
 
 1. A parameter lies in one group, and a group counts with all of its bytes from its issue on. So the bytes of ``S`` are
    at most ``free_bytes``.
-2. The others are issued after the earlier layer has ended, each by one link. A link brings ``n`` bytes in no less than
-   :meth:`LinkRates.least_alone_us`, and longer while the other link is busy.
-3. So at least the least of these times passes, over all ``S`` and all ways to spread the others over the links. Small
-   parameters beyond :data:`LISTED` are left out, which can only lower it.
+2. The other parameters are issued after the earlier layer has ended, each over one link. A link takes at least
+   :meth:`LinkRates.least_alone_us` for ``n`` bytes, and longer while the other link is busy.
+3. So the time between the layers is at least the minimum over all ``S`` and all ways to spread the other parameters
+   over the links. Small parameters beyond :data:`LISTED` are left out, which can only lower the minimum.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, kind_of
 
 LISTED = 7
-"""So many parameters of a layer are looked at, the largest first."""
+"""The number of parameters of a layer that are considered, the largest first."""
 
 
 class LeastWait:
-    """Least microseconds from the end of a layer to the begin of the next one of the rank; see the note above.
+    """The least microseconds from the end of a layer to the start of the rank's next layer; see the note above.
 
     Args:
         rates: the rank's links.
@@ -39,12 +39,12 @@ class LeastWait:
         if sum(sizes) <= free_bytes or not rates.routes:
             return 0.0
         if HOST_COPY not in rates.routes and any(kind_of(route).staged for route in rates.routes):
-            return 0.0  # what lies in a staging slot already is not bounded by the drive
+            return 0.0  # the drive is no bound for groups that are already in staging slots
         return self._known(free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
 
     def _least(self, free_bytes: int, sizes: tuple[int, ...]) -> float:
         routes = self.rates.best_rates
-        ways = {(0, 0, 0)}  # bytes that stay, that are gathered, that are copied
+        ways = {(0, 0, 0)}  # (bytes that stay, bytes that are gathered, bytes that are copied)
         for size in sizes:
             found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= free_bytes}
             if ALL_GATHER in routes:
