@@ -3,10 +3,10 @@
 [Note: Life of a group within one iteration]
 A group is SHARDED when the iteration starts: the optimizer step has just made every whole
 copy stale. ``unshard`` makes it UNSHARDING, reaching its ``need_by`` step makes it WHOLE,
-``reshard`` makes it SHARDED again. A step may compute only on groups that are WHOLE (or whose
-``need_by`` is this step: then the first layer that uses the group waits). Every layer of the
-step's chunk is used, in forward and in backward. At the end of the iteration whatever is
-still whole is dropped. Zero stages 1 and 2 gather every group exactly once and never free it.
+``reshard`` makes it SHARDED again. A step may compute only on groups that are WHOLE, or whose
+``need_by`` is this step: then the first layer that uses the group waits. Every layer of the
+step's chunk is used, in forward and in backward. At the end of the iteration the groups that are
+still whole are dropped. Zero stages 1 and 2 gather every group exactly once and never free it.
 """
 
 import math
@@ -28,16 +28,16 @@ class InvalidSchedule(InputError):
 
     @classmethod
     def at_step(cls, pp_rank: int, index: int, message: str, field: str, value: object, file) -> "InvalidSchedule":
-        """At ``field`` of the step ``index`` of a pipeline rank."""
+        """An error at ``field`` of step ``index`` of a pipeline rank; index -1 is the start."""
         field = f"ranks[{pp_rank}].steps[{index}].{field}"
         return cls(message, pp_rank=pp_rank, step_index=index, file=file, field=field, value=value)
 
 
 class RankCheck:
-    """The state of one pipeline rank's groups and slots while its steps are gone through.
+    """The state of one pipeline rank's groups and slots while its steps are checked in order.
 
     Args:
-        destinations: by group, where it is published to.
+        destinations: by group, the places that it is published to.
     """
 
     def __init__(self, schedule: Schedule, pp_rank: int, destinations: dict[int, set[str]], file):
@@ -49,7 +49,7 @@ class RankCheck:
             self.of_chunk[self.groups[index].model_chunk_id].append(index)
         self.index, self.where = -1, f"ranks[{pp_rank}].start"  # of the present step
         self.chunk = -1
-        self.within: set[int] = set()  # whole for their layers of the present step and freed inside it
+        self.within: set[int] = set()  # groups that are whole for their layers of this step and freed within it
         self.ready_at: dict[int, int] = {}  # group -> step index from which it is whole
         self.slot_of: dict[int, int] = {}  # group -> slot it is staged in
         self.in_slot: dict[int, int] = {}  # slot -> group
@@ -71,11 +71,11 @@ class RankCheck:
         raise InvalidSchedule(message, **where, file=self.file, field=field, value=value)
 
     def refuse(self, message: str, field: str, value: object = ...) -> NoReturn:
-        """Refuse a field of the present step."""
+        """Refuse a field of the current step."""
         self._raise(message, f"{self.where}.{field}", value, self.index)
 
     def run(self) -> None:
-        """Raises InvalidSchedule at the first action that is refused."""
+        """Check all steps. Raises InvalidSchedule at the first action that is refused."""
         for n, action in enumerate(self.rank.start.stage_in):
             self._stage_in(action, f"stage_in[{n}]")
         for n, action in enumerate(self.rank.start.unshard):
@@ -106,7 +106,7 @@ class RankCheck:
                 self._reshard(action, f"reshard[{n}]")
 
     def _by_layer(self, entry: StepActions) -> None:
-        """Check a step whose actions stand at layers, in the order in which the layers run."""
+        """Check a step with actions at layers, in the order in which the layers run."""
         actions = in_order(entry)
         if [action for action in actions if isinstance(action, Unshard)] != [*entry.unshard]:
             self.refuse("unshards must be listed in the order in which their layers run", "unshard")
@@ -164,7 +164,7 @@ class RankCheck:
                 )
 
     def _check_places(self, action: Unshard, field: str) -> int:
-        """Check where an unshard stands and which step waits for it; returns that step."""
+        """Check the place of an unshard and the step that waits for it; return that step's index."""
         index, said = self.index, f"{field}.need_by"
         if action.need_by < -1:
             self.refuse("expected a step, or -1 for this one", said, action.need_by)
@@ -187,7 +187,7 @@ class RankCheck:
         return need_by
 
     def _check_route(self, action: Unshard, field: str) -> None:
-        """Check that the copy exists from which a group is unsharded."""
+        """Check that the copy that a group is unsharded from exists."""
         number, group, route, kind = action.group, self.groups[action.group], action.route, kind_of(action.route)
         if kind.shard_from_host and group.shard_rests != "host":
             said = f"group {number} needs a shard that rests in host memory"

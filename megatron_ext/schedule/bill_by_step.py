@@ -29,7 +29,7 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Moment]:
-    """The largest moment of every step, in order."""
+    """For every step, in order, the moment at which the rank holds the most bytes."""
     groups, rank = schedule.groups, schedule.ranks[pp_rank]
     freed = schedule.zero_stage == 3
     gradients = _Gradients(schedule, workload, pp_rank)
@@ -60,7 +60,7 @@ def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Mo
 
 
 def activation_peaks(workload: Workload) -> list[int]:
-    """The most bytes of activations of every pipeline rank, whatever the schedule."""
+    """The most bytes of activations that each pipeline rank holds. They do not depend on the schedule."""
     return list(_activation_peaks(replace(workload, limits=Limits())))  # a search tries many limits
 
 
@@ -70,20 +70,21 @@ def _activation_peaks(workload: Workload) -> tuple[int, ...]:
 
 
 def activations(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
-    """By step of a pipeline rank: its chunk, whether it is a backward, and by layer the bytes of activations that are
-    there while the layer computes."""
+    """For each step of a pipeline rank: its chunk, whether it is a backward, and by layer the bytes of activations that
+    the rank holds while the layer computes."""
     for chunk, backward, in_flight, sums in _in_flight(workload, pp_rank):
         yield chunk, backward, [in_flight + size for size in sums]
 
 
 def fullest_steps(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, list[int]]]:
-    """Of :func:`activations`, for every chunk the forward and the backward at which most is there."""
+    """The steps of :func:`activations` with the most bytes: for each chunk one forward and one backward."""
     most = {step[:2]: step[2:] for step in sorted(_in_flight(workload, pp_rank), key=itemgetter(2))}
     return ((*step, [in_flight + size for size in sums]) for step, (in_flight, sums) in most.items())
 
 
 def _in_flight(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, int, list[int]]]:
-    """By step: its chunk, whether it is a backward, the bytes of other micro-batches, by layer those of its own."""
+    """For each step: its chunk, whether it is a backward, the bytes of other micro-batches, and by layer the bytes of
+    its own micro-batch."""
     sums = [_sums_of(chunk) for chunk in workload.chunks_of_rank(pp_rank)]
     in_flight = 0  # saved by micro-batches that have done their forward and not begun their backward
     for step in steps_of_ranks(workload.parallel)[pp_rank]:
@@ -95,7 +96,7 @@ def _in_flight(workload: Workload, pp_rank: int) -> Iterator[tuple[int, bool, in
 
 
 class _Gradients:
-    """Whole gradients of one rank that come and go, where any do. ``bytes``: those that are there."""
+    """The whole gradients of one rank that come and go within the iteration. ``bytes``: of those allocated now."""
 
     def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int):
         self.bytes = 0
@@ -117,15 +118,16 @@ class _Gradients:
         self._visits[chunk] += 1
 
     def before(self, chunk: int, layer: int) -> None:
-        """Allocate what the backward of ``layer`` is the first to add to."""
+        """Allocate the whole gradients that the backward of ``layer`` is the first to add to."""
         for index, size, every, alone in self._allocated.get((chunk, layer), ()):
             if (self._visits[chunk] - 1) % every == 0:
                 if alone or (self._on_its_way is not None and self._on_its_way[0] == index):
-                    self._settle()  # the group's own of the visit before, or whichever it is
+                    self._settle()  # alone: any reduce; else only the group's own from the visit before
                 self.bytes += size
 
     def behind(self, chunk: int, layer: int) -> None:
-        """Issue the reduces that are due behind the backward of ``layer``; the one before has ended and is freed."""
+        """Issue the reduces that are due after the backward of ``layer``. The previous reduce has ended, and its whole
+        gradient is freed."""
         visit = self._visits[chunk]
         for index, size, every in self._reduced.get((chunk, layer), ()):
             if visit % every == 0 or visit == self._last:
@@ -139,10 +141,11 @@ class _Gradients:
 
 
 def _sums_of(chunk: Chunk) -> tuple[list[int], list[int]]:
-    """For every layer: what is saved of one micro-batch up to and with it, and that with what its backward recomputes.
+    """By layer, for one micro-batch: the bytes saved up to and including the layer, and the same plus the bytes that
+    the layer's backward recomputes.
 
-    Megatron recomputes within its transformer block alone. What the output layer saves is freed before the block's
-    backward recomputes anything.
+    Megatron recomputes only within its transformer block. The tensors that the output layer saves are freed before the
+    block's backward recomputes anything.
     """
     saved = list(accumulate(chunk.activation_bytes or (0,) * chunk.num_layers))
     kinds = chunk.layer_kinds or ("transformer",) * len(saved)

@@ -1,12 +1,12 @@
-"""The byte bill: what every rank moves in an iteration by a schedule, by kind and link.
+"""The byte bill: the bytes that every rank moves in an iteration by a schedule, by kind and link.
 
 [Note: What is billed]
-* What the run issues, as it counts it (:class:`megatron_ext.runtime.recorder.Recorder`): in the dtype in which it
-  crosses a link, with Megatron's padding where whole shards move, and without where parameters do.
-* Of the host's step each gradient is read, each state read and written, each 16-bit parameter written where the host
-  makes it. What an optimizer that is not fused reads again is not billed. Whether all of it misses the processor's
-  caches is not asked.
-* Steps during the backward as if each had its turn, found room for the states from before, and counted.
+* The bytes that the run issues, counted as the run counts them (:class:`megatron_ext.runtime.recorder.Recorder`): in
+  the dtype in which they cross a link, with Megatron's padding if whole shards move, without it if parameters move.
+* In the host's step each gradient is read once, each state is read and written, and each 16-bit parameter that the host
+  makes is written. Bytes that an optimizer that is not fused reads again are not billed. All bytes are billed, also
+  those that the processor's caches may hold.
+* Steps during the backward are billed as if each of them ran, found room for the previous states, and was valid.
 
 Not billed: messages between stages; zeroing, the norm and the clipping of gradients; and buffers on the device.
 """
@@ -27,8 +27,9 @@ from megatron_ext.workload.workload import Workload
 
 
 def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
-    """By pipeline rank and data-parallel rank of an instance, whose tensor-parallel ranks are alike; where experts are
-    shared by other ranks, by pipeline rank and rank of it. The schedule must be valid and match the workload."""
+    """Bills by pipeline rank and data-parallel rank of one instance. Tensor-parallel ranks have equal bills. If experts
+    are sharded among other ranks than dense parameters, there is one bill for each rank of a pipeline rank. The
+    schedule must be valid and match the workload."""
     parallel = workload.parallel
     alike = 1 if any(group.ranks != parallel.dp for group in schedule.groups) else parallel.of_instance // parallel.dp
     return [
@@ -38,15 +39,15 @@ def byte_bill(schedule: Schedule, workload: Workload) -> list[list[MovedBytes]]:
 
 
 def publish_passes(group: Group, workload: Workload) -> float:
-    """Bytes that publishing a shard to a host copy moves in host memory, for each of its own: a copy from the device
-    writes them; those that rest in host memory are read before; those of the host's optimizer are read in fp32."""
+    """Bytes that publishing moves in host memory for each byte of a shard. A copy from the device writes each byte. A
+    shard that rests in host memory is read first. The parameters of the host's optimizer are read in fp32."""
     if workload.optimizer.on_host and group.states_rest is None:
         return 1 + ITEM_BYTES / ITEMS[members_of(group, workload)[0].dtype]
     return 2 if group.shard_rests == "host" else 1
 
 
 class _RankBill:
-    """The rows of one rank: number ``rank`` of those of a pipeline rank."""
+    """The rows of one rank. ``rank`` is its number among the ranks of its pipeline rank."""
 
     def __init__(self, schedule: Schedule, workload: Workload, pp_rank: int, rank: int):
         self.schedule, self.workload, self.pp_rank, self.rank = schedule, workload, pp_rank, rank
@@ -63,8 +64,8 @@ class _RankBill:
         return add_up(rows)
 
     def _parts(self, group: Group) -> list[int]:
-        """Elements of each parameter of which the rank has a part."""
-        apart = self.workload.parallel.of_instance // group.ranks  # ranks that hold others, of the same place
+        """For each parameter that the rank has a part of, the number of elements of the part."""
+        apart = self.workload.parallel.of_instance // group.ranks  # consecutive ranks with the same index of shard
         return shard_parts([p.numel for p in members_of(group, self.workload)], group.ranks)[self.rank // apart]
 
     def _item(self, group: Group) -> int:
@@ -89,7 +90,7 @@ class _RankBill:
             if group.pp_rank != self.pp_rank:
                 continue
             own, nodes = group.bytes // group.ranks, nodes_spanned(self.workload.parallel, self.pp_rank, group.ranks)
-            if self.settings.on_host and group.states_rest is None:  # from the host's optimizer, whose copies are fp32
+            if self.settings.on_host and group.states_rest is None:  # from the host's optimizer, which has fp32 copies
                 yield "publish", "host_memory", sum(self._parts(group)) * ITEM_BYTES + own
             elif group.shard_rests != "host":
                 yield "publish", "to_host", own
@@ -100,7 +101,7 @@ class _RankBill:
                 yield "publish", "drive_write", nodes * own
 
     def _gradients(self, group: Group) -> Iterator[Row]:
-        """Reduces, and what is added up in host memory."""
+        """Reduces, and the copies and additions of gradients that rest in host memory."""
         whole, visits = gradient_bytes(group, self.workload), group.reduces(self.workload.parallel.num_microbatches)
         yield "gradient", "network", visits * reduced_bytes(whole, group.ranks, self.workload.parallel.instances)
         if group.gradients == "host":
@@ -135,7 +136,7 @@ class _RankBill:
         yield from self._states(group, early)
 
     def _saves_states(self, group: Group) -> bool:
-        """Take memory for its states from before the step, where there is some left."""
+        """Take memory for a copy of the group's states before the step. Returns whether enough was left."""
         assert self.rollback_left is not None
         tensors = 1 + len(self.settings.moment_dtypes)
         parts = self._parts(group) if group.states_rest is None else []

@@ -10,7 +10,7 @@ ROUNDING = 1e-6
 
 
 def check_figures(schedule: Schedule, checker: Checker) -> None:
-    """Refuse times and sizes that no run has, and predictions that contradict themselves.
+    """Refuse times and sizes that are not plausible, and predictions that contradict themselves.
 
     Raises:
         InputError: of the checker's class, naming file, field and value.
@@ -63,7 +63,7 @@ def _check_predicted(predicted: Predicted, parallel: Parallel, checker: Checker)
 
 
 def _check_time(us: float | None, name: str, checker: Checker) -> None:
-    """A sum or a difference of times: it may be 0, or as small as rounding leaves it."""
+    """Check a sum or a difference of times. It may be 0, or as small as rounding leaves it."""
     checker.positive(us, f"predicted.{name}", zero=True)
     if us is not None and us > MOST_US:
         checker.refuse(f"no plausible time: expected at most {MOST_US:g} us", f"predicted.{name}", us)

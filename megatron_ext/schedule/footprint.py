@@ -1,4 +1,4 @@
-"""Memory that a schedule promises: whole parameters on devices, host copies on nodes."""
+"""Memory that a schedule needs: whole parameters on devices, pinned host memory on nodes."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -9,7 +9,7 @@ from megatron_ext.workload.workload import Workload
 
 
 def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, int, int]]:
-    """(index, bytes, bytes too many) of every need that is larger than ``limit``; None is unlimited."""
+    """(index, bytes, bytes above the limit) of every need that is larger than ``limit``; None is unlimited."""
     for index, need in enumerate(needs):
         if limit is not None and need > limit:
             yield index, need, need - limit
@@ -18,7 +18,7 @@ def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, i
 def device_peaks(schedule: Schedule) -> list[int]:
     """Peak bytes of whole parameters on the device of each pipeline rank.
 
-    A group counts from the issue of its unshard to its reshard; with zero stage 1 all count.
+    A group counts from the issue of its unshard to its reshard. Below zero stage 3 all groups count.
     """
     peaks = []
     for rank in schedule.ranks:
@@ -50,14 +50,14 @@ def in_order(entry):
 
 
 def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
-    """Bytes of one NVMe staging slot of ``pp_rank``; 0 where it stages nothing."""
+    """Bytes of one NVMe staging slot of ``pp_rank``; 0 if it stages nothing."""
     published = (schedule.groups[entry.group] for entry in schedule.publish if ON_DRIVE in entry.to)
     staged = [group.bytes for group in published if group.pp_rank == pp_rank]
     return (schedule.limits.nvme_slot_bytes or max(staged)) if staged else 0
 
 
 def pinned_host_bytes(schedule: Schedule) -> list[int]:
-    """Pinned bytes of each node by a schedule."""
+    """Bytes of pinned host memory that a schedule needs on each node."""
     hosted, staged = ({entry.group for entry in schedule.publish if copy in entry.to} for copy in (ON_HOST, ON_DRIVE))
     return pinned_need(schedule, schedule.groups, hosted, staged)
 
@@ -65,8 +65,8 @@ def pinned_host_bytes(schedule: Schedule) -> list[int]:
 def pinned_need(
     of: Schedule | Workload, groups: Sequence[Group], hosted: Container[int], staged: Container[int] = ()
 ) -> list[int]:
-    """Pinned bytes of each node: one host copy of every ``hosted`` group, staging slots of ranks with ``staged`` ones,
-    and shards that rest in host memory."""
+    """Bytes of pinned host memory on each node: one host copy of every ``hosted`` group, the staging slots of ranks
+    with ``staged`` groups, and shards that rest in host memory."""
     parallel, limits = of.parallel, of.limits
     copies, slot_sizes, of_ranks = copies_of_nobody(parallel), [0] * parallel.pp, [0] * parallel.pp
     for index, group in enumerate(groups):

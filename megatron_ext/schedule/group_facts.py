@@ -1,5 +1,5 @@
-"""What follows from a group and the workload: its parameters and layers, its largest pieces, where it can rest and be
-stepped. The schedule alone does not know."""
+"""Facts that follow from a group together with the workload: its parameters and layers, its largest pieces, and where
+it can rest and be stepped. A schedule file does not hold them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +15,8 @@ def make_group(
 ) -> Group:
     """A group of ``parameters`` (execution order, one dtype) with Megatron's padding.
 
-    ``algorithm(pp_rank, bytes, ranks)`` says how it goes by ``gpu``; without it, by one all-gather. ``rests``: further
-    fields of the group.
+    ``algorithm(pp_rank, bytes, ranks)`` returns the algorithm of its route ``gpu``; without it, one all-gather.
+    ``rests``: further fields of the group.
     """
     size, ranks = group_bytes(parameters, workload.parallel), group_ranks(parameters, workload.parallel)
     return Group(
@@ -37,7 +37,7 @@ def members_of(group: Group, workload: Workload) -> list[Parameter]:
 
 
 def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[int, int]]:
-    """First and last layer of its chunk that use each group."""
+    """For each group, the first and the last layer of its chunk that use it."""
     layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in workload.chunks for p in c.parameters}
     found = []
     for group in groups:
@@ -59,7 +59,7 @@ def largest_gradient(group: Group, workload: Workload) -> int:
 
 
 def largest_region(group: Group, workload: Workload) -> int:
-    """The same with the parameter's moments."""
+    """The most bytes that one parameter of ``group`` and its moments take in a slot: its part in one shard, in fp32."""
     members, moments = members_of(group, workload), len(workload.optimizer.moment_dtypes)
     shard = shard_numel(group, members)
     return max(region_bytes(min(p.numel, shard), moments) for p in members)
@@ -68,8 +68,8 @@ def largest_region(group: Group, workload: Workload) -> int:
 def steps_on_host_shards(settings: OptimizerSettings, dtype: str) -> bool:
     """Whether the optimizer can update a shard of ``dtype`` in host memory.
 
-    It updates 16-bit parameters through copies of its own and writes them into the shard, wherever that is. Other
-    parameters it updates in place, which has to be where it steps.
+    It updates 16-bit parameters through copies of its own and writes them into the shard, wherever the shard is. It
+    updates other parameters in place, so their shard has to be where it steps.
     """
     return settings.on_host or dtype in HALF
 
@@ -81,10 +81,10 @@ def can_rest_on_host(workload: Workload) -> bool:
 
 
 def can_step_early(group: Group, workload: Workload) -> bool:
-    """Whether the host's optimizer can step the group during the backward: no other rank's gradients are added to the
-    group's behind its reduce, and its states are not on the device.
+    """Whether the host's optimizer can step the group during the backward: no gradients of other ranks are added to the
+    group's gradient after its reduce, and its states are not on the device.
 
-    With tensor parallelism vectors are taken for parameters that its ranks hold alike.
+    With tensor parallelism, every vector is assumed to be a parameter that all tensor-parallel ranks hold alike.
     """
     if group.states_rest == "device":
         return False
@@ -93,8 +93,8 @@ def can_step_early(group: Group, workload: Workload) -> bool:
 
 
 def saved_bytes(group: Group, workload: Workload) -> int:
-    """At most what one rank's copies of the group's states take, as they were before a step during the backward:
-    float32 parameters, moments and the step of each parameter. Of states on the drive the drive keeps what was before.
+    """The most bytes that one rank takes to keep the group's states from before a step during the backward: float32
+    parameters, moments and the step of each parameter. For states on the drive it is 0: the drive keeps the old states.
     """
     if group.states_rest == "nvme":
         return 0

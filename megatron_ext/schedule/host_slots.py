@@ -1,5 +1,5 @@
-"""Slots that gradients, parameters and states of the host's optimizer pass through: how many and how large, and the
-buffers on the device next to them."""
+"""The slots that gradients, parameters and states of the host's optimizer pass through: how many there are and how
+large they are, and the buffers on the device that go with them."""
 
 from collections.abc import Iterable
 
@@ -10,18 +10,20 @@ from megatron_ext.workload.state_layout import GRADIENT_SLOTS, LINE_BYTES, ROUND
 from megatron_ext.workload.workload import Workload
 
 LEAST_SLOTS, SLOTS = 2, 4
-"""The gradient of one unit is stepped on while that of the next arrives; planned: others arrive and leave. Of states on
-the drive at least as many: reading waits for writing."""
+"""With two slots the gradient of the next unit arrives while the current unit is stepped. Plans use four, so that more
+units can arrive and leave meanwhile. States on the drive need at least two as well, because reading waits for
+writing."""
 
 LARGE_SLOT_BYTES = 32 << 20
-"""Bytes of a piece that a link copies at its full rate."""
+"""Bytes of a piece that is large enough for a link to copy it at its full rate."""
 
 PART = 32
-"""A planned slot has at most this part of a rank's gradients."""
+"""A planned slot holds at most 1 / PART of a rank's gradients, unless one parameter needs more."""
 
 
 def planned_slot_bytes(largest: int, in_all: int) -> int:
-    """Of a rank whose gradients have ``in_all`` bytes in fp32, and the largest of one parameter ``largest``."""
+    """Bytes of a step slot that a plan chooses for a rank. Its gradients have ``in_all`` bytes in fp32, the largest
+    gradient of one parameter ``largest``."""
     size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
     return -(-size // LINE_BYTES) * LINE_BYTES
 
@@ -34,14 +36,14 @@ def gradient_bytes(group: Group, workload: Workload) -> int:
 
 
 def cast_part_bytes(slot_bytes: int) -> int:
-    """Of a part of the fp32 parameters that become 16-bit on the device: its buffer there has that many bytes, and
-    another half as many."""
+    """Bytes of one part of the fp32 parameters that become 16-bit on the device. The part has a buffer of that size on
+    the device, and another of half the size for the 16-bit result."""
     return min(slot_bytes, LARGE_SLOT_BYTES)
 
 
 def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> tuple[int, int]:
-    """Of the slots of a rank with ``groups``: in host memory, and on the device, where parameters pass in parts, and
-    gradients that are not fp32 through one slot."""
+    """Bytes of the step slots of a rank with ``groups``: in host memory, and on the device. On the device, parameters
+    pass in parts, and gradients that are not fp32 pass through one slot."""
     slots = schedule.step_slots
     if slots is None or not any(group.states_rest is None for group in groups):
         return 0, 0
@@ -53,8 +55,8 @@ def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]
 
 
 def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> int:
-    """Of the slots through which states on the drive pass on a rank with ``groups``, and of the rooms next to them,
-    through which gradients arrive and parameters leave."""
+    """Bytes of the slots through which states on the drive pass on a rank with ``groups``, and of the memory next to
+    each slot, through which gradients arrive and parameters leave."""
     slots, on_drive = schedule.state_slots, [group for group in groups if group.states_rest == "nvme"]
     if slots is None or not on_drive:
         return 0
@@ -64,23 +66,23 @@ def state_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group
 
 
 def host_gradients(groups: Iterable[Group], workload: Workload) -> list[int]:
-    """Bytes of the shards of gradients that rest in host memory."""
+    """Bytes of each gradient shard that rests in host memory."""
     return [gradient_bytes(group, workload) // group.ranks for group in groups if group.gradients == "host"]
 
 
 def host_add_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
+    """Bytes of the slots through which gradients reach their sums in host memory, on a rank with ``groups``."""
     return GRADIENT_SLOTS * max(host_gradients(groups, workload), default=0)
 
 
 def step_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of gradients that rest in host memory and that an optimizer on the device gets there for its step: all at a time,
-    since their norm comes before the first update."""
+    """Bytes on the device of the gradients that rest in host memory, when an optimizer on the device copies them there
+    for its step. It copies all of them at once, because their norm is computed before the first update."""
     return 0 if workload.optimizer.on_host else sum(host_gradients(groups, workload))
 
 
 def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the buffer on the device in which 16-bit gradients become fp32 where the states rest on the drive, and where
+    """Bytes of the buffer on the device in which 16-bit gradients become fp32, if the states rest on the drive or
     updates are delayed."""
     settings = workload.optimizer
     if settings.gradient_dtype == "float32":
@@ -90,7 +92,7 @@ def narrow_gradient_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 
 def rounding_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """Of the buffer on the device through which an optimizer that steps there writes shards in host memory."""
+    """Bytes of the buffer on the device through which an optimizer on the device writes shards in host memory."""
     if workload.optimizer.on_host:
         return 0
     fp32 = [largest_gradient(group, workload) for group in groups if group.shard_rests == "host"]

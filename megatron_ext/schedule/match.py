@@ -16,7 +16,7 @@ from megatron_ext.workload.workload import Parameter, Workload, fingerprint, gro
 
 
 def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
-    """Refuse a (valid) schedule that was made for something else.
+    """Refuse a (valid) schedule that was made for another workload.
 
     Raises:
         InputError: naming the first field of the schedule that differs, and both values.
@@ -59,14 +59,14 @@ _SIZES = {
     "microbatch_group_size": "microbatch_group_size_per_vp_stage",
     "node_size": "gpus_per_node",
 }
-"""Fields of the file by what is compared, in this order."""
+"""Attribute of ``Parallel`` that is compared -> field of the file that an error names, in the order of comparison."""
 
 
 def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None:
-    """Refuse a schedule for other parallel sizes; needs no model, so it can run first of all.
+    """Refuse a schedule for other parallel sizes. This check needs no model, so it can run first.
 
     Raises:
-        InputError: naming the field, its value, and the run's.
+        InputError: naming the field, its value, and the run's value.
     """
     for name, field in _SIZES.items():
         have, run = getattr(schedule.parallel, name), getattr(parallel, name)
@@ -78,7 +78,7 @@ _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
 
 
 def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
-    """Refuse a schedule for a model of another depth, before other differences that would say less.
+    """Refuse a schedule for a model of another depth. This runs before checks whose errors would be less clear.
 
     Args:
         layers: transformer layers of the whole model.
@@ -94,7 +94,7 @@ def match_layers(schedule: Schedule, layers: int, *, file=None) -> None:
 
 
 def _match_limits(schedule: Schedule, workload: Workload, check: Checker) -> None:
-    """The schedule keeps its own limits; a workload may have others."""
+    """Refuse a schedule that exceeds the workload's limits, which may be lower than the schedule's own."""
     limits = workload.limits
     if limits.device_bytes is not None:
         check_device_bytes(schedule, workload, limits.device_bytes, file=check.file)
@@ -163,9 +163,9 @@ def _match_group(group: Group, members: tuple[Parameter, ...], field: str, paral
 
 
 def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
-    """Refuse actions at layers that do not exist, come too late or free too early: within a step a group must be
-    unsharded no later than before its first layer in the direction of the step, and freed no earlier than behind its
-    last. The schedule alone does not know these layers.
+    """Refuse actions at layers that do not exist, unshards that come too late and reshards that come too early. Within
+    a step a group must be unsharded before its first layer in the direction of the step, and freed after its last
+    layer. Only the workload knows these layers.
 
     Args:
         schedule: valid, with the workload's groups.
@@ -192,13 +192,13 @@ def check_layers(schedule: Schedule, workload: Workload, *, file=None) -> None:
 def _wrong_layer(
     action: Unshard | Reshard, index: int, kind: str, num_layers: int, span: tuple[int, int] | None
 ) -> str | None:
-    """What is wrong with the layer at which an action stands in step ``index``; ``span``: the first and the last layer
-    that use its group, where these are of the step's chunk."""
+    """What is wrong with the layer of an action in step ``index``; None if nothing is. ``span``: the first and the last
+    layer that use its group, if they belong to the step's chunk."""
     if action.at >= num_layers:
         return f"the chunk has {num_layers} layers"
     if span is None:
         return None
-    sign, (first, last) = (-1, span[::-1]) if kind == "B" else (1, span)  # as the step runs
+    sign, (first, last) = (-1, span[::-1]) if kind == "B" else (1, span)  # in the direction of the step
     if isinstance(action, Reshard):
         late = sign * action.at >= sign * last
         return None if late else f"layer {last} still computes on group {action.group} after that"

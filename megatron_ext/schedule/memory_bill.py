@@ -1,26 +1,26 @@
-"""The memory bill: what every rank holds by a schedule, by kind, at its peak and by step.
+"""The memory bill: the bytes that every rank holds by a schedule, by kind, at its peak and by step.
 
 [Note: What is counted]
-* Whole parameters from the issue of an unshard to the reshard. Zero stage 1: all of them, always.
-* Shards with storage of their own (zero stage 3), on the device or in host memory as the schedule says. At zero
-  stage 1 a shard is a view of the whole group.
-* Gradients with Megatron's padding: whole throughout the iteration; or the shard throughout, and the whole gradient
-  from just before the backward of the group's last layer until the rank issues its next reduce, which waits for this
-  one; where a gradient is allocated ``alone``, until then. With ``reduce_every`` above 1 the whole gradient stays
-  through several backward steps.
-* While an optimizer on the device steps, all gradients that rest in host memory: it gets them there.
-* Buffers that hierarchical and symmetric all-gathers and pieces of ``cpu_shard`` go through, as large as the largest
-  group needs.
-* The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding. Of
-  the data-parallel ranks the one that holds most is billed.
-* Slots of states on the drive, with room for gradients. All other gradients pass to the host's optimizer through
-  ``step_slots``; where the schedule has none, Megatron copies them to memory that it keeps. Of groups that it steps on
-  the device it keeps fp32 copies of gradients there where gradients have 16 bits.
-* Activations: what autograd saves in each layer, from the layer's forward to its backward, for every micro-batch in
-  flight, and what the backward in progress recomputes.
+* Whole parameters from the issue of an unshard to the reshard. At zero stages 1 and 2: all of them, always.
+* Shards with storage of their own (zero stage 3), on the device or in host memory as the schedule says. At zero stages
+  1 and 2 a shard is a view of the whole group.
+* Gradients with Megatron's padding, in one of two ways. Either the whole gradient stays throughout the iteration. Or
+  the shard stays, and the whole gradient exists from just before the backward of the group's last layer until the rank
+  issues its next reduce or allocates a gradient ``alone``, both of which wait for this reduce. With ``reduce_every``
+  above 1 the whole gradient stays through several backward steps.
+* All gradients that rest in host memory, while an optimizer on the device steps: it copies them to the device.
+* Buffers for hierarchical and symmetric all-gathers and for pieces of ``cpu_shard``, as large as the largest group
+  needs.
+* The optimizer's copies of 16-bit parameters and its states, for the elements of the rank's shards without padding.
+  The bill is that of the data-parallel rank that holds the most.
+* Slots for states on the drive, with room for gradients. All other gradients pass to the host's optimizer through
+  ``step_slots``. If the schedule has no ``step_slots``, Megatron copies them to memory that it keeps. For groups that
+  Megatron steps on the device it keeps fp32 copies of 16-bit gradients there.
+* Activations: the tensors that autograd saves in each layer, from the layer's forward to its backward, for every
+  micro-batch in flight, and the tensors that the backward in progress recomputes.
 
-Not counted: what a layer's kernels allocate and free again within the layer, ``parameter.grad`` until it is added to
-the gradient buffer, messages between stages that no layer has saved, and what communication libraries allocate.
+Not counted: memory that a layer's kernels allocate and free again within the layer, ``parameter.grad`` until it is
+added to the gradient buffer, messages between stages that no layer has saved, and memory of communication libraries.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,8 +44,8 @@ from megatron_ext.workload.workload import Workload
 
 
 class Bill(NamedTuple):
-    """What a pipeline rank holds: by kind at its peak, perhaps while its optimizer steps, and on the device in all at
-    every step of the pipeline."""
+    """The bytes that a pipeline rank holds: by kind at its peak (which may be the optimizer step), and the total on the
+    device at every step of the pipeline."""
 
     memory: RankMemory
     step_device_bytes: tuple[int, ...]
@@ -80,15 +80,15 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
 
 
 def host_bytes(schedule: Schedule, workload: Workload) -> list[dict[str, int]]:
-    """What each rank of every pipeline rank holds in host memory by the bill, by kind."""
+    """By pipeline rank, the bytes that each of its ranks holds in host memory by the bill, by kind."""
     return [_resting(schedule, workload, pp_rank)[1] for pp_rank in range(schedule.parallel.pp)]
 
 
 def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict[str, int], dict[str, int], int]:
-    """By kind on the device and in host memory, and on the drive: what does not come and go with steps."""
+    """The bytes that do not come and go with steps: by kind on the device and in host memory, and on the drive."""
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     device, host = resting_bytes(own, workload, schedule.step_slots is not None)
-    places = 1 if schedule.rollback_bytes is None else 2  # of each unit that may be stepped early
+    places = 1 if schedule.rollback_bytes is None else 2  # the drive holds states twice if they may be stepped early
     copies, nvme_bytes = _copies(schedule, pp_rank, places * states_on_drive_bytes(own, workload))
     on_host, device["buffers"] = host_slots.step_slots_bytes(schedule, workload, own)
     device["buffers"] += host_slots.narrow_gradient_bytes(own, workload) + host_slots.rounding_bytes(own, workload)
@@ -101,17 +101,17 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
 
 _OF_OPTIMIZER = ("gradients", "main_parameters", "optimizer_states")
 _Held = dict[tuple[str, str], list[int]]
-"""By where and kind, what the optimizer of every rank holds; gradients that it copies."""
+"""By place and kind, the bytes that the optimizer of each rank holds. Gradients are the copies that it makes."""
 
 
 def _nothing(parallel: Parallel) -> dict[int, _Held]:
-    """By the ranks that share dense groups, and those that share experts."""
+    """Zero bytes, by number of ranks that share a group: one entry for dense groups, one for experts if it differs."""
     kinds = [(where, kind) for where in ("device", "host", "nvme") for kind in _OF_OPTIMIZER]
     return {ranks: {kind: [0] * ranks for kind in kinds} for ranks in (parallel.dp, parallel.expert_dp)}
 
 
 def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
-    """By rank of a pipeline rank, what it holds of dense groups and of experts; of ranks that hold alike, one."""
+    """By rank of a pipeline rank, the sum of its dense groups and experts. Ranks that hold the same have one entry."""
     dense, own = held[parallel.dp], parallel.of_instance
     if len(held) == 1:
         return dense
@@ -122,8 +122,9 @@ def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
 def resting_bytes(
     groups: Iterable[Group], workload: Workload, step_slots: bool = False
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What a rank holds of its ``groups`` throughout the iteration: by kind on the device, and in host memory. With
-    ``step_slots`` the host's optimizer keeps no copy of the gradients; the slots themselves are not counted."""
+    """The bytes that a rank holds for its ``groups`` throughout the iteration: by kind on the device, and in host
+    memory. With ``step_slots`` the host's optimizer keeps no copy of the gradients. The slots themselves are not
+    counted."""
     settings, parallel = workload.optimizer, workload.parallel
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
     held = _nothing(parallel)
@@ -141,8 +142,8 @@ def resting_bytes(
             host["gradients"] += whole // dp
         here = settings.on_host and group.states_rest is None
         gradients, main, states = (own["host" if here else "device", kind] for kind in _OF_OPTIMIZER)
-        # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype. Of what it steps on the
-        # device it copies those of another dtype.
+        # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype. For groups that it
+        # steps on the device, it copies only gradients of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
         copied = not step_slots if here else copied
         main_item, state_item = settings.main_item_bytes(dtype), settings.state_item_bytes
@@ -151,7 +152,7 @@ def resting_bytes(
                 main[rank] += numel * main_item
                 states[rank] += numel * state_item
                 gradients[rank] += numel * main_item if copied else 0
-            elif settings.delayed:  # all gradients of an iteration are in memory
+            elif settings.delayed:  # it keeps all gradients of an iteration in memory
                 own["host", "gradients"][rank] += numel * main_item
     every = _of_every_rank(parallel, held)
     for name, where, copies in (("device", device, "gradient_shards"), ("host", host, "gradients")):
@@ -162,8 +163,8 @@ def resting_bytes(
 
 
 def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
-    """Bytes on the device that gathers of a rank go through: for each dtype, of experts and of
-    all else, as large as the largest group needs."""
+    """Bytes of the buffers on the device that gathers of a rank go through. There is one for each route and dtype, for
+    experts and for other groups, as large as the largest group needs."""
     parallel, rank = schedule.parallel, schedule.ranks[pp_rank]
     most: dict[tuple[str, int, str], int] = {}
     for action in rank.unshards:
@@ -184,8 +185,8 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
     """Refuse a run that holds more than the schedule's ``limits.device_bytes``.
 
     Args:
-        workload: the run's, with its own optimizer settings. Whole parameters, whole gradients, buffers and activations
-            are the schedule's prediction.
+        workload: the run's, with its own optimizer settings. The bytes of whole parameters, whole gradients, buffers
+            and activations are taken from the schedule's prediction.
 
     Raises:
         InputError: with the bytes that are missing.
@@ -204,8 +205,8 @@ def check_run(schedule: Schedule, workload: Workload, *, file=None) -> None:
 
 
 def short_of_whole(schedule: Schedule, pp_rank: int) -> int:
-    """Bytes that ``limits.device_bytes`` is short of all parameters of a pipeline rank being whole next to everything
-    else that it holds at its peak; 0: they may be."""
+    """Bytes that are missing for all parameters of a pipeline rank to be whole at once, next to everything else that it
+    holds at its peak, within ``limits.device_bytes``; 0 if they fit."""
     limit, predicted = schedule.limits.device_bytes, schedule.predicted
     if schedule.zero_stage < 3 or limit is None or predicted is None or not predicted.memory:
         return 0
@@ -215,35 +216,36 @@ def short_of_whole(schedule: Schedule, pp_rank: int) -> int:
 
 
 def never_whole(schedule: Schedule) -> int:
-    """The most bytes by :func:`short_of_whole` of a pipeline rank; 0: all parameters of each may be whole."""
+    """The largest :func:`short_of_whole` of all pipeline ranks; 0 if on every rank all parameters may be whole."""
     return max(short_of_whole(schedule, pp_rank) for pp_rank in range(schedule.parallel.pp))
 
 
 def copies_of_whole(schedule: Schedule) -> list[int]:
-    """Bytes of host memory that each rank of every pipeline rank takes for copies of its parameters while it builds,
-    loads or saves them: all, where they never fit whole onto the device, else 0."""
+    """By pipeline rank, the bytes of host memory that each of its ranks takes for copies of its parameters while it
+    builds, loads or saves them: all parameters if they do not fit whole onto the device, else 0."""
     whole = lambda pp_rank: sum(group.bytes for group in schedule.groups if group.pp_rank == pp_rank)
     return [whole(pp_rank) if short_of_whole(schedule, pp_rank) else 0 for pp_rank in range(schedule.parallel.pp)]
 
 
 def on_nodes(workload: Workload, of_ranks: list[int]) -> list[int]:
-    """By node, the sum over its ranks of what every rank of a pipeline rank has."""
+    """By node, the sum over its ranks. ``of_ranks``: by pipeline rank, the bytes of each of its ranks."""
     return pinned_bytes_of_nodes(workload.parallel, {}, of_ranks)
 
 
 def host_bytes_of_nodes(schedule: Schedule, workload: Workload) -> list[int]:
-    """Host memory that the ranks of each node hold by the memory bill."""
+    """By node, the bytes of host memory that its ranks hold by the memory bill."""
     return on_nodes(workload, [sum(kinds.values()) for kinds in host_bytes(schedule, workload)])
 
 
 def host_bytes_taken(
     schedule: Schedule, workload: Workload, held: Sequence[tuple[int, int]], saved: bool = False
 ) -> list[int]:
-    """Host memory of each node that a run still takes: what its ranks then hold by the memory bill, which the first
-    iteration completes, less what they have. A checkpoint that is ``saved`` takes copies of what never fits whole.
+    """By node, the bytes of host memory that a run will still take: what its ranks hold by the memory bill after the
+    first iteration, less what they hold now. ``saved``: the run saves checkpoints, which takes copies of parameters
+    that do not fit whole onto the device.
 
     Args:
-        held: by rank, bytes that stay in host memory, and these with those that the first iteration frees.
+        held: by rank, (bytes in host memory that stay, these plus the bytes that the first iteration frees).
     """
     ranks, copies = schedule.parallel.node_size, copies_of_whole(schedule) if saved else [0] * schedule.parallel.pp
     taken = []
@@ -258,13 +260,13 @@ _shard_parts = lru_cache(maxsize=4096)(shard_parts)
 
 
 def dtype_and_numels(group: Group, workload: Workload) -> tuple[str, tuple[int, ...]]:
-    """Dtype and elements of a group's parameters."""
+    """The dtype of a group's parameters, and the number of elements of each."""
     members = members_of(group, workload)
     return members[0].dtype, tuple(p.numel for p in members)
 
 
 def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
-    """What the drive holds of the optimizer states of a rank's ``groups``."""
+    """Bytes of optimizer states of a rank's ``groups`` on the drive."""
     moments, parallel = len(workload.optimizer.moment_dtypes), workload.parallel
     held = _nothing(parallel)
     for group in groups:
@@ -277,7 +279,7 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
-    """This rank's part of the node's host copies and staging slots, and of the copies on the drive."""
+    """One rank's part of the node's host copies, its staging slots, and its part of the bytes on the drive."""
     parallel = schedule.parallel
     copies = {where: dict.fromkeys((parallel.dp, parallel.expert_dp), 0) for where in (ON_HOST, ON_DRIVE)}
     for entry in schedule.publish:

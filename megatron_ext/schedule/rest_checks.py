@@ -1,4 +1,4 @@
-"""Checks of where shards and optimizer states rest, and of the slots that pass between: by the schedule alone, and
+"""Checks of where shards and optimizer states rest, and of the slots that they pass through: by the schedule alone, and
 against the run's optimizer."""
 
 from megatron_ext.formats.checks import Checker
@@ -13,8 +13,9 @@ _ON_DEVICE = "the optimizer steps on the device; train with --optimizer-cpu-offl
 
 
 def check_rests(schedule: Schedule, check: Checker) -> None:
-    """Refuse states on the device of a group that rests in host memory, states on the drive without slots to pass
-    through, slots that no group needs, and slots that are too few or no multiple of what is read and copied.
+    """Refuse states on the device for a group that rests in host memory, states on the drive without slots to pass
+    through, slots that no group needs, too few slots, and slot sizes that are not a multiple of the unit that is read
+    or copied.
 
     Raises:
         InputError: of the checker's class, naming the field.
@@ -47,8 +48,8 @@ def check_rests(schedule: Schedule, check: Checker) -> None:
 
 
 def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -> None:
-    """Refuse shards and states that the run's optimizer cannot step where they rest, steps that it cannot take during
-    the backward or through slots, and slots that are too small for one parameter.
+    """Refuse shards and states that the run's optimizer cannot step where they rest, slots and steps during the
+    backward that do not go with the run's optimizer, and slots that are too small for one parameter.
 
     Raises:
         InputError: of the checker's class, naming the field.

@@ -1,4 +1,4 @@
-"""A schedule as a text grid: one row a step, one column a pipeline rank.
+"""A schedule as a text grid: one row per step, one column per pipeline rank.
 
 A cell is the step and its actions: ``s2:0`` stage in group 2 into slot 0; ``+3g`` unshard
 group 3 by ``gpu`` (``h`` in two legs, ``e`` by copy engines,
@@ -14,16 +14,16 @@ from megatron_ext.schedule.validate import InvalidSchedule
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, kind_of
 
 ROWS = 200
-"""Most rows that are shown unless all are asked for."""
+"""The most rows that are shown, unless all rows are asked for."""
 
 ARROW = "--> "
 _LETTERS = {HIERARCHICAL: "h", SYMMETRIC: "e"}
-"""Of the algorithms of route ``gpu``."""
+"""Letters for the algorithms of route ``gpu``."""
 
 
 def action_text(entry, index: int, groups) -> str:
-    """The actions of one step (or of the start, index -1) in issue order; ``groups`` of the schedule
-    tell hierarchical gathers apart."""
+    """The actions of one step (or of the start, index -1) in issue order. ``groups`` of the schedule give the algorithm
+    of each gather."""
     parts = [f"s{a.group}:{a.slot}" for a in entry.stage_in]
     for a in entry.unshard:
         need = f">{a.need_by}" if a.need_by >= 0 and a.need_by != index else ""
@@ -37,14 +37,14 @@ def action_text(entry, index: int, groups) -> str:
 
 
 def _way(action, groups) -> str:
-    """The route of an unshard, or its algorithm; ``groups`` may be fewer in a schedule that fails."""
+    """The route of an unshard, or its algorithm. In a schedule that fails, the action's group may be missing."""
     known = 0 <= action.group < len(groups)
     return (groups[action.group].algorithm_by(action.route) if known else None) or action.route
 
 
 def bytes_by_route(schedule: Schedule) -> str:
-    """What one iteration brings by each route, all ranks of a pipeline together; and of that the experts, where other
-    ranks share these."""
+    """The bytes that one iteration brings by each route, summed over the pipeline ranks. If experts are sharded among
+    other ranks than dense parameters, their part is shown too."""
     found: dict[str, int] = {}
     of_experts: dict[str, int] = {}
     for action in schedule.unshards:
@@ -66,7 +66,7 @@ def _by_route(sums: dict[str, int]) -> str:
 def grid(schedule: Schedule, error: InvalidSchedule | None = None, *, every_row: bool = False) -> str:
     """The grid; with ``error``, an arrow marks the step at which the schedule fails.
 
-    Of a long schedule the first :data:`ROWS` rows are shown, or those around the failing step.
+    For a long schedule the first :data:`ROWS` rows are shown, or the rows around the failing step.
     """
     columns = [_column(rank, schedule.groups) for rank in schedule.ranks]
     number = max((len(column) for column in columns), default=0)

@@ -1,7 +1,8 @@
-"""Schedules of one run by number of micro-batches: a file for one number, or a directory of such files.
+"""The schedules of one run, one for each number of micro-batches: a file for one number, or a directory of such files.
 
-Between two iterations of a run only the steps change. What lies in memory is the same for all numbers: groups, what is
-published, slots and limits (``reduce_every`` of a group aside, which cannot be more than the number).
+Between two iterations of a run only the steps change. What lies in memory is the same for all numbers: groups,
+published copies, slots and limits. Only ``reduce_every`` of a group may differ, because it cannot be more than the
+number.
 """
 
 import hashlib
@@ -15,15 +16,16 @@ from megatron_ext.schedule import user_defined_schedule, validate
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule, files_of
 
 SHARED = ("zero_stage", "model", "limits", "publish", "state_slots", "step_slots", "rollback_bytes")
-"""Fields that are equal in all files of a directory, as ``groups`` and ``parallel`` are but for the number."""
+"""Fields that are equal in all files of a directory. ``groups`` and ``parallel`` are equal too, except for the number
+of micro-batches."""
 
 
 def load(path) -> dict[int, Schedule]:
     """Read and validate the schedules in a file or a directory; by number of micro-batches, ascending.
 
     Raises:
-        InputError: naming file, field and value; also where two files are for the same number, or differ in what must
-            be the same.
+        InputError: naming file, field and value; also if two files are for the same number, or differ in a field that
+            must be the same.
     """
     found: dict[int, Schedule] = {}
     files = files_of(path)
@@ -54,12 +56,13 @@ def _check_same(first: Schedule, other: Schedule, file: Path, first_file: Path) 
 
 
 def clamped(group: Group, number: int) -> Group:
-    """The group in an iteration of ``number`` micro-batches: its gradient is reduced behind the last in any case."""
+    """The group in an iteration of ``number`` micro-batches. ``reduce_every`` is at most ``number``, because the
+    gradient is reduced after the last micro-batch in any case."""
     return group if group.reduce_every <= number else replace(group, reduce_every=number)
 
 
 def sha256(path) -> str:
-    """Of one file, or of the names and contents in a directory."""
+    """The sha256 of one file, or of the names and contents of the files in a directory."""
     files = files_of(path)
     if files == [Path(path)]:
         return json_files.sha256(path)
@@ -67,7 +70,7 @@ def sha256(path) -> str:
 
 
 def save(path, schedules: list[Schedule]) -> None:
-    """Write one file for every schedule, named by its number of micro-batches, and remove those of other numbers.
+    """Write one file per schedule, named by its number of micro-batches. Remove files of other numbers.
 
     Raises:
         InputError: ``path`` cannot be made a directory.

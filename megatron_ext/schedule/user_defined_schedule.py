@@ -1,6 +1,6 @@
-"""The ``user_defined_schedule`` file: by which route, when, and for how long.
+"""The ``user_defined_schedule`` file: by which route, when and for how long each group is whole.
 
-One file serves all ranks; data-parallel ranks of one pipeline rank run the same actions,
+One file serves all ranks. The data-parallel ranks of one pipeline rank run the same actions,
 so the order of collectives is the same on all of them by construction.
 
 Actions are short arrays, so that a large schedule stays small:
@@ -13,13 +13,13 @@ stage_in   ``[group, slot]``               read from NVMe into a staging slot
 reshard    ``[group, at]``                 free the whole copy, keep the shard
 ========== =============================== ==============================================
 
-``need_by`` is an index into the rank's steps; where it is left out (``-1``) it is the step
-that the action stands at. ``at`` is a layer of the step's chunk and may be left out: an
-unshard is issued just before that layer's compute (``-1``: when the step begins), a reshard
-just after it (``-1``: when the step ends). In a backward step layers run in descending order.
+``need_by`` is an index into the rank's steps. If it is left out (``-1``), it is the step of
+the action. ``at`` is a layer of the step's chunk and may be left out. An unshard is issued
+just before that layer's compute (``-1``: when the step begins), a reshard just after it
+(``-1``: when the step ends). In a backward step layers run in descending order.
 
-``start`` holds the actions issued as soon as fresh parameters are published after the
-optimizer step, that is before the iteration's first step.
+``start`` holds the actions that are issued as soon as fresh parameters are published after
+the optimizer step, that is before the iteration's first step.
 """
 
 import os
@@ -76,7 +76,7 @@ class StepActions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Actions issued when fresh parameters have been published, before the first step."""
+    """Actions that are issued when fresh parameters have been published, before the first step."""
 
     stage_in: tuple[StageIn, ...] = ()
     unshard: tuple[Unshard, ...] = ()
@@ -96,7 +96,7 @@ class Rank(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     @property
     def unshards(self) -> list[Unshard]:
-        """All of them, in the order of their issue."""
+        """All unshards of the rank, in issue order."""
         return [action for entry in self.entries for action in entry.unshard]
 
 
@@ -104,28 +104,28 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Parameters that travel together: names as in the workload, in execution order.
 
     ``bytes`` is the whole bucket with Megatron's padding. A group lies in one chunk and has
-    one dtype. The group's id is its index in ``groups``. ``ranks`` share its shards: the data-parallel ranks or, of a
-    group of experts, the expert-data-parallel ranks (:meth:`Parallel.replicas` says which). A group holds parameters
-    of experts alone or of none.
+    one dtype. The group's id is its index in ``groups``. ``ranks`` is the number of ranks that share its shards: the
+    data-parallel ranks or, for a group of experts, the expert-data-parallel ranks (see :meth:`Parallel.replicas`). A
+    group holds either only parameters of experts or none of them.
 
-    ``algorithm`` says how route ``gpu`` gathers it: one all-gather over the data-parallel group
-    (left out); ``hierarchical``, between nodes first and inside them after; or ``symmetric``, by copy engines through
-    registered memory, where these ranks share a node.
+    ``algorithm`` is how route ``gpu`` gathers it: one all-gather over the data-parallel group
+    (left out); ``hierarchical``, between nodes first, then inside each node; or ``symmetric``, by copy engines through
+    registered memory, if these ranks share a node.
 
     ``states_rest`` is where the optimizer's own fp32 parameters and moments lie between its steps: where the
-    optimizer steps (left out), on the drive (``nvme``), from where they pass through ``state_slots``, or on the device
-    (``device``), where the group is then stepped although the optimizer steps all others on the host.
+    optimizer steps (left out); on the drive (``nvme``), from which they pass through ``state_slots``; or on the device
+    (``device``). In the last case the group is stepped there although the optimizer steps all others on the host.
 
     ``shard_rests`` is where the shard lies between the group's uses: on the device (left out), or in
-    host memory. Such a group comes by ``cpu``, ``cpu_shard`` or ``nvme`` alone, and nothing of it stays on the
-    device after its reshard.
+    host memory. A group whose shard is in host memory comes only by ``cpu``, ``cpu_shard`` or ``nvme``, and nothing of
+    it stays on the device after its reshard.
 
-    ``gradients`` is what the group keeps of them: the whole through the iteration, as in Megatron (left out), or the
-    reduced shard, on the device (``sharded``) or in host memory (``host``). The whole gradient of the latter two has
-    bytes from the group's backward to the end of its reduce-scatter. ``reduce_every`` is how many backward steps of
-    the chunk lie between two reduces; the iteration's last always reduces. A rank has one reduce in flight at a time:
-    the one before it has ended, and its whole gradient is freed, before the next is issued. With ``alone`` that is so
-    before this group's whole gradient is allocated, too.
+    ``gradients`` is what the group keeps of its gradient: the whole gradient through the iteration, as in Megatron
+    (left out), or the reduced shard, on the device (``sharded``) or in host memory (``host``). In the latter two cases
+    the whole gradient exists only from the group's backward to the end of its reduce-scatter. ``reduce_every`` is the
+    number of backward steps of the chunk from one reduce to the next; the iteration's last backward step always
+    reduces. A rank has one reduce in flight at a time: before the next reduce is issued, the previous one has ended and
+    its whole gradient is freed. With ``alone`` this holds already before this group's whole gradient is allocated.
     """
 
     pp_rank: int
@@ -141,11 +141,11 @@ class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     states_rest: Literal["nvme", "device"] | None = None
 
     def algorithm_by(self, route: Route) -> Algorithm | None:
-        """How ``route`` gathers it; None: by one all-gather, or by none."""
+        """How ``route`` gathers it; None for one plain all-gather, or no all-gather."""
         return self.algorithm if kind_of(route).needs_device_shard else None
 
     def reduces(self, microbatches: int) -> int:
-        """How often its gradient is reduced in an iteration of so many micro-batches."""
+        """How often its gradient is reduced in an iteration of ``microbatches`` micro-batches."""
         return 1 if self.gradients is None else -(-microbatches // self.reduce_every)
 
 
@@ -160,8 +160,8 @@ class StepSlots(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Pinned host memory of each rank through which gradients arrive at the host's optimizer, for groups whose states
     are in host memory: ``slots`` of ``slot_bytes``, fp32.
 
-    ``cast`` is where the new parameters become 16-bit: on the ``host``, into slots of half the size that leave for the
-    device; or on the ``device``, where they arrive as they are in one slot of ``slot_bytes``.
+    ``cast`` is where the new parameters become 16-bit: on the ``host``, in slots of half the size that are copied to
+    the device; or on the ``device``, to which they are copied in fp32.
     """
 
     slots: int
@@ -177,11 +177,11 @@ class PublishGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What the simulator says of this schedule, under the cost table named in ``metadata``.
+    """What the simulator predicts for this schedule, under the cost table named in ``metadata``.
 
-    ``peak_bytes`` maps ``device`` to one figure a pipeline rank and ``pinned_host`` to one a
-    node; ``memory`` is the memory bill of each pipeline rank; ``exposed_us`` is one figure a pipeline
-    rank; ``busy_us`` maps links to their largest busy time over ranks.
+    ``peak_bytes`` maps ``device`` to one figure per pipeline rank and ``pinned_host`` to one per
+    node. ``memory`` is the memory bill of each pipeline rank. ``exposed_us`` is one figure per pipeline
+    rank. ``busy_us`` maps links to their largest busy time over ranks.
     """
 
     iteration_time_us: float
@@ -204,14 +204,14 @@ class MeasuredOn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """What a reader or a run needs to know of the planning.
+    """Facts about the planning that a reader or a run needs.
 
     Attributes:
-        seed: of policy ``random:SEED``.
-        proven_gap: of policy ``exact``: (iteration time / proven bound) - 1.
-        rule: of policy ``hybrid``: the baseline that this schedule is, where the search found nothing faster.
-        search_failed: of policy ``hybrid``: why the search found no schedule at all.
-        measured_on: where the costs were measured; training on another machine says so.
+        seed: for policy ``random:SEED``.
+        proven_gap: for policy ``exact``: (iteration time / proven bound) - 1.
+        rule: for policy ``hybrid``: the baseline that this schedule is, if the search found nothing faster.
+        search_failed: for policy ``hybrid``: why the search found no schedule at all.
+        measured_on: where the costs were measured; a run on another machine warns.
         nvme: how the drive is read.
     """
 
@@ -224,7 +224,7 @@ class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Where the schedule comes from. Holds no time of day: the same inputs give the same bytes."""
+    """Where the schedule comes from. It holds no time of day, so the same inputs give the same bytes."""
 
     planner: str = ""
     options: PlanOptions = PlanOptions()
@@ -244,12 +244,12 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``zero_stage`` 1: whole parameters and gradients stay. 2: whole parameters stay, gradients are kept as each group
     says. 3: whole parameters come and go, gradients are kept as each group says.
 
-    ``rollback_bytes`` is host memory of each rank for optimizer states as they were before a step during the backward:
-    the host's optimizer steps a group as soon as its gradient is reduced, and again where the gradient norm says so.
-    Where it is left out the host's optimizer waits for the norm. States on the drive take none of it, and the drive
-    holds them twice.
+    ``rollback_bytes`` is host memory of each rank for the optimizer states from before a step during the backward. The
+    host's optimizer steps a group as soon as its gradient is reduced, and steps it again if the gradient norm requires
+    it. If the field is left out, the host's optimizer waits for the norm. States on the drive take none of this memory;
+    the drive holds them twice.
 
-    ``step_slots``: where it is left out, Megatron's host optimizer keeps a copy of all gradients in host memory.
+    ``step_slots``: if it is left out, Megatron's host optimizer keeps a copy of all gradients in host memory.
     """
 
     schema_version: int
@@ -269,23 +269,23 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def unshards(self) -> list[Unshard]:
-        """Of all pipeline ranks."""
+        """The unshards of all pipeline ranks."""
         return [action for rank in self.ranks for action in rank.unshards]
 
     @property
     def uses_drive(self) -> bool:
-        """Whether a run has to say where its drive is."""
+        """Whether the schedule uses the drive, so that a run has to name a directory on it."""
         return "nvme" in {group.states_rest for group in self.groups}.union(*(entry.to for entry in self.publish))
 
 
 def files_of(path) -> list[Path]:
-    """The file, or the JSON files in the directory ``path``, those that are named by numbers in their order.
+    """The file ``path``, or the JSON files in the directory ``path``. Files named by numbers are in numeric order.
 
     Raises:
-        InputError: a directory without any.
+        InputError: the directory has no such file.
     """
     path = Path(path)
-    if not os.path.isdir(path):  # which a name that is too long does not end
+    if not os.path.isdir(path):  # Path.is_dir raises if the name is too long
         return [path]
     found = sorted(path.glob("*.json"), key=lambda file: (int(file.stem) if file.stem.isdecimal() else 0, file.name))
     if not found:
@@ -294,8 +294,8 @@ def files_of(path) -> list[Path]:
 
 
 def decode(path) -> Schedule:
-    """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`. Of a directory, the
-    file for the most micro-batches."""
+    """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`. From a directory, read
+    the file for the most micro-batches."""
     path = files_of(path)[-1]
     return json_files.load(path, Schedule, versioned="user_defined_schedule")
 

@@ -1,4 +1,4 @@
-"""Checks which schedules may train: every use of a group comes after a finished gather of this iteration
+"""Checks whether a schedule may train: every use of a group must follow a finished gather of the same iteration
 ([Note: Life of a group within one iteration] in ``action_checks.py``)."""
 
 from megatron_ext.formats.checks import Checker
@@ -19,7 +19,7 @@ def load(path) -> Schedule:
     """Read and validate a schedule file.
 
     Raises:
-        InputError: in one line that names file, field and value.
+        InputError: one line that names file, field and value.
     """
     return validate(decode(path), file=path)
 
@@ -28,8 +28,8 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
     """Check everything that can be checked without the workload, and return the schedule.
 
     Raises:
-        InvalidSchedule: at the first action that could compute on parameters that are not
-            whole and fresh, exceed a limit, or differ from Megatron's order of steps.
+        InvalidSchedule: at the first place at which the schedule computes on parameters that are not
+            whole and fresh, exceeds a limit, or differs from Megatron's order of steps.
     """
     check, parallel = Checker(file, InvalidSchedule), schedule.parallel
     parallel.check(file=file)
@@ -42,7 +42,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
         check.refuse(said, "ranks", len(schedule.ranks))
     number = 2 * parallel.vp * parallel.num_microbatches
     for index, rank in enumerate(schedule.ranks):
-        if len(rank.steps) < number:  # before the order is computed: a small file must be refused in little time
+        if len(rank.steps) < number:  # before the order is computed: refuse a small file quickly
             check.refuse(f"expected {number} steps", f"ranks[{index}].steps", len(rank.steps))
     expected = steps_of_ranks(parallel)
     for index, rank in enumerate(schedule.ranks):
@@ -117,7 +117,7 @@ def _check_publish(schedule: Schedule, check: Checker) -> dict[int, set[str]]:
 
 
 def _check_host_copies(schedule: Schedule, check: Checker) -> None:
-    """Copies need as many replicas on one node as on another, and memory."""
+    """Host copies need the same number of replicas on every node, and memory within ``limits.pinned_host_bytes``."""
     try:
         check_spread(schedule.parallel)
     except InputError as error:
