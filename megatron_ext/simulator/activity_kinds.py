@@ -1,4 +1,4 @@
-"""Kinds of activities as small integers: compute, and one for each link of a rank."""
+"""Kinds of activities as small integers: one for compute and one for each link of a rank."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ CURVES = {
     REDUCE: "reduce",
     HOST_STEP: "host_step",
 }
-"""The curve of the cost table that says how long a link's activity takes."""
+"""Kind -> the curve of the cost table that gives its time."""
 
 OTHER_LINK = {GPU: CPU, CPU: GPU}
 """The two links of a device that gathers can occupy at the same time."""

@@ -1,4 +1,5 @@
-"""What the host's optimizer steps during the backward, by group, or during the next iteration: for the engine."""
+"""The host's steps that run during the backward (by group) or during the next iteration, as the engine simulates
+them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,9 +12,9 @@ from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 
 class EarlyUnit(NamedTuple):
-    """The step of one group. ``us``: with the copy of its states, of ``saved_bytes``, or during the reads and writes
-    of its states on the drive; ``spared_us``, ``spared_drive_us``: what the optimizer and the drive need not do at the
-    end."""
+    """The host's step of one group during the backward. ``us`` includes the copy of its states, of ``saved_bytes``, or
+    the reads and writes of its states on the drive. ``spared_us`` and ``spared_drive_us`` are the times that it saves
+    the optimizer and the drive at the end. ``visits``: the step follows this number of reduces."""
 
     bytes: int
     us: float
@@ -24,15 +25,16 @@ class EarlyUnit(NamedTuple):
 
 
 class EarlySteps(NamedTuple):
-    """Units by group, and the memory of each rank for copies of states."""
+    """Units by group, and the bytes of each rank for copies of states."""
 
     units: dict[int, EarlyUnit]
     rollback_bytes: int
 
 
 class DelayedStep(NamedTuple):
-    """The host's step of one rank during the next iteration, of ``us``: the longer of ``step_us`` and ``drive_us``, in
-    which its states pass to the drive and back. What the optimizer takes between the two takes ``rest_us``."""
+    """The host's step of one rank during the next iteration. It takes ``us``, the longer of ``step_us`` and
+    ``drive_us``; in the latter its states pass to the drive and back. ``rest_us`` is the optimizer's time that remains
+    between the two iterations."""
 
     bytes: int
     step_us: float
@@ -45,11 +47,12 @@ class DelayedStep(NamedTuple):
 
 
 def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float] = ()) -> list[DelayedStep]:
-    """By pipeline rank; empty where updates are not delayed, or the table does not know the host's step.
+    """The delayed step of each pipeline rank; empty if updates are not delayed, or if the table has no times of the
+    host's step.
 
-    The gradients' copy to the host is a part of the host's step that stays between two iterations. There the new
-    parameters are copied to the shards as well. Where states rest on the drive, ``states_us`` is how long they pass to
-    it and back on each rank, during the step; that this slows gathers by route ``nvme`` is left out.
+    The copy of gradients to the host is a part of the host's step that stays between two iterations. New parameters are
+    copied to the shards there as well. If states rest on the drive, ``states_us`` is the time in which they pass to it
+    and back on each rank, during the step. The simulation does not model that this slows gathers by route ``nvme``.
     """
     if not workload.optimizer.delayed or not timing.knows_host_step():
         return []
@@ -64,7 +67,8 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
 
 
 def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlySteps | None:
-    """Of a schedule whose optimizer steps during the backward; None where it waits, or the table does not know it."""
+    """The steps during the backward of a schedule; None if its optimizer waits for the gradient norm, or if the table
+    has no times of the host's step."""
     if schedule.rollback_bytes is None or not timing.knows_host_step():
         return None
     cast = schedule.step_slots.cast if schedule.step_slots is not None else "host"
@@ -74,7 +78,7 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
             size = workload.parallel.as_dense(group.bytes, group.ranks)
             step_us = timing.host_step_us(size, cast)
             if group.states_rest == "nvme" and schedule.state_slots is not None:
-                # Beside the step of one slot the drive writes the last and reads the next.
+                # While one slot is stepped, the drive writes the previous one and reads the next one.
                 drive_us = timing.states_us(states_on_drive_bytes([group], workload), schedule.state_slots.slot_bytes)
                 us = max(step_us, drive_us)
             else:

@@ -11,19 +11,20 @@
   all-gathers and those of shards from host memory have communicators of their own. All share the links.
 * Messages between stages are one queue for each pair of ranks. Two stages on one rank need no message.
 * Activities that overlap slow each other down by the measured slowdowns. At every event the rates of the rank are set
-  anew, so a short overlap costs little.
+  again, so a short overlap costs little.
 * Gradients of a group are reduced as soon as the last backward of its chunk has passed the lowest layer that uses it,
-  as ``overlap_grad_reduce`` does. Those that come and go are reduced behind the backward steps that the schedule says.
-  The thread then waits for the one before, because its whole gradient is freed; where a gradient is allocated alone, it
-  waits before that. What is added up in host memory is
-  copied there in the direction in which groups are published, and added by the host.
-* What moves bytes in host memory shares its bandwidth (:mod:`megatron_ext.simulator.host_memory_link`).
+  as ``overlap_grad_reduce`` does. Whole gradients that come and go are reduced after the backward steps that the
+  schedule names. Before such a reduce the thread waits for the previous one, whose whole gradient is then freed. If a
+  gradient is allocated alone, the thread waits before the allocation. Gradients that are added up in host memory are
+  copied there over the link on which groups are published, and added by the host.
+* Activities that move bytes in host memory share its bandwidth (:mod:`megatron_ext.simulator.host_memory_link`).
 * The optimizer step starts when every rank has reduced its gradients, because the gradient norm needs all of them.
   Time 0 is the end of the previous optimizer step.
-* Where the host's optimizer steps during the backward, it takes one group after another as their gradients are reduced,
-  until its rank has reduced all. The step at the end is shorter by what these steps have done, and waits for the last.
-* Where updates are delayed, the host steps on the gradients of the iteration before once the parameters are published.
-  Then the optimizer between two iterations waits for that step, and has that much less to do.
+* If the host's optimizer steps during the backward, it steps one group after another as their gradients are reduced,
+  until its rank has reduced all gradients. The step at the end waits for the last of these steps, and is shorter by
+  their work.
+* If updates are delayed, the host steps on the gradients of the previous iteration once the parameters are published.
+  The optimizer between two iterations then waits for that step, and is shorter by its work.
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
 """
 
@@ -52,22 +53,22 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
 _ACTIVITY, _ARRIVE, _THREAD = range(3)
-"""Events: an activity ends, a message arrives, a thread goes on after a call."""
+"""Events: an activity ends, a message arrives, a thread continues after a call."""
 
 
 class Engine:
     """Runs the programs of all ranks through one iteration; see the note above.
 
     Args:
-        programs: one a pipeline rank.
-        workload, timing: what is trained, and on what.
+        programs: one per pipeline rank.
+        workload, timing: what is trained, and the durations of its activities.
         publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
         trace: keep every interval as an event of the trace.
         early: groups that the host's optimizer steps during the backward, or None.
         delayed: by pipeline rank, its step during the next iteration; empty where none is delayed.
         states_us: by pipeline rank, how long optimizer states on the drive are read and written during the step.
-        optimizer_us: by pipeline rank, the optimizer's step, the part of it that none during the backward spares, and
-            the host's steps of groups in it.
+        optimizer_us: by pipeline rank, the time of the optimizer's step, of the part of it that no step during the
+            backward can spare, and of the host's steps of groups in it.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Engine:
             self._run_thread(rank)
             self._set_rates(rank)
         heap = self.heap
-        # ends: every activity and message is pushed when it begins, and an activity again where a rate changes;
-        # rates change only where one begins or ends, and the program of a rank begins finitely many.
+        # ends: every activity and message is pushed when it begins, and an activity again when its rate changes. Rates
+        # change only when an activity or message begins or ends, and the program of a rank begins finitely many.
         while heap:
             time, _, event, subject, version = heappop(heap)
             if event == _ACTIVITY:
@@ -151,7 +152,7 @@ class Engine:
     # -- the training thread ------------------------------------------------------------------
 
     def _run_thread(self, rank: RankState) -> None:
-        """Let the thread of ``rank`` go on until it computes, waits, or has done all steps."""
+        """Let the thread of ``rank`` continue until it computes, waits, or has done all steps."""
         while True:  # ends: each turn takes up the next step or returns
             operations = rank.operations
             while rank.position < len(operations):  # ends: _run_operation raises the position or returns False
@@ -167,13 +168,13 @@ class Engine:
                 return
             rank.operations = rank.program.steps[rank.index][3]
             if not self._has_input(rank):
-                rank.operations = ()  # _message_arrived goes on from here
+                rank.operations = ()  # _message_arrived continues from here
                 return
             if rank.first_start < 0:
                 rank.first_start = self.now
 
     def _run_operation(self, rank: RankState, operation: tuple) -> bool:
-        """Run one operation of a step; False where the thread has to stop for now."""
+        """Run one operation of a step; returns False if the thread has to stop for now."""
         code = operation[0]
         if code == RUN:
             rank.position += 1
@@ -221,7 +222,7 @@ class Engine:
         transport_ended(self, rank, kind, activity, lasted)
 
     def gather_ended(self, rank: RankState, gather: Gather) -> None:
-        """The group is whole; the thread goes on if it has waited for it."""
+        """The group is whole; the thread continues if it has waited for the group."""
         gather.done, gather.end_us = True, self.now
         if rank.blocked_on >= 0 and rank.program.gathers[rank.blocked_on] is gather:
             waited = self.now - rank.blocked_since
@@ -233,7 +234,7 @@ class Engine:
             self._run_thread(rank)
 
     def host_stepped(self, rank: RankState, name: str, begin: float, step_us: float, drive_us: float) -> None:
-        """The host has stepped groups, and meanwhile the drive has read and written states."""
+        """The host has stepped groups. In the same time the drive has read and written states."""
         rank.busy[NVME] += drive_us
         if step_us > 0:
             self.record(rank, "host_step", name, begin, step_us)
@@ -241,7 +242,7 @@ class Engine:
             self.record(rank, KINDS[NVME], f"states {name}", begin, drive_us)
 
     def gradient_freed(self, rank: RankState) -> None:
-        """A gradient that comes and goes is reduced, and copied if it is added up on the host: its whole is freed."""
+        """A gradient that comes and goes is reduced (and copied, if it is added up on the host): free the whole one."""
         rank.whole_gradient = False
         if rank.settling or rank.steps_done:
             self.record(rank, "reduce_wait", "a gradient", rank.blocked_since, self.now - rank.blocked_since)
@@ -265,7 +266,7 @@ class Engine:
                 self.step_optimizer(other, self.now)
 
     def step_optimizer(self, rank: RankState, begin: float) -> None:
-        """The norm is known, and no step during the backward runs any more: all that is left is stepped."""
+        """The norm is known, and no step during the backward is running: step everything that is left."""
         begin = max(begin, rank.norm_at)
         all_us, least_us, step_us = self.optimizer_us[rank.pp_rank]
         drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0
@@ -306,7 +307,7 @@ class Engine:
                 self._send(rank, receiver, slot)
 
     def _send(self, sender: RankState, receiver: RankState, slot: int) -> None:
-        # A message is short: its slowdown is that of the moment at which it leaves.
+        # A message is short: it has the slowdown of the moment at which it leaves.
         slowing, active = self.slowdowns.slowing(P2P, self.workload.p2p_bytes), sender.active
         excess = sum(excess / beside.slack for other, excess in slowing if (beside := active[other]) is not None)
         us = self.timing.p2p_us * (1.0 + excess)
@@ -314,7 +315,7 @@ class Engine:
         start = max(self.now, self.edge_free.get(edge, 0.0))
         self.edge_free[edge] = start + us
         sender.busy[P2P] += us
-        if self.events is not None:  # names are made for a trace alone: most simulations keep none
+        if self.events is not None:  # only a trace needs names, and most simulations keep none
             self.record(sender, "p2p", f"to {receiver.pp_rank}", start, us)
         self._push_message(start + us, sender, receiver, slot)
 
@@ -323,7 +324,7 @@ class Engine:
         self._push(arrival, _ARRIVE, (sender, receiver, slot))
 
     def _count_messages(self, more: int, *ranks: RankState) -> None:
-        """Messages that are on their way, of either end."""
+        """Change the number of messages on their way at both ends."""
         for rank in ranks if self.messages_disturb else ():
             rank.messages += more
             self._set_rates(rank)
@@ -344,8 +345,8 @@ class Engine:
     # -- rates ------------------------------------------------------------------------------
 
     def _set_rates(self, rank: RankState) -> None:
-        """Set the rates of everything that runs on ``rank`` to what runs beside it, and to what of host memory it
-        gets. Most of the time that a simulation takes is spent here."""
+        """Set the rate of every activity on ``rank`` from the activities that run at the same time and from its share
+        of host memory. A simulation spends most of its time here."""
         active, memory, speed, now = rank.active, self.host_memory, 1.0, self.now
         running = [activity for activity in active if activity is not None]
         if memory is not None:
@@ -363,7 +364,7 @@ class Engine:
                     elif other == P2P and rank.messages:
                         slower += excess
                 rate /= slower
-            if activity.slack > 1.0:  # the drive goes on meanwhile
+            if activity.slack > 1.0:  # only the part that does not wait for the drive is slowed
                 rate = min(rate * activity.slack, 1.0)
             if rate == activity.rate:
                 continue

@@ -1,4 +1,4 @@
-"""The engine as its parts see it."""
+"""The interface of the engine that links use."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,7 +1,8 @@
-"""Host memory as a link: what copies, publishing, adding and stepping on the host move in it, and what they share.
+"""Host memory as a link: the bytes that copies, publishing, adding and stepping on the host move, and how they share
+it.
 
-Where the activities of a rank ask for more than its share of the bandwidth, each gets the same part of what it asks
-for.
+If the activities of a rank ask for more than its share of the bandwidth, each gets the same part of the rate that it
+asks for.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,15 @@ from megatron_ext.simulator.rank_state import Activity
 from megatron_ext.workload.workload import Workload
 
 STEP_BYTES = 36
-"""Of one 16-bit parameter: the gradient arrives and is read, three states are read and written, the new parameter is
-written and leaves."""
+"""Bytes that the step of one 16-bit parameter moves: the gradient arrives and is read, three states are read and
+written, the new parameter is written and leaves."""
 
 
 class HostMemoryLink:
     """One rank's share of host memory.
 
     Attributes:
-        publish_passes: by group, bytes that publishing moves for each byte of a shard; 1 of those that are not there.
+        publish_passes: by group, bytes that publishing moves for each byte of a shard; 1 for groups that are missing.
     """
 
     def __init__(self, workload: Workload, bytes_per_us: float):
@@ -29,10 +30,10 @@ class HostMemoryLink:
         self._shard, self._gradient = 1 / dp, settings.gradient_item_bytes / 2 / dp
 
     def rate(self, kind: int, item, size_bytes: int, us: float) -> float:
-        """Bytes that an activity moves in a microsecond while nothing slows it."""
+        """Bytes per microsecond that an activity moves while nothing slows it."""
         if not us:
             return 0.0
-        if kind == CPU:  # a part of a shard is as fast as the whole of it
+        if kind == CPU:  # a piece of a shard has the rate of the whole shard
             return item.shard_bytes / item.shard_us if item.shard_us else size_bytes / us
         if kind == NVME:
             return size_bytes / us
@@ -44,8 +45,9 @@ class HostMemoryLink:
         return size_bytes * 3 * self._gradient / us if kind == HOST_ADD else 0.0
 
     def speed(self, running: Sequence[Activity]) -> float:
-        """The part of what activities ask for together that each of them gets. What waits for a drive asks for more
-        while it moves bytes; where it waits nevertheless, it takes what it needs, and the others share the rest."""
+        """The fraction of its rate that each running activity gets. An activity that waits for a drive asks for a
+        higher rate while it moves bytes. If it has to wait for the drive even so, it takes what it needs and the others
+        share the rest."""
         left, asked = self.bytes_per_us, sum(activity.memory * activity.slack for activity in running)
         for activity in running:
             if activity.slack > 1.0 and left * activity.slack >= asked:
@@ -54,6 +56,6 @@ class HostMemoryLink:
 
 
 def host_memory_link(workload: Workload, table: CostTable) -> HostMemoryLink | None:
-    """None where the table does not say what host memory carries."""
+    """The link for one rank; None if the table has no bandwidth of host memory."""
     memory = table.host_memory
     return HostMemoryLink(workload, memory.bytes_per_s / 1e6) if memory is not None else None

@@ -1,4 +1,4 @@
-"""The links of one simulated rank: queues in issue order, and what starts when something ends."""
+"""The links of one simulated rank: queues in issue order, and what starts when an activity ends."""
 
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP, NVME, PUBLISH, REDUCE
@@ -8,8 +8,8 @@ from megatron_ext.simulator.rank_state import Activity, RankState
 
 
 def issue_gather(engine: EngineView, rank: RankState, gather: Gather) -> None:
-    """Put an unshard into the queue of its first link. A staged group leaves its slot over the host copies' link, and
-    a shard in host memory comes over it before the all-gather."""
+    """Put an unshard into the queue of its first link. For a staged group and for a shard in host memory that is the
+    link of host copies: the former leaves its slot over it, the latter crosses it before the all-gather."""
     gather.issued_us = engine.now
     link = GPU if gather.route == GPU else CPU
     rank.queues[link].append(gather)
@@ -29,8 +29,9 @@ def issue_reduce(engine: EngineView, rank: RankState, operation: tuple) -> None:
 def serve(engine: EngineView, rank: RankState, kind: int) -> None:
     """Start the head of a link's queue if the link is idle and nothing holds the head back.
 
-    A ``cpu`` gather waits until its group is published, a ``nvme`` gather until it is staged in, a stage-in until its
-    slot is empty, and what goes over a data-parallel communicator until everything issued to it before has ended.
+    A ``cpu`` gather waits until its group is published, a ``nvme`` gather until its group is staged in, and a stage-in
+    until its slot is empty and its group is published. A collective over a data-parallel communicator waits until
+    everything that was issued to the communicator before has ended.
     """
     if rank.active[kind] is not None or not rank.queues[kind]:
         return
@@ -67,7 +68,8 @@ def serve(engine: EngineView, rank: RankState, kind: int) -> None:
 
 
 def _leg(gather: Gather, kind: int) -> tuple[int, float]:
-    """Bytes and microseconds of a part of ``cpu_shard``: over each link two legs, of one piece and of all others."""
+    """Bytes and microseconds of the next leg of ``cpu_shard`` over link ``kind``. Each link has two legs: one piece,
+    and all other pieces."""
     size, us = (gather.shard_bytes, gather.shard_us) if kind == CPU else (gather.bytes, gather.us)
     if gather.pieces == 1:
         return size, us
@@ -77,8 +79,8 @@ def _leg(gather: Gather, kind: int) -> tuple[int, float]:
 
 
 def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gather) -> None:
-    """Start the next leg of ``cpu_shard``: what is copied is gathered while the rest is copied, the last piece after
-    the last copy."""
+    """Start the next leg of ``cpu_shard``. Pieces that are copied are gathered while the others are copied; the last
+    piece is gathered after the last copy."""
     legs = 1 if gather.pieces == 1 else 2
     if kind == CPU:
         gather.copied += 1
@@ -99,8 +101,8 @@ def _shard_leg_ended(engine: EngineView, rank: RankState, kind: int, gather: Gat
 
 
 def _added_up(engine: EngineView, rank: RankState, group: int, *, freed: bool = False) -> None:
-    """A gradient is reduced, and added up where it rests; behind its last reduce the host steps the group, where copies
-    of its states have room. ``freed``: its whole is freed now."""
+    """A gradient is reduced and added up in the place where it rests. After its last reduce the host steps the group,
+    if there is room for copies of its states. ``freed``: the whole gradient is freed now."""
     rank.reducing -= 1
     if freed:
         engine.gradient_freed(rank)
@@ -115,7 +117,7 @@ def _added_up(engine: EngineView, rank: RankState, group: int, *, freed: bool = 
 
 
 def delay_step(engine: EngineView, rank: RankState) -> None:
-    """The host makes the step of a delayed update, once the parameters before it are published."""
+    """Start the host's step of a delayed update, once the parameters from before it are published."""
     if engine.delayed and len(rank.published) == len(engine.publish[rank.pp_rank]):
         step = engine.delayed[rank.pp_rank]
         rank.queues[HOST_STEP].append((-1, step.bytes, step.us, step.step_us, step.drive_us))
@@ -123,7 +125,7 @@ def delay_step(engine: EngineView, rank: RankState) -> None:
 
 
 def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
-    """Take memory for the copy of a group's states, where there is enough of it."""
+    """Take memory for the copy of a group's states. Returns whether there was enough."""
     assert engine.early is not None
     unit = engine.early.units[group]
     if rank.early_bytes + unit.saved_bytes > engine.early.rollback_bytes:
@@ -135,7 +137,7 @@ def _has_room(engine: EngineView, rank: RankState, group: int) -> bool:
 
 
 def _name_of(kind: int, item) -> str:
-    """Of a transport, in a trace."""
+    """The name of a transport in a trace."""
     if kind in (GPU, CPU):
         return str(item.group)
     if kind in (NVME, REDUCE):
@@ -144,14 +146,14 @@ def _name_of(kind: int, item) -> str:
 
 
 def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Activity, lasted: float) -> None:
-    """Start what has waited for this transport."""
+    """Start the activities that have waited for this transport."""
     item = activity.item
     if kind == HOST_STEP:
         *_, us, step_us, drive_us = item
         step_us, name = lasted / us * step_us if us else 0.0, "delayed" if engine.delayed else str(item[0])
         rank.busy[HOST_STEP] += step_us - lasted
         engine.host_stepped(rank, name, activity.started, step_us, drive_us)
-    elif engine.events is not None:  # names are made for a trace alone: most simulations keep none
+    elif engine.events is not None:  # only a trace needs names, and most simulations keep none
         begin = item.issued_us if kind == GPU and item.flat else activity.started  # as a run records it
         engine.record(rank, KINDS[kind], _name_of(kind, item), begin, engine.now - begin)
     if kind in (GPU, CPU):
@@ -187,7 +189,7 @@ def transport_ended(engine: EngineView, rank: RankState, kind: int, activity: Ac
         rank.communicator_of(item[1]).popleft()
         serve(engine, rank, GPU)
         _added_up(engine, rank, item[1], freed=item[0] == REDUCE_VISIT)
-    elif kind == HOST_ADD:  # one gradient at a time; the optimizer waits for the last
+    elif kind == HOST_ADD:  # one gradient is added at a time; the optimizer waits for the last one
         _added_up(engine, rank, item[0])
     elif kind == HOST_STEP:
         rank.stepped = bool(engine.delayed)

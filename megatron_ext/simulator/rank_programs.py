@@ -1,8 +1,8 @@
-"""A schedule as the engine runs it: every step a short list of operations with durations.
+"""A schedule as the engine runs it: every step is a short list of operations with durations.
 
 Operations are tuples whose first item is one of RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE. A step is
-cut at the layers where a group arrives, an action stands, gradients are complete or one is allocated alone; layers
-between two cuts run as one.
+cut at every layer at which a group is needed, an action is placed, gradients become complete, or a gradient is
+allocated alone. The layers between two cuts run as one operation.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from megatron_ext.workload.workload import Workload
 RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE = range(7)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
 slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
-``to_host`` is None or says what is copied to host memory and added there: bytes, as of a dense group, and what both
-take; ``(SETTLE,)`` waits for the last of them."""
+``to_host`` is None or (bytes as of a dense group, us of the copy to host memory, us of the addition there);
+``(SETTLE,)`` waits for the last of these reduces."""
 
 
 class Gather:
     """One unshard of one group: the engine's unit of work on a link.
 
-    ``flat``: one all-gather over the communicator that the group's gradients are reduced over, too. ``shard_bytes`` and
-    ``shard_us``: the copies of ``cpu_shard``, of which the first of ``pieces`` is copied before anything is gathered,
-    and the last is gathered when everything is copied. ``copied`` and ``gathered``: legs over each link that have
-    ended.
+    ``flat``: it is one all-gather over the communicator over which the group's gradients are reduced as well.
+    ``shard_bytes`` and ``shard_us``: the copies of ``cpu_shard``. The first of its ``pieces`` is copied before anything
+    is gathered, and the last is gathered when everything is copied. ``copied`` and ``gathered``: the number of legs
+    over each link that have ended.
     """
 
     __slots__ = (
@@ -74,7 +74,7 @@ def rank_programs(schedule: Schedule, workload: Workload, timing: Timing) -> lis
 
 
 SHARD = -1
-"""In place of a link's kind: a gather by ``cpu_shard``, over two links one after the other."""
+"""Used in place of a link's kind for a gather by ``cpu_shard``, which uses two links one after the other."""
 
 
 def _link_of(kind: RouteKind) -> int:
@@ -111,7 +111,7 @@ def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
 
     rank = schedule.ranks[pp_rank]
     program.start = [stage(a) for a in rank.start.stage_in] + [gather(a, -1) for a in rank.start.unshard]
-    program.start += [(WAIT, number) for _, number in waits.pop(-1, ())]  # before the first step, by no schedule file
+    program.start += [(WAIT, number) for _, number in waits.pop(-1, ())]  # waits before the first step
     whole = [(((RUN, sum(times.forward)),), ((RUN, sum(times.backward)),)) for times in timing.layers[pp_rank]]
     reduces = _reduces(groups, spans, workload, timing, pp_rank, steps)
     for index, (entry, step) in enumerate(zip(rank.steps, steps)):
@@ -143,7 +143,7 @@ def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
 
 
 def _run_between(cuts: dict[int, list[tuple]], layers: Sequence[float]) -> tuple[tuple, ...]:
-    """The operations of a step: those at its cuts, and the layers between two cuts as one."""
+    """The operations of a step: the operations at its cuts, and one RUN for the layers between two cuts."""
     operations: list[tuple] = []
     position = 0
     for cut in sorted(cuts):
@@ -159,9 +159,9 @@ def _run_between(cuts: dict[int, list[tuple]], layers: Sequence[float]) -> tuple
 def _reduces(
     groups, spans, workload: Workload, timing: Timing, pp_rank: int, steps
 ) -> dict[int, list[tuple[int, tuple]]]:
-    """By backward step: ``(lowest layer that uses the group, its operation)``, in the order in which gradients become
-    complete; and the highest layer of a group with what is waited for before it. Whole gradients are reduced in the
-    last backward of their chunk."""
+    """By backward step, pairs (layer, operation) in the order in which the step runs. A reduce has the lowest layer
+    that uses its group, at which the gradient becomes complete. A SETTLE has the highest layer of a group that is
+    allocated alone. Gradients that stay whole are reduced in the last backward of their chunk."""
     backwards: dict[int, list[int]] = {}
     for index, step in enumerate(steps):
         if step.kind == "B":

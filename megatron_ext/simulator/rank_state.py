@@ -1,4 +1,4 @@
-"""What the engine knows of one pipeline rank, and of one activity on it."""
+"""The state of one pipeline rank in the engine, and of one activity on it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_ext.simulator.rank_programs import RankProgram
 
 
 class Activity:
-    """Work in progress on one link (or the compute) of one rank, at a rate that overlaps change.
+    """Work in progress on one link (or the compute) of one rank. Overlapping activities change its rate.
 
-    ``remaining`` is what is left in microseconds of the activity running alone; ``rate`` is how much of that passes in
-    a microsecond. ``memory``: bytes that it moves in host memory in a microsecond alone. ``slack``: how many times as
-    long it takes alone as what others slow, because it waits for a drive.
+    ``remaining`` is the time that is left, in microseconds of the activity running alone. ``rate`` is how much of that
+    passes per microsecond. ``memory``: bytes per microsecond that it moves in host memory when it runs alone.
+    ``slack``: its time alone divided by the part that other activities can slow; the rest is waiting for a drive.
     """
 
     __slots__ = (
@@ -35,23 +35,24 @@ class RankState:
 
     Attributes:
         index, position: the step in progress, and the next operation in it.
-        active, queues, busy: by kind: the activity in progress, what waits for it to end, and the busy time so far.
+        active, queues, busy: by kind: the activity in progress, the activities that wait for it to end, and the busy
+            time so far.
         blocked_on: number of the gather that compute waits for; -1 for none.
-        messages: messages to or from other ranks that are on their way.
-        communicators: of dense groups and of experts, kinds of what was issued to the data-parallel communicator and
-            has not ended, in issue order.
-        visits: by group, reduces of a gradient that comes and goes so far.
+        messages: number of messages to or from other ranks that are on their way.
+        communicators: for dense groups and for experts, the kinds of collectives that were issued to the data-parallel
+            communicator and have not ended, in issue order.
+        visits: by group, the number of reduces so far of a gradient that comes and goes.
         whole_gradient, settling: whether a gradient that comes and goes is on its way to its shard, and whether the
             thread waits for it.
-        early_bytes: copies of states that steps during the backward have taken so far.
-        early_us: what the host's optimizer need not do at the end because of them; when it has ended, by how much it is
-            shorter because of them or of a delay.
-        early_drive_us: what the drive need not do then.
-        memory_full, memory_full_us, memory_since: whether activities ask for more than host memory carries, for how
-            long they have, and since when either is so.
-        optimizer_us: what the optimizer takes at the end.
+        early_bytes: bytes that steps during the backward have taken for copies of states so far.
+        early_us: time that these steps save the host's optimizer at the end. When the optimizer has ended: the time by
+            which these steps or a delay have shortened it.
+        early_drive_us: time that these steps save the drive at the end.
+        memory_full, memory_full_us, memory_since: whether activities now ask for more than host memory carries, how
+            long they have done so in all, and since when ``memory_full`` has its value.
+        optimizer_us: time that the optimizer takes at the end.
         stepped: the step of a delayed update has ended.
-        norm_at: when the gradient norm was known while such a step still ran; -1 before.
+        norm_at: when the gradient norm was known; -1 before.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class RankState:
         self.memory_full_us = self.memory_since = self.optimizer_us = 0.0
 
     def communicator_of(self, group: int) -> deque[int]:
-        """That of the ranks which share the group's shards."""
+        """The communicator of the ranks that share the group's shards."""
         return self.communicators[group in self.program.experts]
 
     @property

@@ -1,4 +1,4 @@
-"""How long an iteration takes by a schedule: one function from workload, cost table and schedule to a result."""
+"""Simulates one iteration: one function from workload, cost table and schedule to a result."""
 
 from typing import NamedTuple
 
@@ -25,14 +25,14 @@ class Result(NamedTuple):
     """One simulated iteration. Times are microseconds, from the end of one optimizer step to
     the end of the next.
 
-    ``exposed_us``: by pipeline rank, compute steps waiting for groups; ``group_exposed_us``
-    the same by group. ``busy_us``: by link, the largest over ranks; of ``host_memory`` the time in
-    which it was full, of ``launches`` what the training thread takes. ``gather_us``: the largest over ranks of the
-    summed time of all its gathers. ``peak_bytes``: ``device`` by pipeline
-    rank, ``pinned_host`` by node, ``staging`` by pipeline rank. ``memory``: the memory bill by pipeline
-    rank, where it was asked for. ``left_out`` names what the cost table does not know. ``hidden_step_us``: by pipeline
-    rank, by how much the host's optimizer step is shorter than one that waits, because of its steps during the
-    backward or the next iteration; ``early_bytes``: of copies of states for these. Both are empty where there are none.
+    ``exposed_us``: by pipeline rank, the time for which compute steps wait for groups; ``group_exposed_us``: the same
+    by group. ``busy_us``: by link, the largest over ranks; for ``host_memory`` the time in which it was full, for
+    ``launches`` the time of the training thread. ``gather_us``: the largest over ranks of the summed time of all its
+    gathers. ``peak_bytes``: ``device`` by pipeline rank, ``pinned_host`` by node, ``staging`` by pipeline rank.
+    ``memory``: the memory bill by pipeline rank, if it was asked for. ``left_out`` names the figures that the cost
+    table lacks. ``hidden_step_us``: by pipeline rank, the time by which steps during the backward or the next iteration
+    shorten the host's optimizer step at the end. ``early_bytes``: by pipeline rank, the bytes of the copies of states
+    for steps during the backward. Both are empty if there are no such steps.
     """
 
     iteration_time_us: float
@@ -60,7 +60,7 @@ class Result(NamedTuple):
         return fields
 
     def as_text(self) -> str:
-        """The same for people, in milliseconds."""
+        """The figures as text for people, in milliseconds."""
         lines = [
             f"iteration    {self.iteration_time_us / 1e3:.3f} ms (at least {self.lower_bound_us / 1e3:.3f} ms by any "
             "schedule)",
@@ -77,7 +77,7 @@ class Result(NamedTuple):
         return "\n".join(lines)
 
     def predicted(self, baselines_us: dict[str, float] | None = None) -> Predicted:
-        """The same figures as they are stored in a schedule."""
+        """The figures as they are stored in a schedule."""
         return Predicted(
             iteration_time_us=self.iteration_time_us,
             exposed_us=self.exposed_us,
@@ -106,7 +106,7 @@ def run(
     Args:
         trace: keep every interval in ``Result.events``.
         bound_us: a time that no schedule can beat, stored next to the figures; see :mod:`megatron_ext.bounds`.
-        peaks: work out ``Result.peak_bytes``; a search that asks for times alone is faster without.
+        peaks: compute ``Result.peak_bytes``. A search that needs only times is faster without it.
     """
     programs = rank_programs(schedule, workload, timing)
     publish: list[list[tuple[int, int, float]]] = [[] for _ in programs]
@@ -136,7 +136,7 @@ def run(
         iteration_time_us=iteration_time,
         bubble_rate=1.0 - engine.ranks[longest].compute_us / spans[longest],
         exposed_us=tuple(rank.exposed for rank in engine.ranks),
-        # Rounding alone may put it above; more would be a wrong bound, and must show.
+        # Only rounding may put the bound above the time. A larger difference means a wrong bound, which must show.
         lower_bound_us=min(bound_us, iteration_time) if bound_us <= iteration_time * (1 + 1e-9) else bound_us,
         peak_bytes=_peak_bytes(schedule) if peaks else {},
         busy_us={link: us for link, us in busy.items() if us or link == KINDS[COMPUTE]},
@@ -159,7 +159,8 @@ def _peak_bytes(schedule: Schedule) -> dict[str, tuple[int, ...]]:
 
 
 def _states_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[float]:
-    """By pipeline rank, how long optimizer states pass to the drive and back; empty where none rests there."""
+    """By pipeline rank, the time in which optimizer states pass to the drive and back; empty if no states rest
+    there."""
     if schedule.state_slots is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""How long the optimizer's step takes by where groups are stepped: on the host, or on the device."""
+"""The time of the optimizer's step, depending on where groups are stepped: on the host or on the device."""
 
 from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -6,23 +6,23 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload, optimizer_bytes
 
 AROUND_ADD = 4 / 3
-"""Passes over a gradient in host memory for its norm (1), clipping (2) and zeroes (1), as a share of those that adding
-another to it takes."""
+"""Passes over a gradient in host memory for its norm (1), clipping (2) and zeroing (1), divided by the passes of adding
+another gradient to it (3)."""
 
 
 def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float, float]]:
-    """By pipeline rank, microseconds of the optimizer's whole step, and of the part that no step during the backward
-    spares: that of the groups whose states are on the device, and what is done with gradients in host memory. And of
-    its part that the run steps on the host, group by group.
+    """By pipeline rank, three times in microseconds: the optimizer's whole step; the part that no step during the
+    backward can spare (groups whose states are on the device, and work on gradients in host memory); and the part that
+    the run steps on the host, group by group.
 
-    Where the schedule says how the host steps, or some states are elsewhere, Megatron's own step of these groups is
-    replaced by the run's, or by the device's, each of them as one step. Megatron issues the device's step first and
-    then steps on the host, so on a GPU the two overlap; their sum is the cautious figure. A table that does not know
-    the device's step has all groups stepped on the host; ``device_step`` is then in ``left_out``.
+    If the schedule says how the host steps, or some states are elsewhere, Megatron's own step of these groups is
+    replaced by the run's step or by the device's step, each counted as one step. Megatron issues the device's step
+    first and then steps on the host, so on a GPU the two overlap. Their sum is the cautious figure. If the table has no
+    times of the device's step, all groups are counted as stepped on the host, and ``device_step`` is in ``left_out``.
 
-    Before a step on the device come its gradients that were added up in host memory, and after it the new shards go to
-    those that rest there; the host's step has both. Gradients that rest in host memory are normed, clipped and zeroed
-    by the processor.
+    Before a step on the device, gradients that were added up in host memory are copied to the device. After the step,
+    new shards that rest in host memory are copied there. The host's step includes both. The processor computes the norm
+    of gradients in host memory, clips them and zeroes them.
     """
     return [_of_rank(rank, schedule, workload, timing) for rank in range(workload.parallel.pp)]
 
@@ -56,11 +56,11 @@ def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timin
 
 
 def _around_us(group: Group, workload: Workload, timing: Timing) -> float:
-    """What the processor does with a gradient that rests in host memory before its step."""
+    """Microseconds of the norm, the clipping and the zeroing of a gradient that rests in host memory."""
     return AROUND_ADD * timing.to_host_us(gradient_bytes(group, workload))[1]
 
 
 def _moved_us(group: Group, timing: Timing) -> float:
-    """Copies between host memory and the device around a step on the device."""
+    """Microseconds of the copies between host memory and the device before and after a step on the device."""
     from_host = timing.from_host_us(group.bytes) if group.gradients == "host" else 0.0
     return from_host + (timing.shard_to_host_us(group.bytes) if group.shard_rests == "host" else 0.0)

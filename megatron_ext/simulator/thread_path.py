@@ -1,10 +1,11 @@
-"""How long the training thread takes to issue an iteration, whatever the device does meanwhile.
+"""The time that the training thread takes to issue an iteration, independent of the device.
 
 [Note: Two paths]
-On a device the training thread runs ahead: it launches the kernels of a layer while earlier ones compute. An iteration
-takes as long as the device's path or the thread's, whichever is longer. The thread's path is the launches of all steps,
-in the order of the pipeline and with its messages, then the calls of one rank (gathers, reduces) and its optimizer,
-which Megatron's Python visits tensor by tensor. A table that says nothing of launches has no such path.
+On a device the training thread runs ahead: it launches the kernels of a layer while earlier layers compute. An
+iteration takes as long as the device's path or the thread's path, whichever is longer. The thread's path is the
+launches of all steps, in the order of the pipeline and with its messages, plus the calls of one rank (gathers, reduces)
+and its optimizer, in which Megatron's Python visits the parameters tensor by tensor. Without launches in the cost table
+the thread's path is 0.
 """
 
 from collections.abc import Sequence
@@ -17,11 +18,12 @@ from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
 LAUNCHES = "launches"
-"""Its name among the links that are busy."""
+"""The name of the thread's path in ``busy_us``."""
 
 
 def least_thread_us(workload: Workload, timing: Timing) -> float:
-    """What the thread takes for all steps and the optimizer, by any schedule; 0 where the table does not say."""
+    """Microseconds of the thread for all steps and the optimizer under any schedule; 0 without launches in the
+    table."""
     if timing.launches is None:
         return 0.0
     if timing.launch_path_us is None:
@@ -30,19 +32,19 @@ def least_thread_us(workload: Workload, timing: Timing) -> float:
 
 
 def visits_us(workload: Workload, timing: Timing) -> float:
-    """The part of it in which the optimizer visits parameters."""
+    """Microseconds of the thread in which the optimizer visits parameters."""
     return timing.tensor_us * max(_tensors(workload, rank) for rank in range(workload.parallel.pp))
 
 
 def thread_us(schedule: Schedule, workload: Workload, timing: Timing, programs: Sequence[RankProgram]) -> float:
-    """What it takes by ``schedule``, lowered to ``programs``; 0 where the table does not say."""
+    """Microseconds of the thread under ``schedule``, lowered to ``programs``; 0 without launches in the table."""
     least_us = least_thread_us(workload, timing)
     return least_us and least_us + max(_calls_us(schedule, workload, timing, program) for program in programs)
 
 
 def _path_us(workload: Workload, timing: Timing) -> float:
-    """Of all steps, in the order of the pipeline. Where the device takes longer for every step, its path is the longer
-    one as well, and the busiest rank's own launches will do."""
+    """Microseconds of all launches in the order of the pipeline. If the device takes longer than the launches for every
+    step, the device's path is longer in any case, so the launches of the busiest rank alone are returned."""
     assert timing.launches is not None
     of_device = [[(sum(times.forward), sum(times.backward)) for times in rank] for rank in timing.layers]
     pairs = [(a, b) for ours, theirs in zip(timing.launches, of_device) for a, b in zip(ours, theirs)]
@@ -60,13 +62,13 @@ def _path_us(workload: Workload, timing: Timing) -> float:
 
 
 def _tensors(workload: Workload, pp_rank: int) -> int:
-    """Parameters that one rank's optimizer visits: its part of those of its pipeline rank."""
+    """The number of parameters that one rank's optimizer visits: its part of the parameters of its pipeline rank."""
     own = [parameter.expert for chunk in workload.chunks_of_rank(pp_rank) for parameter in chunk.parameters]
     return sum(-(-own.count(expert) // workload.parallel.ranks_of(expert)) for expert in (False, True))
 
 
 def _calls_us(schedule: Schedule, workload: Workload, timing: Timing, program: RankProgram) -> float:
-    """Gathers, and reduces, which every group has once or behind its visits."""
+    """Microseconds of the calls of gathers and reduces on one rank."""
     own = [group for group in schedule.groups if group.pp_rank == program.pp_rank]
     reduces = sum(group.reduces(workload.parallel.num_microbatches) for group in own)
     return sum(gather.call_us for gather in program.gathers) + reduces * timing.reduce_call_us

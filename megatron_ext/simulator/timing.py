@@ -1,4 +1,4 @@
-"""Durations that the engine needs of a cost table, each looked up once and kept; all in microseconds."""
+"""Durations that the engine needs from a cost table, in microseconds. Each is looked up once and kept."""
 
 import contextlib
 from functools import cache
@@ -16,11 +16,11 @@ from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, ON_HOST, SHARD_GA
 from megatron_ext.workload.workload import Chunk, Workload, expert_ranks
 
 PADDING_SHARE = 64
-"""Megatron's padding makes a group at most about this fraction larger than its parameters."""
+"""Megatron's padding makes a group larger than its parameters by at most about 1 / PADDING_SHARE."""
 
 
 class LayerTimes(NamedTuple):
-    """Alone-time of every layer of a chunk, by layer number."""
+    """Time of every layer of a chunk when it runs alone, by layer number."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -29,11 +29,12 @@ class LayerTimes(NamedTuple):
 class Timing:
     """Durations of one workload's activities on the machines of one cost table.
 
-    Every duration is what the activity takes alone; ``slowdowns`` says what overlapping
-    adds. ``left_out`` names what the table cannot say and the prediction therefore lacks.
+    Every duration is the time of the activity when it runs alone; ``slowdowns`` gives what overlapping
+    adds. ``left_out`` names the figures that the table, and therefore the prediction, lacks.
 
     Attributes:
-        ranks: that share the shards of the groups whose sizes are asked for; :meth:`among` gives those of others.
+        ranks: the number of ranks that share the shards of the groups. :meth:`among` returns the durations of groups
+            with another number.
 
     Raises:
         InputError: the table has no figure for something that every run needs.
@@ -63,8 +64,8 @@ class Timing:
             [self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)
         ]
         self.launches = self._launches()
-        """(forward, backward) of each chunk by pipeline rank: what the training thread takes to launch it; None where
-        the table does not say."""
+        """By pipeline rank and chunk, (forward, backward): the time of the training thread to launch it; None without
+        launches in the table."""
         self.launch_path_us: float | None = None  # kept by thread_path.py
         own = table.launches or Launches(reduce_us=0.0, tensor_us=0.0)
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
@@ -73,12 +74,13 @@ class Timing:
         """Points of the reduce's curve, by bytes of parameters."""
         said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
-        """How many times the reduce of a shard comes on top of the table's curve: there and back among instances."""
+        """How many times the reduce of a shard is added to the table's curve: two for the way among instances and
+        back."""
         needed = ["reduce", "optimizer"] + ["host_step"] * workload.optimizer.on_host
         self._left_out = (
             [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
         )
-        if self._apart and self.ranks == 1:  # its curve knows no other rank
+        if self._apart and self.ranks == 1:  # the curve was measured without other ranks
             self.leave_out("reduce")
         self.unshard_us, self.issue_us = cache(self._unshard_us), cache(self._issue_us)
         self.slowdowns = Slowdowns(table, self.costs)
@@ -94,7 +96,7 @@ class Timing:
 
     @property
     def kinds(self) -> tuple["Timing", ...]:
-        """Of dense groups and, where they are others, of experts."""
+        """The durations of dense groups and, if they differ, of experts."""
         return (self,) if self.experts is self else (self, self.experts)
 
     def among(self, ranks: int) -> "Timing":
@@ -117,17 +119,17 @@ class Timing:
         return LayerTimes(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
 
     def offers(self, route: str) -> bool:
-        """Whether the table says how long ``route`` takes.
+        """Whether the table has times for ``route``.
 
-        A shard can come from the host and be gathered where its parts were measured.
+        It has times for ``cpu_shard`` if both of its parts were measured.
         """
         if not kind_of(route).shard_from_host:
             return self.costs.offers(kind_of(route).curve)
         return self.offers(ALL_GATHER) and self.offers(HOST_COPY)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
-        """One gather of a whole group by ``route``, alone; by ``gpu``, with ``algorithm``. Raises
-        InputError where it is not measured."""
+        """One gather of a whole group by ``route``, alone; for route ``gpu``, with ``algorithm``. Raises
+        InputError if it is not measured."""
         costs = self._others.get(algorithm) if algorithm is not None else None
         if algorithm is not None and costs is None:
             raise InputError(
@@ -138,8 +140,8 @@ class Timing:
         return self._estimate(f"routes.{kind_of(route).curve}", size_bytes, costs).us
 
     def algorithm(self, pp_rank: int, size_bytes: int, ranks: int | None = None) -> str | None:
-        """The fastest way a group of this pipeline rank, of ``ranks`` ranks, can go by ``gpu``; None: one
-        all-gather."""
+        """The fastest algorithm of route ``gpu`` for a group of this pipeline rank that ``ranks`` ranks share; None for
+        one all-gather."""
         if ranks not in (None, self.ranks):
             return self.experts.algorithm(pp_rank, size_bytes)
         other = self._algorithms[pp_rank]
@@ -147,7 +149,7 @@ class Timing:
             return None
         times: dict[str | None, float] = {}
         for algorithm in (None, other):
-            # Measured for other sizes; where for none, the error comes with the gather.
+            # Not measured at this size. If no algorithm is, the gather raises the error.
             with contextlib.suppress(InputError):
                 times[algorithm] = self.gather_us(ALL_GATHER, size_bytes, algorithm)
         return min(times, key=lambda name: times[name], default=None)
@@ -160,8 +162,8 @@ class Timing:
         return min(self.gather_us(route, size_bytes, self.algorithm(rank, size_bytes)) for rank in ranks)
 
     def _estimate(self, what: str, size_bytes: int, costs: tuple[Costs, Costs] | None = None):
-        """As the table says; a group that only its padding carries past the largest measured size
-        is read along the last segment."""
+        """The table's estimate. If only padding makes a group larger than the largest measured size, the last
+        segment is extended."""
         measured, beyond = costs or (self.costs, self._beyond)
         try:
             return measured.estimate(what, size_bytes)
@@ -169,7 +171,7 @@ class Timing:
             smaller = size_bytes - size_bytes // PADDING_SHARE
             if smaller == size_bytes or not self.offers_curve(what):
                 raise
-            measured.estimate(what, smaller)  # measured up to there, or the error stands
+            measured.estimate(what, smaller)  # raises if the size without padding is not measured either
             return beyond.estimate(what, size_bytes)
 
     def offers_curve(self, what: str) -> bool:
@@ -177,8 +179,8 @@ class Timing:
         return has_points(part_named(self.table, what))
 
     def _issue_us(self, route: str, size_bytes: int) -> float:
-        """Microseconds that issuing a gather keeps the training thread: for a host copy, and for the copy of a staged
-        group out of its slot, as measured by itself; for an all-gather, and where nothing else was measured,
+        """Microseconds for which issuing a gather keeps the training thread. For a host copy, and for the copy of a
+        staged group from its slot, it is the measured time of issuing; for an all-gather, or if that was not measured,
         ``call_us``."""
         own = self.costs.issued_us(HOST_COPY, size_bytes) if not kind_of(route).needs_device_shard else None
         return (self.table.group_overhead.call_us or 0.0) if own is None else own
@@ -190,24 +192,25 @@ class Timing:
         return self.gather_us(HOST_COPY, max(size_bytes // self.ranks, least))
 
     def _shard_gather_us(self, size_bytes: int) -> float:
-        """Its second part: all-gathers of all pieces, and whatever the route as it was measured takes beyond both
-        parts, of which all but one piece run at the same time. What one rank holds whole is not gathered."""
+        """Microseconds of the second part of ``cpu_shard``: the all-gathers of all pieces. It includes any time that
+        the measured route takes beyond both parts; all pieces but one are copied and gathered at the same time. A group
+        with one rank is not gathered."""
         if self.ranks == 1:
             return 0.0
         gather_us, pieces = self.gather_us(ALL_GATHER, size_bytes), shard_pieces(size_bytes, self.ranks)
         if pieces > 1:
-            with contextlib.suppress(InputError):  # not measured at the size of a piece: bytes alone set the time
+            with contextlib.suppress(InputError):  # a piece is smaller than measured: use the bytes alone
                 gather_us = max(gather_us, pieces * self.gather_us(ALL_GATHER, size_bytes // pieces))
         if not self.costs.offers(SHARD_GATHER):
             return gather_us
         copy_us, both_us = self.shard_copy_us(size_bytes), self.gather_us(SHARD_GATHER, size_bytes)
-        rest_us = both_us - copy_us / pieces  # where gathering takes longer than copying
+        rest_us = both_us - copy_us / pieces  # if gathering takes longer than copying
         if rest_us < copy_us and pieces > 1:
             rest_us = pieces * (both_us - copy_us)
         return max(rest_us, gather_us)
 
     def _unshard_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
-        """Microseconds that an unshard occupies its link; of ``nvme`` and ``cpu_shard`` the last leg alone."""
+        """Microseconds for which an unshard occupies its link; for ``nvme`` and ``cpu_shard`` only the last leg."""
         kind = kind_of(route)
         if kind.shard_from_host:
             return self._shard_gather_us(size_bytes)
@@ -216,11 +219,11 @@ class Timing:
         return self.gather_us(route, size_bytes, algorithm if kind.needs_device_shard else None)
 
     def stage_us(self, size_bytes: int) -> float:
-        """Microseconds of the drive's part of the ``nvme`` route, whose curve is the whole way to the device."""
+        """Microseconds of the drive's part of route ``nvme``. The curve of the route is the whole way to the device."""
         return max(self.gather_us(STAGED_COPY, size_bytes) - self._slot_copy_us(size_bytes), 0.0)
 
     def _slot_copy_us(self, size_bytes: int) -> float:
-        # A staging slot is pinned host memory, as the host copy is: the same copy from there.
+        # A staging slot is pinned host memory like the host copy, so the copy from it takes the same time.
         if self.offers(HOST_COPY):
             return self.gather_us(HOST_COPY, size_bytes)
         self.leave_out("routes.cpu")
@@ -229,8 +232,8 @@ class Timing:
     def publish_us(self, pp_rank: int, destinations, size_bytes: int) -> float:
         """Microseconds until the group's fresh bytes lie at ``destinations`` (``cpu``, ``nvme``) on every node.
 
-        Between nodes each byte crosses the network once per node: a node sends for what it
-        lacks. Where the table has no ``publish.internode`` curve that is noted as left out; planning refuses it.
+        Between nodes each byte crosses the network once per node that lacks it. A missing ``publish.internode`` curve
+        is named in ``left_out``; planning refuses such a table.
         """
         parts = []
         for destination in destinations:
@@ -246,9 +249,9 @@ class Timing:
         return sum(self._estimate(f"publish.{name}", part).us for name, part in parts)
 
     def reduce_us(self, size_bytes: int) -> float:
-        """Microseconds of reducing one group's gradients; 0 where the table lacks it. A group smaller than the smallest
-        size measured takes as long as that size. Where the table knows of no instances of the optimizer, their
-        all-reduce takes as long as a reduce of the shard and a gather, which moves as much."""
+        """Microseconds of reducing one group's gradients; 0 without such a curve. A group smaller than the smallest
+        measured size takes as long as that size. If the table was measured without the optimizer's instances, their
+        all-reduce is taken to be as long as two reduces of the shard, which move as many bytes."""
         if not size_bytes or not self.reduces:
             return 0.0
         sizes = (size_bytes, *[size_bytes // self.ranks] * self._apart)
@@ -257,8 +260,8 @@ class Timing:
     def to_host_us(self, size_bytes: int) -> tuple[float, float]:
         """Microseconds of copying the own shard of a gradient of ``size_bytes`` to host memory, and of adding it there.
 
-        The copy takes as long as publishing the shard to the host copy, or where that was not measured as long as a
-        copy from there (:meth:`shard_to_host_us`). What no curve tells is left out and named in ``left_out``.
+        The copy takes as long as publishing the shard to the host copy. If publishing was not measured, it takes as
+        long as a copy from host memory (:meth:`shard_to_host_us`). Missing curves are named in ``left_out``.
         """
         shard, copy_us = size_bytes // self.ranks, self.shard_to_host_us(size_bytes)
         if has_points(self.table.host_add):
@@ -273,8 +276,8 @@ class Timing:
         return self._shard_from_host_us(size_bytes)
 
     def from_host_us(self, size_bytes: int) -> float:
-        """Microseconds of copying the own shard of a group's gradients from host memory to the device; by bytes of the
-        whole group of 16-bit parameters."""
+        """Microseconds of copying the own shard of a group's gradients from host memory to the device. ``size_bytes``
+        is the size of the whole group of 16-bit parameters."""
         return self._shard_from_host_us(size_bytes * self.workload.optimizer.gradient_item_bytes // 2)
 
     def _shard_from_host_us(self, size_bytes: int) -> float:
@@ -284,26 +287,26 @@ class Timing:
         return 0.0
 
     def leave_out(self, name: str) -> None:
-        """Name what the table does not know, once."""
+        """Add the name of a missing figure to ``left_out``, once."""
         if name not in self._left_out:
             self._left_out.append(name)
 
     @property
     def least_reduce_us(self) -> float:
-        """Microseconds that reducing any group takes at least."""
+        """The least microseconds that reducing any group takes."""
         return min((point.p50_us for own in self.kinds for point in own.reduces), default=0.0)
 
     def optimizer_us(self, size_bytes: int) -> float:
-        """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 where the table lacks it."""
+        """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 without such a curve."""
         return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
 
     @property
     def offers_host_step(self) -> bool:
-        """Whether the table says what the host's step of one group takes, and what copying its states before."""
+        """Whether the table has times for the host's step of one group and for the copy of its states before it."""
         return all(map(has_points, (self.table.host_step, self.table.host_add, self.table.optimizer)))
 
     def knows_host_step(self) -> bool:
-        """:attr:`offers_host_step`, of a schedule that needs it: what is missing is then left out."""
+        """:attr:`offers_host_step` for a schedule that needs it. Missing curves are named in ``left_out``."""
         for name in ("host_step", "host_add"):
             if not has_points(getattr(self.table, name)):
                 self.leave_out(name)
@@ -311,15 +314,15 @@ class Timing:
 
     @property
     def offers_device_step(self) -> bool:
-        """Whether the table says what a group's step takes on the host and on the device, and the step of all."""
+        """Whether the table has times for a group's step on the host and on the device, and for the whole step."""
         return all(map(has_points, (self.table.host_step, self.table.device_step, self.table.optimizer)))
 
     def host_step_us(self, size_bytes: int, cast: Literal["host", "device"] = "host") -> float:
-        """The host's step of a group of ``size_bytes`` as the run makes it, alone; in proportion to the bytes beyond
-        what was measured.
+        """Microseconds of the run's own host step of a group of ``size_bytes``, alone. Beyond the measured sizes the
+        time is proportional to the bytes.
 
         Args:
-            cast: where new parameters become 16-bit ones; where that was not measured, as Megatron steps.
+            cast: where new parameters become 16-bit. If that was not measured, the time of Megatron's step is used.
         """
         way = CAST_ON_DEVICE if cast == "device" else JOINED
         if way not in (self.table.host_step or Curve()).algorithms:
@@ -327,17 +330,18 @@ class Timing:
         return self._host_steps[way].estimate("host_step", size_bytes).us
 
     def own_host_step_us(self, size_bytes: int) -> float:
-        """The same as Megatron makes it, which is a part of :meth:`optimizer_us`."""
+        """Microseconds of the same step as Megatron makes it. It is a part of :meth:`optimizer_us`."""
         return self._beyond.estimate("host_step", size_bytes).us
 
     def device_step_us(self, size_bytes: int) -> float:
-        """The device's step of a group of ``size_bytes`` whose optimizer states are there, alone; in proportion to the
-        bytes beyond what was measured."""
+        """Microseconds of the device's step of a group of ``size_bytes`` with optimizer states on the device, alone.
+        Beyond the measured sizes the time is proportional to the bytes."""
         return self._beyond.estimate("device_step", size_bytes).us
 
     def saved_states_us(self, size_bytes: int) -> float:
-        """Copying the states of a group of ``size_bytes`` of 16-bit parameters, its float32 parameters and moments, in
-        host memory. A copy moves as many bytes as an addition in place: the written lines are read before."""
+        """Microseconds of copying the states (float32 parameters and moments) of a group of ``size_bytes`` of 16-bit
+        parameters in host memory. A copy moves as many bytes as an addition in place, because written cache lines are
+        read first."""
         tensors = 1 + len(self.workload.optimizer.moment_dtypes)
         return tensors * self._beyond.estimate("host_add", 2 * size_bytes // self.ranks).us
 
@@ -345,21 +349,21 @@ class Timing:
         """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of
         ``slot_bytes``.
 
-        Reads and writes share the drive, so their times add up. A rank reads a piece as it stages in a group, whole,
-        and writes one as the shard of a group ``ranks`` times as large. A piece of a size that was not measured has the
-        rate of the nearest size that was. Where reads or writes were not measured this time is left out and named in
-        ``left_out``.
+        Reads and writes share the drive, so their times add up. Reading a piece takes as long as staging in a whole
+        group of that size. Writing a piece takes as long as publishing a group ``ranks`` times as large, of which it is
+        one shard. A piece of a size that was not measured has the rate of the nearest measured size. Reads or writes
+        that were not measured are left out and named in ``left_out``.
         """
         if not size_bytes:
             return 0.0
         total, write_us = 0.0, lambda size: self._estimate("publish.nvme", size).us
-        read_us = lambda size: self.stage_us(size) or self.gather_us(STAGED_COPY, size)  # a copy as slow as the route
+        read_us = lambda size: self.stage_us(size) or self.gather_us(STAGED_COPY, size)  # if the copy is as slow
         for what, curve, ranks, alone_us in (
             ("routes.nvme", self.table.routes.nvme, 1, read_us),
             ("publish.nvme", self.table.publish.nvme, self.ranks, write_us),
         ):
             sizes = [point.size_bytes for point in points_of(curve)]
-            if curve is self.table.routes.nvme and self.offers(HOST_COPY):  # whose times are taken out
+            if curve is self.table.routes.nvme and self.offers(HOST_COPY):  # sizes whose copy can be subtracted
                 last = points_of(self.table.routes.cpu)[-1].size_bytes
                 sizes = [size for size in sizes if size <= last] or sizes[:1]
             if not sizes:
@@ -371,6 +375,6 @@ class Timing:
 
 
 def require(timing: Timing, route: str) -> None:
-    """Raises InputError where the table does not offer ``route``."""
+    """Raise InputError if the table does not offer ``route``."""
     if not timing.offers(route):
         raise InputError("has no points, so the route is not offered", field=f"routes.{route}")
