@@ -1,6 +1,6 @@
-"""Measure what gathers, links and compute take on this machine, and write a cost table.
+"""Measure the times of gathers, links and compute on this machine, and build a cost table.
 
-``measure(options)`` starts one process for every rank of the run, away from any training
+``measure(options)`` starts one process for every rank of the run, outside of any training
 loop, and returns the table.
 """
 
@@ -16,10 +16,10 @@ __all__ = ["Options", "measure"]
 
 
 def measure(options: Options):
-    """Measure on all ranks; how far they are is said on standard error.
+    """Measure on all ranks. Progress is written to standard error.
 
     Under a launcher that has started the ranks (torchrun, srun) this process is one of them:
-    rank 0 returns the table, the others None.
+    rank 0 returns the table, the other ranks return None.
 
     Raises:
         InputError: an option that cannot be measured.
@@ -28,7 +28,7 @@ def measure(options: Options):
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
     from megatron_ext.runtime.stream_flags import missing
 
-    found = util.find_spec("cuda") and util.find_spec("cuda.bindings")  # other packages lie in ``cuda``, too
+    found = util.find_spec("cuda") and util.find_spec("cuda.bindings")  # other packages use ``cuda`` as well
     if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
         print(f"without cuda-bindings what copies between host and device cannot train: {missing()}", file=sys.stderr)
     launched = cluster_launch.is_launched()

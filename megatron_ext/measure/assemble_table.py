@@ -1,4 +1,4 @@
-"""From what the ranks measured to a cost table, which says what it holds for and where it wavers."""
+"""Builds a cost table from the ranks' measurements. The table says what it is valid for and where medians vary."""
 
 from datetime import datetime, timezone
 from statistics import median
@@ -17,9 +17,9 @@ from megatron_ext.workload.nodes import crossing_bytes
 from megatron_ext.workload.route import ALGORITHM_NAMES
 
 WAVERS = 0.10
-"""A point is noted in the table where the medians of its quarters (in the order of time) lie further
-apart than this. The median of all is known about twice as well as that of a quarter, so another
-measurement then rarely differs by more."""
+"""The table has a note for a point if the medians of its quarters (in the order of time) lie further
+apart than this. The median of all samples is known about twice as well as that of a quarter, so a second
+measurement rarely differs by more than the quarters do."""
 
 MEDIANS = "medians_us"
 
@@ -45,13 +45,13 @@ SOURCES = {
     "device_step": ("device_step", "AdamW on the device, parameters cast, {at_once}"),
     "host_add": ("host_add", "one float32 gradient shard added to another in host memory, {at_once}"),
 }
-"""By what is measured, the curve of the table that it is, and what was done."""
+"""Name of the operation -> (curve of the table, description of what was measured)."""
 
 ALGORITHMS = {
     "routes.gpu": {name: name for name in ALGORITHM_NAMES},
     "host_step": {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)},
 }
-"""By curve, its algorithms and the names by which these are measured."""
+"""By curve, its algorithms and the names of the operations that measure them."""
 
 
 def assemble(options: Options, raw: dict) -> cost_table.CostTable:
@@ -91,7 +91,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
 
 
 def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_table.Curve]:
-    """By name in the table."""
+    """The curves, by name in the table."""
     points = {name: _points(_in_table(name, rows, options)) for name, rows in raw["curves"].items()}
     at_once = f"all {options.world_size} ranks at once"
     facts = {"backend": backend, "at_once": at_once, "on_host": " in host memory" * options.optimizer_on_host}
@@ -106,19 +106,20 @@ def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_tabl
 
 
 def _in_table(name: str, rows: list[dict], options: Options) -> list[dict]:
-    """Between nodes by the bytes that enter each node, which is what a plan asks for."""
+    """Rows of one curve. For ``internode`` sizes become the bytes that enter each node, because plans look these up."""
     if name != "internode":
         return rows
     return [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in rows]
 
 
 DIVIDED = ("forward_us", "forward_p95_us", "backward_us", "backward_p95_us", "activation_bytes", "recompute_bytes")
-"""Fields of a row of compute that are a rank's part of what a whole sequence takes."""
+"""Fields of a row of compute that are divided among context-parallel ranks."""
 
 
 def _of_part(row: dict, parts: int) -> cost_table.Compute:
-    """A row of one of ``parts`` context-parallel ranks. Each has as many tokens as another, and with Megatron's two
-    pieces of every sequence also as many pairs of tokens in attention (core/utils.py, get_batch_on_this_cp_rank)."""
+    """The row of one of ``parts`` context-parallel ranks. All of them have the same number of tokens. Because Megatron
+    gives each rank two pieces of every sequence, they also have the same number of pairs of tokens in attention
+    (core/utils.py, get_batch_on_this_cp_rank)."""
     of_rank = {name: type(row[name])(row[name] / parts) for name in DIVIDED if parts > 1 and row.get(name) is not None}
     return msgspec.convert({**row, **of_rank}, cost_table.Compute)
 
@@ -140,7 +141,7 @@ def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
 
 
 def _nodes(options: Options) -> list[str]:
-    """What cannot be measured of several nodes, where there are several."""
+    """Notes on figures that cannot be measured between these nodes."""
     if options.nodes == 0 and "internode" in options.links:
         return [
             "publish.internode: not measured: the nodes do not hold equally many ranks of every data-parallel group"
@@ -149,13 +150,13 @@ def _nodes(options: Options) -> list[str]:
 
 
 def _call_us(rows: list[dict]) -> float | None:
-    """What issuing costs the calling thread, whatever the size: the median over the curve."""
+    """Microseconds for which issuing keeps the calling thread, independent of the size: the median over the curve."""
     return median(row["issued_us"] for row in rows) if rows else None
 
 
 def _launches(options: Options, curves: dict) -> cost_table.Launches | None:
-    """What the training thread takes for a reduce and for one parameter of the optimizer's step; None without a
-    device, which alone has launches, and where either was not measured."""
+    """Microseconds of the training thread for a reduce and for one parameter of the optimizer's step. None without a
+    device, because only a device has launches, and if either was not measured."""
     last = (curves.get("optimizer") or [{}])[-1]
     if "issued_us" not in last or "reduce" not in curves or options.optimizer_on_host:
         return None
@@ -165,7 +166,7 @@ def _launches(options: Options, curves: dict) -> cost_table.Launches | None:
 
 
 def notes(raw: dict) -> list[str]:
-    """Where medians waver, for sizes of 1 MiB and more, and what there was no time for: the table says so itself."""
+    """Notes that the table stores: where medians vary (for sizes of 1 MiB and more), and what there was no time for."""
     lines = []
     if raw.get(RANKS_PER_DEVICE, 1) > 1:
         lines.append(shared_device(raw[RANKS_PER_DEVICE]))

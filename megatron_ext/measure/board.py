@@ -1,11 +1,11 @@
-"""Where ranks meet and leave each other numbers while they measure.
+"""Barriers and shared numbers of the ranks of a measurement.
 
-On one node this is memory: torch's barrier takes 100 to 4000 us on oversubscribed processors,
-one flag a rank takes a few tens. Between nodes it is torch's store and barrier.
+On one node they are in shared memory: torch's barrier takes 100 to 4000 us on oversubscribed processors,
+one flag per rank takes a few tens. Between nodes they are torch's store and barrier.
 
 [Note: Yielding, then sleeping]
-Ranks yield their processor (sched_yield) until all are there, and sleep where it takes long: whoever waits must not
-take processor time from those who measure.
+Ranks yield their processor (sched_yield) until all ranks have arrived. If that takes long they sleep, because a rank
+that waits must not take processor time from ranks that measure.
 """
 
 import os
@@ -18,18 +18,19 @@ LINE = 8
 """int64 words between two flags: one cache line each."""
 
 WORDS = 128
-"""Control words; word 0 is rank 0's, the others belong to leaders of groups."""
+"""Control words: word 0 belongs to rank 0, the others to leaders of groups."""
 
 
 POLLS = 200
-"""Looks before sleeping: half a millisecond where nobody else runs."""
+"""Polls before sleeping: half a millisecond if no other process runs."""
 
 SLEEP_S = 2e-5
-"""Between two looks of a rank that sleeps; with the kernel's slack of a timer some 70 us, about what waking takes."""
+"""Time between two polls of a rank that sleeps. With the kernel's timer slack it is about 70 us, roughly the time of a
+wake-up."""
 
 
 class Board(ABC):
-    """What both kinds share."""
+    """A barrier and words that one rank posts and all ranks read."""
 
     def __init__(self, rank: int):
         self.rank = rank
@@ -57,7 +58,7 @@ class Board(ABC):
 
 
 class SharedBoard(Board):
-    """In memory that all ranks map. A rank that dies is the launcher's to notice."""
+    """A board in memory that all ranks map. The launcher notices a rank that dies."""
 
     def __init__(self, memory: memoryview, rank: int, world_size: int):
         super().__init__(rank)
@@ -69,7 +70,7 @@ class SharedBoard(Board):
 
     @staticmethod
     def size_bytes(world_size: int) -> int:
-        """Bytes of memory that a board of so many ranks takes."""
+        """Bytes of memory that a board of ``world_size`` ranks takes."""
         return 8 * LINE * (world_size + WORDS)
 
     def barrier(self) -> None:
@@ -92,7 +93,8 @@ class SharedBoard(Board):
 
 
 class StoreBoard(Board):
-    """In torch's store, for ranks on several nodes; ``group``: of all ranks, over host memory."""
+    """A board in torch's store, for ranks on several nodes. ``group``: a process group of all ranks, over host
+    memory."""
 
     def __init__(self, store, rank: int, group):
         super().__init__(rank)

@@ -1,8 +1,8 @@
-"""Measure as one rank of those that a launcher has started: torchrun or srun on all nodes, or our own on this machine.
+"""Measure as one of the ranks that a launcher has started: torchrun or srun on all nodes, or our own on this machine.
 
     torchrun --nnodes 2 --nproc-per-node 8 -m megatron_ext measure --out T.json --dp 16 ...
 
-Every process calls :func:`run`; rank 0 has the result. Whatever ends one of them, the launcher
+Every process calls :func:`run`; rank 0 has the result. If one of the processes ends for any reason, the launcher
 ends the others. Not yet run on more than one machine.
 """
 
@@ -25,10 +25,10 @@ def is_launched() -> bool:
 
 
 def with_nodes(options: Options) -> Options:
-    """``options`` with the ranks of a node that the launcher says.
+    """``options`` with the number of ranks per node that the launcher gives.
 
     Raises:
-        InputError: the launcher has started another number of ranks than the options ask for.
+        InputError: the launcher has started a different number of ranks than the options ask for.
     """
     import msgspec
 
@@ -45,7 +45,7 @@ def meet(use_cuda: bool, threads: int):
         threads: processor threads of this rank.
 
     Returns:
-        A store by which they meet.
+        The store that the ranks share.
     """
     import torch
 
@@ -60,11 +60,11 @@ def meet(use_cuda: bool, threads: int):
 
 
 _stores = []
-"""Rank 0 may be who serves them, and ranks meet there again."""
+"""Stores are kept alive because rank 0 may serve them, and ranks use them again."""
 
 
 def _begin(backend: str, name: str):
-    """Make the default process group under a name of its own; a store by which ranks meet. Collective."""
+    """Make the default process group under its own name. Returns a store that the ranks share. Collective."""
     import torch.distributed as dist
 
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
@@ -75,7 +75,7 @@ def _begin(backend: str, name: str):
 
 
 def said_by_first(value):
-    """Rank 0's ``value`` on all ranks that a launcher has started, before they meet; without one ``value``.
+    """Rank 0's ``value`` on all ranks that a launcher has started, before :func:`meet`; without a launcher, ``value``.
     Collective."""
     if not is_launched():
         return value
@@ -109,9 +109,9 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
     """Measure as one rank; the result on rank 0, None on the other ranks.
 
     Args:
-        tell: told by rank 0 ``what`` it is at, whether it ``measures`` already, and what it has ``so_far``, by name;
-            the process then ends when its time is up. None: it is waited for.
-        stream: where rank 0 says how far it is; None: standard error.
+        tell: rank 0 calls it with keywords: ``what`` it is doing, whether it ``measures`` already, and the results
+            ``so_far``. The process then ends when its time is up. None: the process runs until it has finished.
+        stream: where rank 0 writes its progress; None: standard error.
     """
     import torch.distributed as dist
 
@@ -127,12 +127,12 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
         progress = stack.enter_context(bar(options.seconds, stream or sys.stderr)) if rank == 0 else None
 
         def report(done: int, total: int, what: str) -> None:
-            assert progress is not None  # rank 0 alone reports
+            assert progress is not None  # only rank 0 reports
             progress(done, total, what)
             if tell is not None:
                 tell(what=what, measures=done > 0)
 
         so_far = (lambda raw: None) if tell is None else (lambda raw: tell(so_far=raw))
         result = rank_program.run(fabric, report, so_far, ends=tell is not None)
-        fabric.barrier()  # nobody ends while another still talks to it
+        fabric.barrier()  # no rank ends while another one still uses its connections
     return result

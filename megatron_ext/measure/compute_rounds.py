@@ -1,4 +1,4 @@
-"""Compute of the layers that are handed over, on all ranks at once, in rounds spread over a measurement."""
+"""Measures compute of the given layers, on all ranks at once, in rounds that are spread over the measurement."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -14,21 +14,23 @@ from megatron_ext.measure.layer_times import Runner, measure_compute, micro_batc
 from megatron_ext.runtime.objects import gather_objects
 
 MIN_REPEATS, MAX_REPEATS = 2, 40
-"""Micro-batches of a round, after one that warms up."""
+"""Limits of the micro-batches in a round, after one for warm-up."""
 ROUNDS, MAX_ROUNDS = 4, 192
-"""More where layers are short or there is much time, because a machine's speed changes from second to second."""
+"""Limits of the number of rounds. There are more rounds if layers are short or there is much time, because a machine's
+speed changes from second to second."""
 LEAST_ROUNDS = 2
-"""Where a micro-batch takes seconds, so that there is no time for more."""
+"""Rounds if a micro-batch takes seconds, so that there is no time for more."""
 
 
 def counts_within(seconds: float, round_us: float, parts: int) -> tuple[int, int, int]:
-    """Rounds, micro-batches of a round, and micro-batches that warm it up, which take about ``seconds``.
+    """(rounds, micro-batches per round, warm-up micro-batches per round) that take about ``seconds`` together.
 
-    Where a micro-batch is so long that there is no time for one in every round, there are few rounds and no warm-up.
+    If a micro-batch is so long that there is no time for one in every round, there are few rounds and no warm-up.
 
     Args:
         round_us: one micro-batch on all ranks, by the clock.
-        parts: in how many parts the rounds are taken; each part has at least one, unless micro-batches are long.
+        parts: the number of parts that the rounds are divided into. Each part has at least one round, unless
+            micro-batches are long.
     """
     micro_batches, least = seconds * 1e6 / round_us, max(ROUNDS, parts)
     if micro_batches < least:
@@ -42,12 +44,12 @@ class ComputeRounds:
     Every method is collective.
 
     Args:
-        seconds: for all rounds together.
-        parts: in how many parts they are taken.
+        seconds: time for all rounds together.
+        parts: the number of parts that they are divided into.
         report: ``report(what)``.
 
     Attributes:
-        end: behind it (``monotonic``) no round begins but the first few.
+        end: after this time (``monotonic``) no round begins, except the first few.
     """
 
     end = inf
@@ -58,7 +60,7 @@ class ComputeRounds:
         self._fabric, self._runners, self._report = fabric, runners, report
         report("compute, once")
         if fabric.torch_device.type == "cuda":
-            self._round(1, 0)  # the first use loads kernels and makes communicators: that is no measure of a round
+            self._round(1, 0)  # the first use loads kernels and makes communicators: do not time it
         begin = perf_counter()
         self._round(1, 1)
         once_us = max((perf_counter() - begin) * 1e6 / 2, 1.0)
@@ -79,8 +81,8 @@ class ComputeRounds:
             self._rounds.append(self._round(*self._repeats))
 
     def result(self) -> dict:
-        """``{"rows", "model", "drift", "rounds"}`` on rank 0, empty on the others: rows of all ranks and rounds, what
-        they were measured of, and how far rounds differ."""
+        """``{"rows", "model", "drift", "rounds"}`` on rank 0, empty on the others: the rows of all ranks and rounds,
+        the model that was measured, how far rounds differ, and their number."""
         fabric = self._fabric
         everyone = gather_objects(self._rounds)
         if fabric.rank != 0:
@@ -95,7 +97,7 @@ class ComputeRounds:
         }
 
     def _model(self) -> dict:
-        """What compute was measured of; a factory's runners may say their ``dtype``."""
+        """Facts of the model that compute was measured with; a factory's runners may name their ``dtype``."""
         options = self._fabric.options
         shape = {name: getattr(options, name) for name in ("hidden_size", "seq_length", "micro_batch_size")}
         found = (getattr(runner, "dtype", None) for runner in self._runners.values())
@@ -106,7 +108,7 @@ class ComputeRounds:
 
 
 def middle(rows: Sequence[Compute]) -> Compute:
-    """One layer kind measured several times: the median of each figure, samples of all."""
+    """One row for one layer kind that was measured several times: the median of each figure, the sum of the samples."""
     names = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
     names += ["forward_launch_us", "backward_launch_us"] * (rows[0].forward_launch_us is not None)
     medians = {name: median(getattr(row, name) for row in rows) for name in names}

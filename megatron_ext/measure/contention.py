@@ -1,19 +1,19 @@
-"""Each link alone, and while each other link or compute is busy, in both directions.
+"""Measures each link alone, and while each other link or compute is busy, in both directions.
 
-The measured operation runs on the calling thread, the busy one on a thread of its own and on
-process groups of its own, on every rank at once, for as long as the measuring takes.
+The measured operation runs on the calling thread. The busy one runs on its own thread and on its own
+process groups, on every rank at once, for as long as the measuring takes.
 
 [Note: One hardware queue]
-Two threads issue the collectives of two communicators in an order that differs by rank. NCCL bears that as long as
-either can start while the other waits. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue: a
-second all-gather behind the first one on its stream blocks the queue for the other communicator, on another rank the
-other way round, and both wait for ever. Such pairs are then not measured. A run is safe: see [Note: One order over all
-communicators] in routes/__init__.py.
+Two threads issue the collectives of two communicators in an order that differs by rank. NCCL tolerates that as long as
+either can start while the other waits. With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one hardware queue. On one
+rank a second all-gather behind the first one on its stream blocks the queue for the other communicator. On another rank
+the roles are swapped, and both wait for ever. Such pairs are then not measured. A run is safe: see [Note: One order
+over all communicators] in routes/__init__.py.
 
 [Note: Copies without a gap]
-On a GPU the host's step is not measured beside publishing, nor publishing beside it. Both copy from the device: on an
-H200 the step's gradients had not arrived after 8 s, while copies of the busy thread followed each other without a gap.
-In training both ended in every run. The planner takes what is not measured as an interval.
+On a GPU the host's step is not measured while publishing is busy, nor publishing during the host's step. Both copy from
+the device. On an H200 the step's gradients had not arrived after 8 s, while copies of the busy thread followed each
+other without a gap. In training both ended in every run. The planner treats an unmeasured pair as an interval.
 """
 
 import contextlib
@@ -38,35 +38,35 @@ from megatron_ext.measure.visits import sets_of_ranks, until_last
 from megatron_ext.runtime.objects import gather_objects
 
 LINKS = ("compute", "gpu", "cpu", "reduce", "publish", "p2p", "nvme", "host_step")
-"""In the order in which they keep others busy: where time runs out, rather without what is busy once an iteration than
-without reduces, which run during every backward where gradients come and go."""
+"""The links, in the order in which they are the busy one. If time runs out, the last ones are missing: links that are
+busy once an iteration, and not reduces, which run during every backward if gradients come and go."""
 
 COLLECTIVES = ("gpu", "p2p", "reduce")
 """Links whose transfers are collectives of a communicator."""
 
 BESIDE_HOST_STEP = {"compute", "publish", "reduce"}
-"""What the host's step of a group runs beside, at the end of a backward."""
+"""Links that are busy while the host steps a group at the end of a backward."""
 
 KINDS = OPERATIONS | {NvmeStage.name: NvmeStage, HostStep.name: HostStep}
-"""What stands for each link; see :func:`kinds`."""
+"""The operation that is timed for each link; see :func:`kinds`."""
 
 SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}
-"""By kind of device, the size of measured and busy transfers but messages: well into the range where bytes set the time
-(on a device 2 MiB are gone sooner than Python has issued them). Less, and at least the second, where a link is so slow
-that not every pair would be measured."""
+"""By kind of device, the size of measured and busy transfers except messages. The first size is well into the range
+where bytes determine the time (on a device 2 MiB are copied before Python has issued the next). If a link is so slow
+that not every pair would be measured, a smaller size is used, down to the second."""
 
 IN_FLIGHT = 2
-"""Rounds that a busy thread has on a CUDA device."""
+"""Rounds that a busy thread keeps in flight on a CUDA device."""
 
 NEVER = 1 << 62
 
 
 def pairs(fabric: Fabric) -> list[tuple[str, str]]:
-    """(measured, busy), every ordered pair of two links that this run has."""
+    """(measured, busy) of every ordered pair of two links that this run has and that can be measured."""
     options = fabric.options
     present = [name for name in LINKS if name in options.links and options.has(name)]
     if options.nodes > 1 and {"cpu", "publish"} <= set(present):
-        # Where time runs out, rather without the copies: publishing shares the network with all-gathers.
+        # Publishing first: it shares the network with all-gathers. If time runs out, copies are missing instead.
         present.remove("publish")
         present.insert(present.index("cpu"), "publish")
     left_out = {*unsafe_pairs(fabric.torch_device.type)}
@@ -84,22 +84,22 @@ def unsafe_pairs(device_type: str) -> list[tuple[str, str]]:
 
 
 def kinds(fabric: Fabric) -> dict[str, type[Operation]]:
-    """What stands for each link. Publishing to several nodes takes the network, and disturbs
-    whatever else does: it is timed with both its legs here, though each has a curve of its own."""
+    """The operation that is timed for each link. Publishing to several nodes uses the network, so it disturbs every
+    other link that does. Here it is timed with both of its legs, though each leg has its own curve."""
     return dict[str, type[Operation]](KINDS) | ({PublishAcross.name: PublishAcross} if fabric.options.nodes > 1 else {})
 
 
 def size_of(fabric: Fabric, name: str, most: int) -> int:
-    """Bytes of a transfer, at most ``most``; a message between pipeline ranks has its one size (float32), because
-    what it waits for a processor does not grow with it."""
+    """Bytes of a transfer, at most ``most``. A message between pipeline ranks has only its own size (float32), because
+    the time that it waits for a processor does not grow with the size."""
     options = fabric.options
     message = options.seq_length * options.micro_batch_size * options.hidden_size * 4
     return options.rounded(min(message if name == "p2p" else most, options.largest))
 
 
 def fitting(us: dict[str, float], wanted: list[tuple[str, str]], seconds: float, largest: int, least: int) -> int:
-    """The size at which ``wanted`` is measured in ``seconds``, by what a round of each link alone takes at
-    ``largest`` bytes: three rounds that may take twice as long, and four that keep the other link busy."""
+    """The size at which ``wanted`` can be measured in ``seconds``. A pair needs three rounds that may take twice as
+    long as alone, and four that keep the other link busy. ``us``: a round of each link alone at ``largest`` bytes."""
     size = largest
     most_us = sum(6 * us[measured] + 4 * us[busy] for measured, busy in wanted)
     while size > least and most_us * size / largest > seconds * 1e6:
@@ -118,8 +118,8 @@ def run(
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``.
 
     Args:
-        expected_us: about how long a transfer of a link and a size takes alone, as far as it is known.
-        so_far: on every rank, given the rows of those busy links that are done.
+        expected_us: (link, size) -> roughly the time of a transfer alone; 0 if it is not known.
+        so_far: called on every rank with the rows of the busy links that are done.
     """
     if not wanted or fabric.agree(int(seconds <= 0)):
         return []
@@ -132,7 +132,7 @@ def run(
 def _measured(
     fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int, so_far: Callable
 ) -> list[dict]:
-    """The rows, at ``largest`` bytes where there is time for that."""
+    """The rows, at ``largest`` bytes if there is time for that."""
     operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
@@ -161,7 +161,7 @@ def _measured(
             least,
         )
     )
-    # Alone before and after: a machine that drifts must not look like contention.
+    # Time links alone before and after the pairs, so that a machine that drifts does not look like contention.
     if most == largest:
         before, visits = first, visits - len(measured)
     else:
@@ -172,7 +172,7 @@ def _measured(
         for pair in wanted:
             if pair[1] == busy_name:
                 if fabric.agree(int(monotonic() > deadline)):
-                    break  # out of time: a pair without a row is not measured, and the table says so
+                    break  # out of time: the table names the pairs without a row
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
@@ -191,7 +191,8 @@ def _measured(
 
 
 def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, beside: dict) -> list[dict]:
-    """The table's rows of the pairs that were measured, of what this rank measured alone and beside. Collective."""
+    """The table's rows of the pairs that were measured, from this rank's times ``alone`` and ``beside`` another link.
+    Collective."""
     rows, everyone = [], gather_objects((alone, beside))
     for measured, busy in beside:
         us, slowdown = slowed((measured, busy), fabric.options, everyone)
@@ -201,10 +202,10 @@ def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, beside: dict) -> l
 
 
 def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, dict]]) -> tuple[float, float]:
-    """(microseconds of the measured beside the busy, how many times what it takes alone).
+    """(microseconds of the measured link while the other is busy, this time divided by its time alone).
 
     Args:
-        everyone: of every rank, microseconds in every round: alone by name, and beside another by pair.
+        everyone: for every rank, microseconds in every round: alone by name, and while another is busy by pair.
     """
     together = sets_of_ranks(pair[0], options)
     alone, beside = (
@@ -215,8 +216,8 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
 
 
 def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
-    """The control word of those who must repeat ``operation`` equally often (no others have it), whether this
-    rank leads them, and whether it waits for nobody."""
+    """(control word of the ranks that must repeat ``operation`` equally often, whether this rank leads them, whether
+    the operation waits for no other rank). No other ranks use the word."""
     options, pp_rank, dp_rank, rank = fabric.options, fabric.pp_rank, fabric.dp_rank, fabric.rank
     if isinstance(operation, Internode):  # the counterparts wait for each other
         first = min(operation.exchange.dp_ranks)
@@ -226,7 +227,7 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     if operation.name == "p2p":
         of_stage = options.ranks_of_stage
         return 1 + rank % of_stage + of_stage * (pp_rank // 2), pp_rank % 2 == 0, False
-    if isinstance(operation, Reduce):  # instances wait for each other, too
+    if isinstance(operation, Reduce):  # instances wait for each other as well
         return 1 + pp_rank, rank % options.ranks_of_stage == 0, False
     return 1 + fabric.data_group, dp_rank == 0, False
 
@@ -234,11 +235,11 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
 class Busy:
     """Repeats an operation on a thread until told to stop, on all ranks equally often.
 
-    A collective must be called as often by every rank, so the first rank of each data-parallel
-    (or pipeline) group decides: before a round it may post that this round is the last but
-    ``slack``. No other rank can be further than ``slack`` rounds ahead of it, since a round
-    ends only with the leader's part in it; on CUDA a rank goes on while :data:`IN_FLIGHT` rounds are on
-    the device, and one that has just read the word issues one more.
+    Every rank must call a collective equally often, so the first rank of each data-parallel
+    (or pipeline) group decides when to stop: before a round it may post that the group ends ``slack`` rounds later.
+    No other rank can be further than ``slack`` rounds ahead of the leader, since a round ends only with the leader's
+    part in it. On CUDA a rank continues while :data:`IN_FLIGHT` rounds are on the device, and a rank that has just read
+    the word issues one more.
     """
 
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
@@ -247,7 +248,7 @@ class Busy:
         self.slack = 2 if fabric.torch_device.type == "cpu" else IN_FLIGHT + 2
 
     def start(self) -> None:
-        """Keep the link busy from a thread of this rank; returns when it is busy on all ranks. Collective."""
+        """Keep the link busy from a thread of this rank. Returns when it is busy on all ranks. Collective."""
         self._stop = threading.Event()
         self._running = threading.Event()
         self._error: BaseException | None = None
@@ -260,7 +261,7 @@ class Busy:
         self.fabric.barrier()
 
     def stop(self) -> None:
-        """End the thread. Collective. Raises what the thread has raised."""
+        """End the thread. Raises the exception that the thread has raised, if any. Collective."""
         self.fabric.barrier()
         self._stop.set()
         self._thread.join()
@@ -291,7 +292,7 @@ class Busy:
             self.operation.issue(self.size_bytes, round_index).wait()
             if self.fabric.torch_device.type == "cuda":
                 in_flight.append(torch.cuda.current_stream().record_event())
-                if len(in_flight) > IN_FLIGHT:  # busy without a gap, yet never far ahead of the device
+                if len(in_flight) > IN_FLIGHT:  # busy without a gap, but never far ahead of the device
                     in_flight.popleft().synchronize()
             round_index += 1
             self._running.set()
@@ -299,8 +300,8 @@ class Busy:
             event.synchronize()
 
     def _own_stream(self):
-        """On CUDA: a stream of its own, or the busy work would stand in the measured one's queue.
-        (The device is set per thread.)"""
+        """On CUDA, a separate stream: otherwise the busy work would be in the queue of the measured operation.
+        (The current device is per thread, so it is set here.)"""
         if self.fabric.torch_device.type != "cuda":
             return contextlib.nullcontext()
         torch.cuda.set_device(self.fabric.torch_device)

@@ -1,10 +1,10 @@
-"""How long work takes on a CUDA device, without the host that issues it.
+"""Times work on a CUDA device, without the host that issues it.
 
 [Note: A stream that is never idle]
-In training the host issues work ahead of the device. An event that is recorded on an idle stream has the time before
-the host has issued what follows, so launches would be measured. Therefore a kernel that only spins goes first: it keeps
-the stream busy until everything behind it has been issued. How long the host takes is known from the call before, and
-the spin is a power of two, so that ranks that issue about equally fast begin together.
+In training the host issues work ahead of the device. An event that is recorded on an idle stream gets the time before
+the host has issued the following work, so launches would be measured. Therefore a kernel that only spins is issued
+first. It keeps the stream busy until everything after it has been issued. The previous call tells how long the host
+takes. The spin is a power of two, so that ranks that issue about equally fast begin together.
 """
 
 import math
@@ -14,25 +14,25 @@ from time import perf_counter
 import torch
 
 CYCLES_PER_SECOND = 2e9
-"""Of the fastest devices; on others the spin is longer."""
+"""Clock rate of the fastest devices; on others the spin is longer."""
 
 PRODUCT, PRODUCT_SECONDS = 4096, 0.001
-"""Rows of a product of float32 matrices, and what it takes at the least: 137 Gflop."""
+"""Rows of a product of float32 matrices (137 Gflop), and the least seconds that it takes."""
 
 SLACK = 2.0
-"""How many times what the host took last: it is not always equally fast."""
+"""The spin is this many times as long as the host's last call, because the host's speed varies."""
 
 LEAST_SPIN_SECONDS, MOST_SPIN_SECONDS = 2.0**-13, 2.0**-5
-"""0.12 and 31 ms. Longer than the second, a host would be the limit in training, too."""
+"""0.12 and 31 ms. If the host takes longer than the second, it limits training as well."""
 
 
 def spin(seconds: float) -> None:
-    """Keep the current stream busy for so long, or longer."""
+    """Keep the current stream busy for at least ``seconds``."""
     sleep = getattr(torch.cuda, "_sleep", None)
     if sleep is not None:
         sleep(int(seconds * CYCLES_PER_SECOND))
         return
-    a = torch.ones(PRODUCT, PRODUCT, device="cuda")  # a torch without it
+    a = torch.ones(PRODUCT, PRODUCT, device="cuda")  # for a torch without _sleep
     for _ in range(math.ceil(seconds / PRODUCT_SECONDS)):
         torch.mm(a, a)
 
@@ -44,11 +44,11 @@ class DeviceTimer:
         self._host_seconds: dict[Hashable, float] = {}
 
     def time(self, key: Hashable, call: Callable[[], float | None]) -> tuple[float, float]:
-        """``(on the device, until issued)`` of ``call``, in microseconds; returns when the device has done it.
+        """``(time on the device, time until issued)`` of ``call``, in microseconds. Returns when the device is done.
 
         Args:
-            key: what is called. The first call of a key is to warm up: how long the host takes is not known yet.
-            call: may return when it had issued its work (``perf_counter``), if it did more behind that.
+            key: identifies the call. The first call of a key is a warm-up: the host's time is not known yet.
+            call: may return the time at which it had issued its work (``perf_counter``), if it does more after that.
         """
         spin(self.spin_seconds(key))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -62,7 +62,7 @@ class DeviceTimer:
         return begin.elapsed_time(end) * 1e3, ((done if issued is None else issued) - start) * 1e6
 
     def spin_seconds(self, key: Hashable) -> float:
-        """How long the stream is kept busy before the work of ``key``."""
+        """Seconds for which the stream is kept busy before the work of ``key``."""
         wanted = SLACK * self._host_seconds.get(key, 0.0)
         if wanted <= LEAST_SPIN_SECONDS:
             return LEAST_SPIN_SECONDS

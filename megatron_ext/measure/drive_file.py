@@ -1,4 +1,4 @@
-"""The file that a rank measures the drive with: the run's own, filled with bytes that do not compress."""
+"""The file with which a rank measures the drive: the same kind as the run's, filled with bytes that do not compress."""
 
 import mmap
 import os
@@ -11,7 +11,7 @@ OPTION = "--nvme-path"
 
 
 def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_depth: int) -> DriveFile:
-    """A nameless file of ``size_bytes`` (a multiple of the drive's block) in ``directory``.
+    """A file without a name, of ``size_bytes`` (a multiple of the drive's block), in ``directory``.
 
     Raises:
         InputError: the directory is missing or not writable, or the drive is full.
@@ -20,13 +20,13 @@ def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_dept
     file = DriveFile(
         descriptor, directory, DriveReads(block_bytes=block_bytes, queue_depth=queue_depth), need_direct=False
     )
-    # Reserved blocks that nobody has written are not read from the drive.
+    # Fill the file: reserved blocks that were never written are not read from the drive.
     piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
     piece[:] = os.urandom(len(piece))
     try:
         for offset in range(0, aligned(size_bytes), len(piece)):
             file.write(piece[: aligned(size_bytes) - offset], offset, "filling")
-        file.flush(0, aligned(size_bytes), "filling")  # what is still being written would disturb what is read
+        file.flush(0, aligned(size_bytes), "filling")  # writes in progress would disturb the reads
     except DriveError as error:
         file.close()
         raise InputError(str(error), field=OPTION, value=directory) from None

@@ -1,5 +1,5 @@
-"""What one rank of a measurement holds: its place, its process groups, the board where ranks
-meet, and memory shared with the node's other ranks.
+"""The state of one rank of a measurement: its place, its process groups, the board of all ranks, and the memory that it
+shares with the node's other ranks.
 """
 
 import mmap
@@ -18,18 +18,18 @@ from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.objects import gather_objects
 
 ARENA_BYTES = 64 * MIB
-"""Successive rounds go through at least this much memory: in a run one group follows the
-other, so none of them is found in the caches."""
+"""Successive rounds go through at least this much memory. In a run one group follows another, so no group is in the
+caches."""
 
 ARENA_PART, USED_PART = 4, 0.9
-"""Whole groups and their gradients take one part of so many of a rank's device memory at the most: layers and optimizer
-steps are measured next to them. And how much of what is free the tensors of a step may take: they do not fill torch's
-blocks."""
+"""Whole groups and their gradients take at most 1 / ARENA_PART of a rank's device memory, because layers and optimizer
+steps are measured next to them. The tensors of a step take at most USED_PART of the free memory, because they do not
+fill torch's blocks."""
 
 
 def shared_bytes(options: Options) -> int:
-    """Size of the block that the launcher creates and every rank maps: flags, control words,
-    and one host copy a data-parallel group."""
+    """Bytes of the block that the launcher creates and every rank maps: flags, control words,
+    and one host copy per data-parallel group."""
     return _control_bytes(options) + options.world_size // options.data_parallel_size * arena_bytes(options)
 
 
@@ -45,11 +45,11 @@ def _control_bytes(options: Options) -> int:
 
 
 class Fabric:
-    """One rank.
+    """One rank of a measurement.
 
     Args:
         block: descriptor of the memory that the node's ranks share.
-        board: where all ranks meet; by default in that block, for ranks of one node.
+        board: the board of all ranks; by default in that block, for ranks of one node.
     """
 
     def __init__(self, options: Options, rank: int, block: int, board: Board | None = None):
@@ -67,10 +67,10 @@ class Fabric:
         self.arena_bytes = self.fitting_arena()
         self._map = mmap.mmap(block, shared_bytes(options))
         os.close(block)
-        block_pages.spread(self._map)  # as the run's host copies lie
+        block_pages.spread(self._map)  # like the run's host copies
         self.board = board or SharedBoard(memoryview(self._map)[: _control_bytes(options)], rank, self.world_size)
         self._host: torch.Tensor | None = None
-        self.set_up_seconds: tuple[float, float] | None = None  # to make and to page-lock the node's host memory
+        self.set_up_seconds: tuple[float, float] | None = None  # of making and of page-locking the node's host memory
         self.set_up_bytes = 0
         self._arena: torch.Tensor | None = None
         backend = backends.of_device(use_cuda)
@@ -89,14 +89,14 @@ class Fabric:
         )
 
     def _own_group(self, lists: list[range], backend: str) -> dist.ProcessGroup:
-        """Make all groups (every rank has to) and return the one that this rank is in."""
+        """Make all groups (every rank has to) and return the group that this rank is in."""
         groups = [dist.new_group([*ranks], backend=backend) for ranks in lists]
         own = next(group for group, ranks in zip(groups, lists) if self.rank in ranks)
         assert isinstance(own, dist.ProcessGroup)
         return own
 
     def fitting_arena(self) -> int:
-        """:func:`arena_bytes`, or what every rank's device has room for: larger groups are not measured. Collective."""
+        """:func:`arena_bytes`, or less if a rank's device has less room: larger groups are not measured. Collective."""
         size = arena_bytes(self.options)
         if self.torch_device.type != "cuda":
             return size
@@ -131,7 +131,7 @@ class Fabric:
             block_pages.make(self._map, mates.index(self.rank), len(mates), region=(offset, size))
             made = perf_counter()
             self.barrier()
-            self._host.sum()  # every rank maps them, before timing: a run does so in its first iteration
+            self._host.sum()  # every rank maps the pages before timing, as a run does in its first iteration
             self.barrier()
             begin = perf_counter()
             self.device.pin(self._host)
@@ -147,14 +147,14 @@ class Fabric:
         return self._arena
 
     def busy_arena(self) -> torch.Tensor:
-        """Device memory of a link that is kept busy, float32: as large as contention asks for, and no larger."""
+        """Device memory for a link that is kept busy, float32, only as large as contention needs."""
         options = self.options
         message = 4 * options.seq_length * options.micro_batch_size * options.hidden_size
         largest = min(self.arena_bytes, options.rounded(max(ARENA_BYTES, message)))
         return self._ones(4 * options.elements(largest))
 
     def has_room(self, host_bytes: int, device_bytes: int) -> bool:
-        """Whether this rank can take so much of its part of the memory that is free."""
+        """Whether this rank can allocate ``host_bytes`` and ``device_bytes`` in its part of the free memory."""
         host = free_host_memory.available_bytes()
         if self.torch_device.type != "cuda":
             host_bytes += device_bytes
@@ -163,7 +163,7 @@ class Fabric:
         return host is None or host_bytes * self.options.node_size <= host
 
     def _free_bytes(self) -> int:
-        """This rank's part of what is free on its device, with what torch keeps for it."""
+        """This rank's part of the free bytes on its device, plus the free bytes that torch holds."""
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return torch.cuda.mem_get_info(self.torch_device)[0] // self.ranks_per_device + kept
 
@@ -178,13 +178,13 @@ class Fabric:
         return range(first, min(first + self.options.node_size, self.world_size))
 
     def window(self, memory: torch.Tensor, size_bytes: int, round_index: int) -> torch.Tensor:
-        """A group of ``size_bytes`` in ``memory``; successive rounds lie side by side."""
+        """A group of ``size_bytes`` in ``memory``; successive rounds use adjacent places."""
         numel = size_bytes // 4
         places = memory.numel() // numel
         return memory.narrow(0, (round_index % places) * numel, numel)
 
     def shard(self, whole: torch.Tensor, ranks: int | None = None) -> torch.Tensor:
-        """This rank's share among the data-parallel ranks, or those ``ranks`` of them that hold the same experts: a
+        """This rank's shard among the data-parallel ranks, or among the ``ranks`` of them that hold the same experts: a
         view of ``whole`` as in Megatron's buckets."""
         of_all = self.options.data_parallel_size
         numel = whole.numel() // (ranks or of_all)
@@ -195,9 +195,9 @@ def shared_fabric(options: Options, rank: int, exchange: Callable[[object], list
     """The fabric of a rank that a launcher has started. Collective.
 
     Args:
-        exchange, everyone: as of :func:`megatron_ext.measure.cluster_launch.everyone_and_node`.
-        store: by which ranks of several nodes meet.
-        field: where the launcher says how many ranks share a node.
+        exchange, everyone: see :func:`megatron_ext.measure.cluster_launch.everyone_and_node`.
+        store: the store that ranks of several nodes share.
+        field: the launcher's variable with the number of ranks per node.
     """
     block = shared_block.share(shared_bytes(options), rank % options.node_size, exchange, field=field)
     board = StoreBoard(store, rank, everyone) if options.world_size > options.node_size else None

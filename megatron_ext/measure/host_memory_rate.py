@@ -1,8 +1,9 @@
-"""What one rank's share of host memory reads and writes in a second: ``host_memory`` of the cost table.
+"""Measures the bytes per second that one rank's share of host memory reads and writes: ``host_memory`` of the cost
+table.
 
-All ranks at once. A rank's processors add arrays that no cache holds, one thread each, and on CUDA copies run in both
-directions at the same time. What all of them move counts: three bytes of an addition for each byte of its result, which
-is read, added to and written, and one of a copy.
+All ranks measure at once. A rank's processors add arrays that are too large for the caches, with one thread each. On
+CUDA copies run in both directions at the same time. The bytes of all of these count: three bytes for each byte of the
+result of an addition (two reads and one write), and one for each byte of a copy.
 """
 
 import os
@@ -19,17 +20,17 @@ from megatron_ext.runtime import cgroups
 from megatron_ext.runtime.objects import gather_objects
 
 ROUNDS, LEAST_SECONDS, MOST_SECONDS = 5, 0.5, 2.0
-"""Rounds in which it is measured, and how long all of them take."""
+"""The number of rounds, and the limits of the time of all of them."""
 
 NODE_BYTES, LEAST_BYTES, PIECE_BYTES = 512 * MIB, 16 * MIB, 4 * MIB
-"""Of the arrays of a node that are added to, of one thread's, and of what is added at once: short pieces would have the
-threads wait for the interpreter, and the one that issues copies wait the longest."""
+"""Bytes of all arrays of a node that are added to, the least bytes of one thread's array, and the bytes of one
+addition. With shorter pieces the threads would wait for the interpreter, most of all the thread that issues copies."""
 
 MOST_OVER = 3.0
-"""How many times the time of all rounds may pass, with what making the arrays takes, before no further round begins."""
+"""No further round begins after this many times the time of all rounds, including the time of making the arrays."""
 
 ADD_BYTES, ROW = 3, 4
-"""Moved for each byte of a sum; copies in each direction before the rank looks whether they are done."""
+"""Bytes moved for each byte of a sum; copies in each direction before the rank waits for them."""
 
 
 class CopyBack(HostCopy):
@@ -48,7 +49,7 @@ def processors_of_rank(fabric: Fabric) -> int:
 
 
 class Adder(threading.Thread):
-    """Adds one array to another until it is told to stop; ``moved`` bytes so far."""
+    """Adds one array to another until it is told to stop. ``moved``: bytes moved so far."""
 
     def __init__(self, arrays: list[numpy.ndarray]):
         super().__init__(daemon=True)
@@ -56,7 +57,7 @@ class Adder(threading.Thread):
         self.moved, self.stopped = 0, threading.Event()
 
     def run(self) -> None:
-        """Without the interpreter's lock while it adds."""
+        """Add pieces; NumPy releases the interpreter's lock meanwhile."""
         piece = PIECE_BYTES // 4
         while True:
             for start in range(0, len(self.sum), piece):
@@ -68,7 +69,7 @@ class Adder(threading.Thread):
 
 
 def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
-    """``bytes_per_s`` of the mean rank; ``slow_bytes_per_s``: its slowest round, or of the slowest rank.
+    """``bytes_per_s``: the mean over ranks. ``slow_bytes_per_s``: the lesser of its slowest round and the slowest rank.
 
     Collective.
     """
@@ -76,7 +77,8 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     copies = [kind(fabric) for kind in (HostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
     count = processors_of_rank(fabric)
     size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
-    # Zeroes would have no pages of their own before they are written. Made once: that takes longer than a round.
+    # Ones, because zeroes would have no pages of their own before they are written. Made once, because making them
+    # takes longer than a round.
     arrays = [[numpy.ones(size // 4, numpy.float32) for _ in range(2)] for _ in range(count)]
     own = [rate(fabric, copies, arrays, lasts / ROUNDS)]
     while len(own) < ROUNDS and not fabric.agree(int(monotonic() > begin + MOST_OVER * lasts)):
@@ -89,12 +91,12 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
 
 
 def seconds_of(seconds: float) -> float:
-    """How long all rounds take where there are ``seconds`` for them."""
+    """Seconds that all rounds take, if there are ``seconds`` for them."""
     return min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
 
 
 def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray]], seconds: float) -> float:
-    """Bytes a second in one round, in which a thread adds each of ``arrays``."""
+    """Bytes per second in one round, with one thread for each pair of ``arrays``."""
     adders = [Adder(own) for own in arrays]
     fabric.barrier()
     for adder in adders:
@@ -115,10 +117,10 @@ def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray
 
 
 def _copy(fabric: Fabric, copies: list[HostCopy]) -> int:
-    """Some copies in each direction, to their end; bytes that they moved."""
+    """Make some copies in each direction and wait for them. Returns the bytes that they moved."""
     size = fabric.options.rounded(min(64 * MIB, fabric.options.largest))
     handles = [operation.issue(size, index) for index in range(ROW) for operation in copies]
-    for handle in handles:  # only now, or one direction would wait for the other
+    for handle in handles:  # after all are issued: otherwise one direction would wait for the other
         handle.wait()
     if copies:
         fabric.device.settle()

@@ -1,4 +1,5 @@
-"""What a measurement has of its curves, kept next to the table that it will write: a kill loses seconds of it."""
+"""The curves that a measurement has so far, kept next to the table that it will write. If it is killed, only seconds of
+work are lost."""
 
 import contextlib
 import os
@@ -14,14 +15,14 @@ from megatron_ext.measure.options import Options
 from megatron_ext.runtime.machine import environment
 
 KEEP_SECONDS = 5.0
-"""How often it is written at the most."""
+"""The least time between two writes of the file."""
 
 Visits = dict[tuple[str, int], list]
-"""By curve and size, a list over visits of (microseconds that count in each round, issued)."""
+"""By curve and size, a list over visits of (microseconds that count in each round, microseconds until issued)."""
 
 
 class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """``seconds``: that the curves took. ``curves``: name, size and visits."""
+    """Content of the file. ``seconds``: time that the curves took. ``curves``: name, size and visits."""
 
     schema_version: int
     kind: Literal["measurement"]
@@ -32,23 +33,23 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 def path_of(out: str) -> str:
-    """Where it lies while ``out`` is measured."""
+    """The path of the file while ``out`` is measured."""
     return f"{out}.measuring"
 
 
 def remove(out: str) -> None:
-    """It is in ``out``."""
+    """Remove the file; its content is in ``out`` now."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path_of(out))
 
 
 def _asked(options: Options) -> Facts:
-    """What was asked for, however long it may take."""
+    """The options without the time that was asked for."""
     return {name: value for name, value in options.facts().items() if name != "seconds"}
 
 
 def write(options: Options, visits: Visits, seconds: float) -> None:
-    """Write it, where the options say that it is kept."""
+    """Write the file, if the options name a place for it."""
     if options.keep_path is not None:
         rows = tuple((name, size, passes) for (name, size), passes in visits.items())
         facts = {"options": _asked(options), "environment": environment(options.device)}
@@ -57,8 +58,8 @@ def write(options: Options, visits: Visits, seconds: float) -> None:
 
 
 def read(options: Options) -> tuple[Visits, float]:
-    """Visits, and the seconds that they took: of a measurement of the same on this machine; none where there is none,
-    or where the file was cut short."""
+    """Visits and the seconds that they took, from a measurement with the same options on this machine; empty without
+    such a file, or if the file is incomplete."""
     if options.keep_path is None or not os.path.exists(options.keep_path):
         return {}, 0.0
     try:

@@ -1,29 +1,30 @@
-"""Forward and backward of every layer kind, measured on the modules that the caller hands over.
+"""Times the forward and the backward of every layer kind, on the modules that the caller gives.
 
-Measuring does not know any model. ``--modules package.module:function`` (or ``path/to/file.py:function``) names a
+This package knows no model. ``--modules package.module:function`` (or ``path/to/file.py:function``) names a
 factory, which every rank's process calls after ``torch.distributed`` is initialised with all ranks of
 the run::
 
     def layer_runners(args: list[str]) -> dict[str, Runner]
 
-Its keys are the layer kinds in execution order (``embedding``, ``transformer``, ``output``),
-its values have ``forward()`` and ``backward()`` of one micro-batch through one such layer at
-the run's micro-batch, sequence length and precision. ``backward()`` belongs to the last
-``forward()`` and does all that training does there for every micro-batch, accumulation into
-the gradient buffers included. Both return nothing and leave no work behind: on CUDA they may
-return before the device is done, what they issued is waited for here. A runner may say the ``dtype`` of its parameters,
-which the table then holds for, ``visits``: how many layers of its kind one
-micro-batch passes through, and ``not_saved``: tensors (parameters, masks) besides which what autograd saves in a layer
-is counted. ``forward()`` is then called so often in a row, each call for the next layer, and ``backward()`` as often,
-for the last layer whose backward has not run yet.
+The keys are the layer kinds in execution order (``embedding``, ``transformer``, ``output``).
+The values have ``forward()`` and ``backward()`` of one micro-batch through one such layer, with
+the run's micro-batch size, sequence length and precision. ``backward()`` belongs to the last
+``forward()`` and does everything that training does there for every micro-batch, including accumulation into
+the gradient buffers. Both return nothing. On CUDA they may return before the device is done; this module waits for the
+work that they issued. A runner may have three more attributes:
+
+* ``dtype`` of its parameters, for which the table is then valid;
+* ``visits``: the number of layers of its kind that one micro-batch passes through. ``forward()`` is then called that
+  often in a row, each call for the next layer. ``backward()`` is called as often, each call for the last layer whose
+  backward has not run yet;
+* ``not_saved``: tensors (parameters, masks) that are not counted among those that autograd saves in a layer.
 
 [Note: As cold as in training]
-One layer that is run again and again is found in the caches; in training it is not, where all
-layers of a rank are larger than these. Runners with as many layers as a rank has find them as
-training does.
+A single layer that runs again and again stays in the caches. In training it does not if all layers of a rank are
+larger than the caches. Runners with as many layers as a rank has meet the same caches as training.
 
 [Note: All ranks at once]
-A table stores what a layer takes while every rank computes, with the run's number of threads: ranks share memory,
+A table stores the time of a layer while every rank computes, with the run's number of threads. Ranks share memory,
 power and, without a GPU, processors.
 """
 
@@ -48,13 +49,13 @@ from megatron_ext.runtime.saved_tensors import SavedTensors
 
 
 class Runner(Protocol):
-    """One layer of a kind, with an input of its own: one micro-batch."""
+    """One layer of a kind, with its own input of one micro-batch."""
 
     def forward(self) -> None:
-        """Compute the output and keep what the backward needs. On CUDA it may return before the device has done so."""
+        """Compute the output and keep the tensors for the backward. On CUDA it may return before the device is done."""
 
     def backward(self) -> None:
-        """Gradients of the input and the parameters, from the last forward."""
+        """Compute the gradients of the input and the parameters, for the last forward."""
 
 
 def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
@@ -63,7 +64,7 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
     A file's directory is put on ``sys.path``, as when it is run as a script.
 
     Raises:
-        InputError: there is no such function, or what it returns has not the form above.
+        InputError: there is no such function, or its result does not have the form above.
     """
     module_name, _, name = path.partition(":")
     if module_name.endswith(".py"):
@@ -91,7 +92,7 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
 
 
 def _told(error: BaseException) -> str:
-    """What failed, and at which line of which file."""
+    """The error in one line, with the file and line at which it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
 
@@ -108,7 +109,7 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
     launches: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
     def visit(kind: str, way: str) -> None:
-        """All layers of a kind."""
+        """Time all layers of a kind."""
         call = getattr(runners[kind], way)
         for _ in range(visits_of(runners[kind])):
             if timer is not None:
@@ -139,8 +140,8 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
 
 
 def saved_bytes(runner: Runner) -> tuple[int | None, int]:
-    """What autograd saves in one layer for its backward, and what that backward makes anew; None for a runner that does
-    not say ``not_saved``."""
+    """(bytes that autograd saves in one layer for its backward, bytes that this backward recomputes). The first is None
+    for a runner without ``not_saved``."""
     not_saved = getattr(runner, "not_saved", None)
     if not_saved is None:
         return None, 0
@@ -160,7 +161,7 @@ def saved_bytes(runner: Runner) -> tuple[int | None, int]:
 
 
 def visits_of(runner: Runner) -> int:
-    """How many layers of its kind a micro-batch passes through."""
+    """The number of layers of its kind that a micro-batch passes through."""
     return getattr(runner, "visits", 1)
 
 

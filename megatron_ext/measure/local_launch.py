@@ -1,12 +1,12 @@
-"""Start one process a rank on this machine, and read what rank 0 has found.
+"""Start one process per rank on this machine, and read rank 0's results.
 
-Ranks are started and ended by :mod:`megatron_ext.launch.launcher`. What they tell each other, and what rank 0 leaves
-for whoever has started it, lies in files without a name: nothing of them stays.
+:mod:`megatron_ext.launch.launcher` starts and ends the ranks. The messages between ranks, and those of rank 0 to this
+process, are in files without a name, so nothing of them stays.
 
 [Note: Giving up]
-A call of a driver cannot be interrupted. So a measurement that has not ended when its time is up is not waited for:
-the ranks write to standard error where they are, and end (:func:`megatron_ext.measure.rank_program.run`). What rank 0
-has told of it becomes the table, and the table says what was missed. Starting has limits of its own.
+A call of a driver cannot be interrupted. So a measurement that has not ended when its time is up is not waited for. The
+ranks write the stacks of their threads to standard error and end (:func:`megatron_ext.measure.rank_program.run`). The
+results that rank 0 has sent so far become the table, and the table names what is missing. Starting has its own limits.
 """
 
 import faulthandler
@@ -25,7 +25,7 @@ from megatron_ext.measure import cluster_launch
 from megatron_ext.measure.options import Options
 
 SHOWN_CHARACTERS = 4000
-"""Of what ranks have said."""
+"""Characters of the ranks' output that an error shows."""
 
 
 def run(options: Options) -> dict:
@@ -33,9 +33,9 @@ def run(options: Options) -> dict:
 
     Raises:
         InputError: a rank found that the input is bad (for example ``--modules``).
-        RankFailed: a rank was killed or failed; the end of what the ranks said is in the message. Or nothing had come
-            of it when its time was up.
-        SystemExit: a signal has ended it.
+        RankFailed: a rank was killed or failed; the message has the end of the ranks' output. Or there was no result
+            when the time was up.
+        SystemExit: a signal has ended the measurement.
     """
     options.check()
     threads = str(options.rank_threads)
@@ -53,14 +53,14 @@ def run(options: Options) -> dict:
 
 
 def found(messages: Iterable[dict], said: str, options: Options) -> dict:
-    """The result among what ranks have told, or what there is of it; raises as :func:`run`.
+    """The result among the ranks' messages, or the part of it that there is. Raises the same errors as :func:`run`.
 
     Args:
-        said: what all ranks have written to standard output and standard error.
+        said: the output of all ranks on standard output and standard error.
     """
     known = {name: value for message in messages for name, value in message.items()}
     if "input_error" in known:
-        raise InputError(known["input_error"])  # in a rank's words
+        raise InputError(known["input_error"])  # the text of the rank's error
     if "result" in known:
         return known["result"]
     tail = said[-SHOWN_CHARACTERS:].strip()
@@ -77,7 +77,7 @@ def found(messages: Iterable[dict], said: str, options: Options) -> dict:
 
 
 def main() -> None:
-    """One rank: ``OPTIONS TOLD ALOUD``, the latter descriptors of files; started by :func:`run` only."""
+    """One rank. Arguments: ``OPTIONS TOLD ALOUD``; the last two are file descriptors. Only :func:`run` starts it."""
     faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)
     options, told, aloud = msgspec.json.decode(sys.argv[1], type=Options), *map(int, sys.argv[2:])
 
@@ -92,7 +92,7 @@ def main() -> None:
         sys.exit(2)
     if result is not None:
         tell(result=result)
-    # Taking process groups down in order takes seconds and nothing of them is needed again.
+    # Ending the process groups in order would take seconds, and they are not needed again.
     os._exit(0)
 
 

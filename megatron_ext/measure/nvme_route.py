@@ -1,6 +1,6 @@
-"""The nvme route: from the drive into a pinned slot, and from there to the device.
+"""Measures route ``nvme``: from the drive into a pinned slot, and from there to the device.
 
-Block size and queue depth are swept once; the best are used for the whole curve and stored in
+Block size and queue depth are swept once. The best pair is used for the whole curve and stored in
 its ``settings`` as ``block_bytes`` and ``queue_depth``, the names that are read at run time.
 """
 
@@ -31,7 +31,7 @@ SWEEP_BYTES = 32 * MIB
 
 
 class NvmeRead(Operation):
-    """The whole way of one group: drive, pinned slot, device. Every rank reads at once, each its own file."""
+    """The whole way of one group: drive, pinned slot, device. All ranks read at once, each from its own file."""
 
     name = "nvme"
     by_host = True
@@ -51,7 +51,7 @@ class NvmeRead(Operation):
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def offset(self, size_bytes: int, round_index: int) -> int:
-        """Another place in the file every round: drives have caches too."""
+        """A different place in the file in every round, because drives have caches."""
         return round_index % (self.size_bytes // aligned(size_bytes)) * aligned(size_bytes)
 
     def issue(self, size_bytes: int, round_index: int) -> Handle:
@@ -78,15 +78,15 @@ class NvmeRead(Operation):
 
 
 class NvmeStage(NvmeRead):
-    """The read into the slot alone. For contention: the copy from the slot is one of link ``cpu``, whose own rows say
-    what it slows and what slows it."""
+    """Only the read into the slot, for contention. The copy from the slot is a copy of link ``cpu``, which has its own
+    rows of contention."""
 
     to_device = False
 
 
 class NvmeWrite(Operation):
-    """Every rank writes its shard of the group to the drive, and waits until the drive has it, as
-    the run does; shares the file of a read."""
+    """Every rank writes its shard of the group to the drive and waits until the drive has it, as the run does. It uses
+    the file of ``read``."""
 
     name = "publish_nvme"
     by_host = True
@@ -107,9 +107,9 @@ class NvmeWrite(Operation):
 
 
 def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
-    """Set the best block size and queue depth on ``operation``; returns what is stored.
+    """Set the best block size and queue depth on ``operation``. Returns the settings for the table.
 
-    All ranks take part and take the same: the one with the least median over all of them.
+    All ranks take part and use the same pair: the one with the least median over all ranks.
     """
     size = fabric.options.rounded(min(SWEEP_BYTES, fabric.options.largest))
     combinations = [
@@ -128,8 +128,8 @@ def sweep(fabric: Fabric, operation: NvmeRead, seconds: float) -> dict:
 
 
 def best_settings(combinations: list[tuple[int, int]], medians: list[float]) -> tuple[int, int]:
-    """The (block size, queue depth) with the least median; of those that are about as fast, the deepest
-    queue of the largest blocks: in training it keeps the drive busy while no thread has a processor."""
+    """The (block size, queue depth) with the least median. Among pairs that are about as fast, it is the deepest queue
+    of the largest blocks, because in training that keeps the drive busy while no thread has a processor."""
     limit = min(medians) * ABOUT_AS_FAST
     return max((one for one, us in zip(combinations, medians) if us <= limit), key=lambda one: (one[1], one[0]))
 

@@ -1,8 +1,8 @@
-"""What is timed: an operation that the run makes, too.
+"""The base of all operations that are timed. The run makes the same operations.
 
-An operation is ``issue(size_bytes, round_index) -> handle``; the bytes are there when
-``handle.wait()`` returns (on CUDA: for what the current stream does next). ``busy=True``
-gives a second instance with process groups of its own, to run at the same time as a measured one.
+An operation is ``issue(size_bytes, round_index) -> handle``. The bytes have arrived when
+``handle.wait()`` returns (on CUDA: for the next work of the current stream). ``busy=True``
+gives a second instance with its own process groups, to run at the same time as a measured one.
 """
 
 from abc import ABC, abstractmethod
@@ -12,15 +12,15 @@ from megatron_ext.measure.fabric import Fabric
 
 
 class Handle(Protocol):
-    """What is waited for: a collective's work, a transfer."""
+    """An issued operation that can be waited for: a collective's work, a transfer."""
 
     def wait(self) -> object:
-        """Return when it is complete; on CUDA the stream waits and not the host, as torch's handles do."""
+        """Return when it is complete. On CUDA the stream waits, not the host, as with torch's handles."""
         ...
 
 
 class Done:
-    """Handle of work that was complete when it was issued, or that the current stream does."""
+    """Handle of work that was complete when it was issued, or that is on the current stream."""
 
     def wait(self) -> None:
         pass
@@ -30,16 +30,17 @@ DONE = Done()
 
 
 class Closable(Protocol):
-    """What runs threads."""
+    """An object that runs threads."""
 
     def close(self) -> None: ...
 
 
 class Operation(ABC):
-    """Base: what all operations share. ``threads``: what ``close`` ends, where the operation has some.
+    """Base class of operations. ``threads``: the threads that ``close`` ends, if the operation has any.
 
-    ``messages``: what is issued counts so many times. ``builds``: tensors are made for every size. ``by_host``: the
-    host's processors do most of it on a CUDA device, too. ``settles``: the host waits for the device in the middle.
+    ``messages``: one issue counts as this many transfers. ``builds``: tensors are made for every size. ``by_host``: the
+    host's processors do most of the work, on a CUDA device as well. ``settles``: the host waits for the device in the
+    middle.
     """
 
     name = ""
@@ -54,18 +55,18 @@ class Operation(ABC):
 
     @abstractmethod
     def issue(self, size_bytes: int, round_index: int) -> Handle:
-        """Begin; returns what is waited for."""
+        """Begin the operation and return its handle."""
 
     def made_bytes(self, size_bytes: int) -> tuple[int, int]:
-        """Of host memory, and of the device's, that it makes before it can be issued at this size and not at another:
-        that takes time."""
+        """(bytes of host memory, bytes of device memory) that the operation allocates for this size before it can be
+        issued. Making them takes time."""
         return 0, 0
 
     def drop(self) -> None:
-        """Free what was made for one size."""
+        """Free the memory that was made for one size."""
         return
 
     def close(self) -> None:
-        """End threads: most have none."""
+        """End the threads, if there are any."""
         if self.threads is not None:
             self.threads.close()

@@ -1,4 +1,4 @@
-"""Transfers and work of processors that are timed, each issued as the run issues it; and all operations by name."""
+"""The transfers and the work of processors that are timed, each issued as the run issues it; all operations by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_ext.runtime.worker import Transfer, Worker
 
 
 def coalesced(group: dist.ProcessGroup):
-    """Collectives of ``group`` go as one, as Megatron issues them; without torch's private way, one by one."""
+    """Coalesce collectives of ``group`` as Megatron does; one by one if torch lacks its private function for that."""
     manager = getattr(distributed_c10d, "_coalescing_manager", None)
     return nullcontext(DONE) if manager is None else manager(group, async_ops=True)
 
@@ -50,7 +50,7 @@ class Gather(Operation):
 
 
 class RouteGather(Operation):
-    """The same through a buffer, by ``gather``, a route of the run's."""
+    """An all-gather through a buffer by ``gather``, an object of the run's routes."""
 
     gather: BufferedGather
 
@@ -60,19 +60,20 @@ class RouteGather(Operation):
 
 
 class HierarchicalGather(RouteGather):
-    """In two legs, between nodes and inside them; see hierarchical_gather.py."""
+    """An all-gather in two legs, between nodes and inside them; see hierarchical_gather.py."""
 
     name = "hierarchical"
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         groups = make_node_groups(fabric.options.parallel, dist.get_backend(fabric.data))
-        assert groups is not None  # the link is offered where nodes and replicas make two legs
+        assert groups is not None  # the link is offered only if nodes and replicas make two legs
         self.threads = self.gather = hierarchical_gather.HierarchicalGather(groups, fabric.device)
 
 
 class SymmetricGather(RouteGather):
-    """By copy engines, through registered memory; see :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
+    """An all-gather by copy engines, through registered memory; see
+    :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
 
     name = "symmetric"
 
@@ -85,7 +86,7 @@ class SymmetricGather(RouteGather):
 
     @classmethod
     def tried(cls, fabric: Fabric) -> tuple[SymmetricGather | None, str]:
-        """The operation, or None and in one line why not; the same on all ranks. Collective."""
+        """(the operation, ""), or (None, the reason in one line); the same on all ranks. Collective."""
         options, own, why = fabric.options, None, ""
         missing = symmetric_gather.missing(fabric.torch_device.type, options.data_parallel_size, options.nodes)
         if missing is not None:
@@ -99,7 +100,7 @@ class SymmetricGather(RouteGather):
 
 
 class HostCopy(Operation):
-    """The whole group from the node's host copy to the device, by what the run's route copies with."""
+    """The copy of a whole group from the node's host copy to the device, as the run's route makes it."""
 
     name = "cpu"
 
@@ -119,7 +120,7 @@ class HostCopy(Operation):
 
 
 class ShardGather(Operation):
-    """The own shard from host memory, then an all-gather, one after the other as the run does it."""
+    """The copy of the own shard from host memory, then an all-gather, as the run does it."""
 
     name = "cpu_shard"
 
@@ -148,9 +149,9 @@ class Publish(HostCopy):
 
 class Reduce(Gather):
     """Reduce-scatter of a group's gradients over the data-parallel group, in place, as Megatron's
-    ``_ParamAndGradBucketGroup.start_grad_sync`` does it: divided by the replicas first, so that their sum is a mean.
-    With several instances of the optimizer, an all-reduce of the shard among them behind it.
-    Gradients are float32, whatever the parameters are."""
+    ``_ParamAndGradBucketGroup.start_grad_sync`` does it. Gradients are first divided by the number of replicas, so that
+    their sum is a mean. With several instances of the optimizer, an all-reduce of the shard among them follows.
+    Gradients are float32 for every dtype of parameters."""
 
     name = "reduce"
 
@@ -160,7 +161,7 @@ class Reduce(Gather):
 
     def issue(self, size_bytes: int, round_index: int):
         whole = self.fabric.window(self.memory, 4 * self.fabric.options.elements(size_bytes), round_index)
-        # Takes what dividing takes; divided again and again, figures would become subnormal, which are slow.
+        # Takes as long as dividing. Values that are divided again and again would become subnormal, which are slow.
         whole.mul_(1.0)
         shard = self.fabric.shard(whole, self.ranks)
         with coalesced(self.group) as manager:
@@ -173,24 +174,24 @@ class Reduce(Gather):
 
 
 class ExpertGather(Gather):
-    """All-gather of a group of experts among the ranks that hold the same ones."""
+    """All-gather of a group of experts among the ranks that hold the same experts."""
 
     name = "experts_gpu"
     of_experts = True
 
 
 class ExpertReduce(Reduce):
-    """Reduce-scatter of the gradients of a group of experts, among the same ranks."""
+    """Reduce-scatter of the gradients of a group of experts, among the ranks that hold the same experts."""
 
     name = "experts_reduce"
     of_experts = True
 
 
 class Internode(Operation):
-    """Between nodes: what a node lacks of a group comes from the counterparts on the others into the
-    node's host copy. ``size_bytes`` is the whole group; of it a node receives
-    :func:`crossing_bytes`. As in the run, a second exchange is on its way behind the first: the time of both is
-    halved by the caller (``messages``)."""
+    """The exchange between nodes: the shards that a node lacks come from its ranks' counterparts on the other nodes
+    into the node's host copy. ``size_bytes`` is the whole group, of which a node receives :func:`crossing_bytes`. As in
+    the run, a second exchange follows while the first is on its way. The caller halves the time of both
+    (``messages``)."""
 
     name = "internode"
     messages = IN_FLIGHT
@@ -207,7 +208,7 @@ class Internode(Operation):
         return self.worker.submit(lambda transfer: self._bring(host))
 
     def _bring(self, host: torch.Tensor) -> None:
-        """The other nodes' shards of ``host``, as often as counted."""
+        """Receive the other nodes' shards of ``host``, ``messages`` times."""
         exchange, numel = self.exchange, host.numel() // self.fabric.options.data_parallel_size
         shards = [host.narrow(0, dp_rank * numel, numel) for dp_rank in exchange.dp_ranks]
         for arriving in [exchange.begin(shards, self.fabric.dp_rank) for _ in range(self.messages)]:
@@ -215,8 +216,8 @@ class Internode(Operation):
 
 
 class PublishAcross(Internode):
-    """As the run publishes where a group spans nodes: the own shard into the node's host copy, then what
-    the counterparts wrote. For contention: most of its time is the network's, which gathers use too."""
+    """Publishing as the run does it for a group that spans nodes: the own shard into the node's host copy, then the
+    exchange with the counterparts. It is timed for contention: most of its time it uses the network, like gathers."""
 
     name = "publish"
 
@@ -247,9 +248,9 @@ class PublishAcross(Internode):
 
 
 class P2P(Operation):
-    """One message from an even pipeline rank to the odd one after it, and one back: the time
-    of both is halved by the caller (``messages``). All pairs at once. As in Megatron's
-    ``P2PCommunicator``, what is received lies in new memory."""
+    """One message from an even pipeline rank to the next, odd one, and one message back. The caller halves the time
+    of both (``messages``). All pairs run at once. As in Megatron's ``P2PCommunicator``, each message is received into
+    new memory."""
 
     name = "p2p"
     messages = 2
@@ -283,7 +284,7 @@ class P2P(Operation):
 
 
 class HostAdd(Operation):
-    """A gradient shard of ``size_bytes`` of float32 added to another in host memory."""
+    """The addition of a float32 gradient shard of ``size_bytes`` to another in host memory."""
 
     name = "host_add"
     builds = True
@@ -299,8 +300,8 @@ class HostAdd(Operation):
 
 class MatrixProduct(Operation):
     """Products of the model's shapes: (sequence * micro-batch, hidden) x (hidden, 4 hidden) and
-    back, until about a millisecond has passed. ``size_bytes`` does not matter. On a device in bfloat16, as training:
-    float32 leaves its tensor cores, and so its memory and power, to the transfers during it."""
+    back, for about a millisecond. ``size_bytes`` does not matter. On a device they are in bfloat16, as in training:
+    float32 would not use the tensor cores, and so would leave more memory bandwidth and power to the transfers."""
 
     name = "compute"
 
@@ -313,7 +314,7 @@ class MatrixProduct(Operation):
         self.input, self.up, self.down = (
             torch.ones(*shape, **how) for shape in ((rows, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
         )
-        # 5e10 FLOP/s is the order of one processor thread; an accelerator gets more products.
+        # One processor thread has about 5e10 FLOP/s. An accelerator computes more products.
         rate = 5e10 if fabric.torch_device.type == "cpu" else 2e14
         self.products = max(int(1e-3 * rate / (16 * rows * hidden * hidden)), 1)
 

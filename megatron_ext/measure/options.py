@@ -1,4 +1,4 @@
-"""What to measure, and for which run: the options that every rank of a measurement is given."""
+"""The options of a measurement, which every rank gets: what to measure, and for which run."""
 
 import math
 import os
@@ -21,10 +21,10 @@ COPIES = ("gpu", "hierarchical", "symmetric", "cpu", "cpu_shard", "publish", "in
 """Operations that move parameters or gradients and return before they are complete."""
 
 STEPS = ("host_step", "host_step_joined", "host_step_cast_on_device", "device_step")
-"""Steps of one group, measured where the optimizer steps on the host."""
+"""Steps of one group, measured if the optimizer steps on the host."""
 
 LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme", "contention", "compute")
-"""What can be measured; ``--links`` picks among them."""
+"""Everything that can be measured; ``--links`` chooses from it."""
 
 NEEDS = {
     "compute": ("modules", "the script's arguments behind --, or --modules"),
@@ -32,14 +32,14 @@ NEEDS = {
     **dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host")),
     **dict.fromkeys(OF_EXPERTS, ("expert_data_parallel_size", "arguments of a model with experts behind --")),
 }
-"""What is measured only with another option: its field, and how it is given."""
+"""Links that need another option: its field, and how it is given."""
 
 MOST_THREADS, MOST_SECONDS = 4096, 86_400
-"""Of one rank, and of one measurement."""
+"""Limits of the threads of one rank and of the seconds of one measurement."""
 
 
 MOST_OVER = 1.2
-"""How many times the time that was asked for a measurement may take, once its ranks have started."""
+"""A measurement may take this many times the time that was asked for, once its ranks have started."""
 
 
 RANKS = ("data_parallel_size", "pipeline_model_parallel_size")
@@ -50,29 +50,29 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Options of one measurement.
 
     Attributes:
-        data_parallel_size, num_distributed_optimizer_instances, pipeline_model_parallel_size: ranks of the run, the
-            first of one instance; all of them are started, so that the node is as busy as in the run.
-        expert_data_parallel_size: ranks that share the shards of the same experts, where these are others than the
-            data-parallel ranks.
-        whole_part: of ``max_rank_bytes``, which counts experts as dense parameters with shards as large: whole
-            parameters that the rank has.
-        device: ``auto`` takes CUDA where torch sees it.
+        data_parallel_size, num_distributed_optimizer_instances, pipeline_model_parallel_size: ranks of the run; the
+            first counts one instance. All of them are started, so that the node is as busy as in the run.
+        expert_data_parallel_size: ranks that share the shards of the same experts, if they are not the data-parallel
+            ranks.
+        whole_part: the part of ``max_rank_bytes`` that the rank has as whole parameters. ``max_rank_bytes`` counts
+            experts as dense parameters with shards of the same size.
+        device: ``auto`` uses CUDA if torch sees a CUDA device.
         min_bytes, max_bytes: limits of the factor-2 grid (bytes of the whole group).
-        also_sizes: gathers at these sizes too, besides the grid.
+        also_sizes: further sizes at which gathers are measured, in addition to the grid.
         max_rank_bytes: largest ``optimizer`` size: whole parameters of one rank.
         seconds: time for measuring, not counting the start of the processes.
-        threads: processor threads of one rank. None: on CUDA as many as a run takes for the host's step and additions,
-            elsewhere what OMP_NUM_THREADS says, or one.
-        hidden_size, seq_length, micro_batch_size: shapes of the matrix products that compute
-            stands for in contention.
-        modules, module_args: ``package.module:function`` that gives layer runners (see
-            :mod:`megatron_ext.measure.layer_times`), and the arguments it is called with.
-        parameter_bytes: of an element of whole parameters, as in the run; None is 2 on CUDA and 4 elsewhere.
+        threads: processor threads of one rank. None: on CUDA as many as a run uses for the host's step and additions,
+            otherwise OMP_NUM_THREADS, or one.
+        hidden_size, seq_length, micro_batch_size: shapes of the matrix products that stand for compute
+            in contention.
+        modules, module_args: ``package.module:function`` that returns layer runners (see
+            :mod:`megatron_ext.measure.layer_times`), and the arguments that it is called with.
+        parameter_bytes: bytes of one element of whole parameters, as in the run; None is 2 on CUDA and 4 otherwise.
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
-        nvme_path: a directory on the drive; without it the ``nvme`` route is not measured.
-        sequence_parts: parts that a sequence is divided into by context parallelism; the runners' layers have all.
-        keep_path: where what was measured is kept until all is; see kept_measurement.py.
-        ranks_per_node: ranks that share a node; None is all of them. A launcher says it.
+        nvme_path: a directory on the drive; without it route ``nvme`` is not measured.
+        sequence_parts: parts that context parallelism divides a sequence into. The runners' layers have all of them.
+        keep_path: file for results so far, until the measurement is complete; see kept_measurement.py.
+        ranks_per_node: ranks that share a node; None means all ranks. A launcher sets it.
     """
 
     data_parallel_size: int = 2
@@ -102,11 +102,11 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def node_size(self) -> int:
-        """Ranks of a node."""
+        """The number of ranks on one node."""
         return self.ranks_per_node or self.world_size
 
     def uses_cuda(self) -> bool:
-        """Whether the ranks' devices are CUDA's. Raises InputError where they should be and are not."""
+        """Whether the ranks use CUDA devices. Raises InputError if they should and there is none."""
         from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
 
         if self.device == "cuda" and not has_cuda():
@@ -115,20 +115,20 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def rank_threads(self) -> int:
-        """Processor threads of one rank."""
+        """The number of processor threads of one rank."""
         if self.threads is not None:
             return self.threads
         if self.uses_cuda():
             from megatron_ext.runtime import host_threads
 
-            of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # which may bind each rank
+            of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # it may bind each rank
             bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
             return host_threads.of_rank(1 if bound else self.node_size, self.node_size)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 
     def facts(self) -> Facts:
-        """For files: of several values one text, without the place of a file."""
+        """The options as facts for files: several values become one text, and ``keep_path`` is left out."""
         return {
             name: " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
             for name, value in msgspec.to_builtins(self).items()
@@ -136,7 +136,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         }
 
     def elements(self, size_bytes: int) -> int:
-        """Elements of ``size_bytes`` of whole parameters; gradients, main parameters and moments have as many."""
+        """The number of elements in ``size_bytes`` of whole parameters. Gradients, main parameters and moments have the
+        same number."""
         return size_bytes // (self.parameter_bytes or (2 if self.uses_cuda() else 4))
 
     @property
@@ -146,17 +147,17 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def largest_shards(self) -> int:
-        """Bytes of dense parameters whose shards are as large as those of the largest group, which may be experts'."""
+        """Bytes of dense parameters with shards as large as those of the largest group, which may be one of experts."""
         return self.max_bytes * self.data_parallel_size // (self.expert_data_parallel_size or self.data_parallel_size)
 
     @property
     def world_size(self) -> int:
-        """Ranks that measure: data-parallel times pipeline size."""
+        """The number of ranks that measure: data-parallel size, times pipeline size, times instances."""
         return self.ranks_of_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_of_stage(self) -> int:
-        """Ranks of one pipeline rank, of all instances; they are next to each other."""
+        """The number of ranks of one pipeline rank, over all instances. They are next to each other."""
         return self.data_parallel_size * self.num_distributed_optimizer_instances
 
     @property
@@ -173,7 +174,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def nodes(self) -> int:
-        """Nodes that every data-parallel group spans; 0 where groups differ in it, or spread unevenly."""
+        """The number of nodes that every data-parallel group spans; 0 if groups differ or spread unevenly."""
         try:
             counts = {len(nodes_of_replicas(self.parallel, rank)) for rank in range(self.pipeline_model_parallel_size)}
         except InputError:
@@ -182,7 +183,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def has_hierarchy(self) -> bool:
-        """Whether gathers can go between nodes first and inside them after."""
+        """Whether hierarchical all-gathers are possible: between nodes first, then inside each node."""
         return all(has_hierarchy(self.parallel, rank) for rank in range(self.pipeline_model_parallel_size))
 
     def has(self, link: str) -> bool:
@@ -198,7 +199,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         }.get(link, True)
 
     def rounded(self, size_bytes: int) -> int:
-        """Bytes of the bucket that ``size_bytes`` of float32 fill: Megatron pads to lcm(DP, 128) elements."""
+        """Bytes of the bucket that holds ``size_bytes`` of float32: Megatron pads to lcm(DP, 128) elements."""
         step = math.lcm(self.data_parallel_size, 128) * 4
         return -(-size_bytes // step) * step
 
@@ -212,8 +213,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise InputError(why, file="--also-sizes", value=text) from None
 
     def check(self, *, chosen: bool = False) -> "Options":
-        """Raise InputError on a value that cannot be measured, naming the option. ``chosen``: the ``links`` were, so
-        that each of them has to have what it is measured by."""
+        """Raise InputError that names the option, if a value cannot be measured. ``chosen``: the user chose ``links``,
+        so every option that one of them needs must be given."""
         for name in (*RANKS, "threads", *SHAPE):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise option_error(name, "must be at least 1", value)
@@ -241,13 +242,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise option_error("nvme_path", "is no directory", self.nvme_path)
         for link in self.links if chosen else ():
             field, how = NEEDS.get(link, ("links", ""))
-            stood_for = link == "compute" and "contention" in self.links  # by products of matrices
+            stood_for = link == "compute" and "contention" in self.links  # measured with products of matrices
             if not getattr(self, field) and not stood_for:
                 raise option_error("links", f"needs {how}", link)
         return self
 
     def _check_largest(self) -> None:
-        """Refuse what this machine's memory cannot hold, and a measurement that would never end."""
+        """Refuse sizes that this machine's memory cannot hold, and a measurement that would not end."""
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         activation = 4 * self.seq_length * self.micro_batch_size * self.hidden_size
         sizes = {"also_sizes": max(self.also_sizes, default=0), "max_bytes": self.max_bytes}

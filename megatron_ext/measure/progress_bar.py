@@ -1,4 +1,4 @@
-"""Progress on standard error: a line that changes on a terminal, elsewhere a new line every few seconds."""
+"""Progress on standard error: on a terminal one line that changes, otherwise a new line every few seconds."""
 
 import shutil
 import threading
@@ -8,28 +8,27 @@ from time import monotonic
 from typing import IO
 
 WORD_SECONDS, DRAWN_SECONDS = 10.0, 0.5
-"""How often a line is printed, also while one piece of work lasts, and how often it changes on a terminal."""
+"""Seconds between two printed lines (also while one piece of work lasts), and between two changes on a terminal."""
 
 LONG_SECONDS = 2.0
-"""From when on a line says how long its piece of work has lasted."""
+"""After this time a line shows how long its piece of work has lasted."""
 
 LARGE_BYTES = 1 << 30
-"""From when on making memory is said."""
+"""From this size on, a line mentions that memory is being made."""
 
 CLEAR = "\r\x1b[K"
-"""Back to the begin of the terminal's line, without what is on it."""
+"""Returns to the start of the terminal's line and clears it."""
 
 
 class Words:
-    """What is being done, of work that takes about ``seconds``. ``done`` is 0 until it has begun: until then it
-    starts."""
+    """The text of a line about work that takes roughly ``seconds``. While ``done`` is 0 the work is still starting."""
 
     def __init__(self, seconds: float):
         self.seconds, self.started, self.begun = seconds, monotonic(), None
         self.since, self.what, self.done, self.total = self.started, "", 0, 0
 
     def update(self, done: int, total: int, what: str) -> None:
-        """The work is at this now."""
+        """Set what the work is doing now."""
         now = monotonic()
         if self.begun is None and done > 0:
             self.begun = now
@@ -38,7 +37,7 @@ class Words:
         self.done, self.total = done, total
 
     def line(self) -> str:
-        """For people."""
+        """The line for people."""
         now = monotonic()
         lasts = f" for {now - self.since:.0f} s" if self.what and now - self.since >= LONG_SECONDS else ""
         if self.begun is None:
@@ -48,8 +47,8 @@ class Words:
 
 
 def visit_text(name: str, size_bytes: int, made_bytes: int, seconds: float) -> str:
-    """What a measurement is at: a curve at a size; where that is worth a word, how much host memory it makes for it and
-    how long it needs."""
+    """The text of a visit: the curve and the size. If they are large, also the host memory that it makes and the time
+    that it needs."""
     units = ((1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
     size = next(f"{size_bytes / unit:.4g} {words}" for unit, words in units if size_bytes >= unit)
     making = f", making {made_bytes / 1e9:.1f} GB of host memory" if made_bytes > LARGE_BYTES else ""
@@ -58,7 +57,8 @@ def visit_text(name: str, size_bytes: int, made_bytes: int, seconds: float) -> s
 
 @contextmanager
 def bar(seconds: float, stream: IO[str]) -> Iterator[Callable[[int, int, str], None]]:
-    """Yields ``progress(done, total, what)`` for work that takes about ``seconds``; it is said on ``stream``."""
+    """Yields ``progress(done, total, what)`` for work that takes roughly ``seconds``. Lines are written to
+    ``stream``."""
     words, ended, drawn = Words(seconds), threading.Event(), stream.isatty()
 
     def say() -> None:

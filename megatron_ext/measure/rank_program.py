@@ -1,18 +1,18 @@
-"""What a rank does: every curve at every size in several passes, then contention and compute.
+"""The program of one rank: every curve at every size in several passes with compute in between, then contention.
 
 [Note: Passes]
-The whole grid is measured several times, for a machine that is shared changes its speed for seconds:
-samples of one size that lie far apart say more than as many in a row. All count together; where the
-medians of quarters of the time differ, the table says so itself. Sizes are refined behind the first
-pass, where neighbours disagree. Every later pass has another order. A visit takes so many rounds at most that where
-transfers are short time is left after these passes: further ones use it. A visit that took far longer than its share
-(a host step of a whole model makes its states anew) is not made again where less time is left. Host copies that took
-less than ``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later one, for as many rounds
-together.
+The whole grid is measured several times, because a shared machine changes its speed for seconds: samples
+of one size that lie far apart in time say more than the same number in a row. All samples count together. If the
+medians of quarters of the time differ, the table has a note. After the first pass, sizes are added
+where neighbours disagree. Every later pass has another order. The rounds of a visit are limited. If transfers are
+short, time is left after these passes, and further passes use it. A visit that took far longer than its share
+(a host step of a whole model makes its states again) is not repeated if less time than that is left. Host copies that
+took less than ``SHORT_US`` in the first pass are visited ``SHORT_VISITS`` times in each later pass, with the same
+number of rounds in all.
 
 [Note: In the surroundings of the run]
-Handed modules are made before anything is measured: what a framework adds to every call, and the
-threads of the process groups that it makes, are there in training too.
+The given modules are made before anything is measured. So the time that a framework adds to every call, and the
+threads of its process groups, are present as in training.
 """
 
 import faulthandler
@@ -40,13 +40,13 @@ from megatron_ext.runtime.objects import gather_objects
 
 PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
-"""Shares of the time; the curves have the rest. Of an iteration, compute is most."""
+"""Shares of the time; the curves have the rest. Compute has a large share because it is most of an iteration."""
 
 SHORT_US, SHORT_VISITS = 3000.0, 4
-"""All rounds of a short copy in a row are over within milliseconds, and so meet one state of a shared machine. Read
-from the other sizes of the same measurement, host copies of 0.5 to 25 MB were up to 17 % off with visits of 20 rounds
-and up to 12 % with four of 5, in three measurements of two models each; all-gathers of a millisecond were worse by
-it."""
+"""All rounds of a short copy in a row end within milliseconds, and so see only one state of a shared machine. Host
+copies of 0.5 to 25 MB, interpolated from the other sizes of the same measurement, were up to 17 % off with visits of 20
+rounds and up to 12 % off with four visits of 5 rounds, in three measurements of two models each. All-gathers of a
+millisecond became worse with four visits."""
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
@@ -57,15 +57,15 @@ def run(
 ) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None on the other ranks.
 
-    Where it takes ``MOST_OVER`` times as long as asked for, or a piece of starting more than ``START_SECONDS``,
-    standard error says in which lines all threads are, and with ``ends`` the process ends with exit code 1.
+    If it takes ``MOST_OVER`` times as long as asked for, or one part of starting more than ``START_SECONDS``, the
+    stacks of all threads are written to standard error. With ``ends`` the process then ends with exit code 1.
 
     Args:
         report: its ``done`` is 0 until measuring begins.
-        so_far: given what there is when the curves and compute are done, and later; on rank 0 only.
+        so_far: called with the results so far when the curves and compute are done, and later; on rank 0 only.
     """
     measurement = Measurement(fabric, report, ends)
-    seconds = fabric.options.seconds  # where they are few, 2 s more: a busy machine takes those for one step
+    seconds = fabric.options.seconds  # 2 s more for short measurements: a busy machine may take them for one step
     faulthandler.dump_traceback_later(max(MOST_OVER * seconds, seconds + 2), file=2, exit=ends)
     measurement.take_passes()
     result = measurement.finish(so_far)
@@ -74,17 +74,16 @@ def run(
 
 
 class Measurement:
-    """One measurement as a rank takes part in it: passes over the curves, with rounds of compute between them, then
-    contention.
+    """One rank's part of a measurement: passes over the curves, with rounds of compute between them, then contention.
 
     Attributes:
         operations: by the name of the curve.
         visits: by pass, (curve, size) in the order in which they are visited.
         merged: see :func:`merge_visits`.
         refined: (curve, size) that the first pass did not have.
-        short: (curve, size) that are visited ``SHORT_VISITS`` times in a pass behind the first.
+        short: (curve, size) that are visited ``SHORT_VISITS`` times in each pass after the first.
         overlong: seconds of visits that took more than twice their share, by (curve, size).
-        spent: seconds by what was measured.
+        spent: seconds by curve, for compute and for contention.
     """
 
     def __init__(self, fabric: Fabric, report: Report, ends: bool = False):
@@ -99,7 +98,7 @@ class Measurement:
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
             kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, DeviceStep)}
-            if not fabric.device.why_no_flags:  # nor does a run step so without them
+            if not fabric.device.why_no_flags:  # a run does not step this way without flags either
                 kinds |= {kind.name: kind for kind in (RunStep, RunStepCastOnDevice)}
         names = [name for name in size_grid.curves_asked(options) if name in kinds]
         symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
@@ -128,13 +127,13 @@ class Measurement:
         self.refined: set[tuple[str, int]] = set()
         self.short: set[tuple[str, int]] = set()
         self._count()
-        # Measured alone it has all of the time.
+        # If only compute is measured, it has all of the time.
         share = COMPUTE_SHARE if names or self.pairs else 1.0
         compute_seconds = options.seconds * share if runners else 0.0
         self.compute_rounds = None
         if runners:
             self.compute_rounds = ComputeRounds(fabric, runners, compute_seconds, PASSES, self._say)
-        # From here: what making a large model takes must not be taken from the curves.
+        # Time starts here: the time of making a large model must not be taken from the curves.
         sweep_seconds = options.seconds * SWEEP_SHARE if self.drive else 0.0
         curves = options.seconds * (1 - MEMORY_SHARE) - self.contention_seconds - compute_seconds - sweep_seconds
         self.curves_seconds = max(curves - seconds_before, curves / 2)
@@ -149,7 +148,7 @@ class Measurement:
         self._say("ready")
 
     def take_passes(self) -> None:
-        """Visit every curve at every size ``PASSES`` times, and again while there is time."""
+        """Visit every curve at every size ``PASSES`` times, and more often while there is time."""
         for number in range(MAX_PASSES):
             if number == 1:
                 self._refine()
@@ -185,7 +184,7 @@ class Measurement:
         return self._result(found, registered)
 
     def _free(self) -> int:
-        """Free what curves are measured with; returns bytes of a device that are registered for gathers."""
+        """Free the operations of the curves. Returns the bytes of a device that are registered for gathers."""
         self._say("freeing the memory of all curves")
         symmetric = self.operations.get(SymmetricGather.name)
         for operation in self.operations.values():
@@ -205,7 +204,7 @@ class Measurement:
             self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
 
         begun = monotonic()
-        # As long as the curves have left for it.
+        # No longer than the time that the curves have left.
         seconds = min(self.contention_seconds, self.end - begun)
         rows = contention.run(self.fabric, self.pairs, seconds, beside, self._expected_us, so_far)
         self.spent["contention"] = monotonic() - begun
@@ -213,7 +212,7 @@ class Measurement:
         return rows
 
     def _result(self, found: dict, registered: int) -> dict | None:
-        """All of it with what was ``found`` behind the curves; on rank 0. Collective."""
+        """The whole result, with what was ``found`` after the curves; None on other ranks than 0. Collective."""
         fabric = self.fabric
         set_up = set_up_of(fabric) | beside_allocator(fabric, registered)
         if fabric.rank != 0:
@@ -241,11 +240,11 @@ class Measurement:
         self.total = 1 + sum(map(len, self.visits)) + len(self.pairs)
 
     def _weight(self, visit: tuple[str, int]) -> float:
-        """Share of the time of a visit, relative to others: a round of a large size takes longer."""
+        """The weight of a visit in dividing the time: a round of a large size takes longer."""
         return (1.0 + min(visit[1] / (4 * MIB), 8.0)) / (SHORT_VISITS if visit in self.short else 1)
 
     def _refine(self) -> None:
-        """After the first pass: sizes between neighbours that disagree, and which copies are short."""
+        """After the first pass: add sizes between neighbours that disagree, and find the short copies."""
         medians = first_medians(self.merged)
         finer = _refined(self.fabric, self.grid, medians)
         self.refined = {*finer} - {*self.grid}
@@ -255,7 +254,7 @@ class Measurement:
         self._count()
 
     def _pass(self, number: int) -> None:
-        """One pass, merged every few seconds."""
+        """Make one pass. Its samples are merged every few seconds."""
         own: dict[tuple[str, int], Samples] = {}
         for position, (name, size) in enumerate(self.visits[number]):
             need = scaled_sizes.needed(self.needs, name, size)
@@ -265,7 +264,7 @@ class Measurement:
             enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
             if number and (enough := self.fabric.agree(enough)) < 2:
                 if enough == 0:
-                    break  # every size has been visited once; the table says so
+                    break  # every size has been visited once; the table has a note
                 continue
             new = (name, size) not in self.merged and (name, size) not in own
             if (name in ISSUED and size > self.fabric.arena_bytes) or (new and self._left_out(name, size, left)):
@@ -277,7 +276,7 @@ class Measurement:
             seconds, most = max(left, 0.0) * self._weight((name, size)) / still, MAX_ROUNDS // often
             found = sample(self.fabric, self.operations[name], size, seconds, max_rounds=most)
             own.setdefault((name, size), Samples()).add(found)
-            if self.fabric.torch_device.type == "cuda":  # in host memory a step's tensors stay: making them takes long
+            if self.fabric.torch_device.type == "cuda":  # else a step's tensors stay: making them takes long
                 self.operations[name].drop()
             taken = monotonic() - begun
             self.needs[name] = size, scaled_sizes.need_of(found, taken, self.operations[name].builds)
@@ -291,7 +290,7 @@ class Measurement:
         self._merge(own)
 
     def _first_use(self) -> None:
-        """Make communicators, load what an operation needs once: this is a part of starting, and takes any time."""
+        """Make communicators and load what each operation needs once. This is a part of starting and may take long."""
         for name, operation in self.operations.items():
             self._say(f"first use of {name}")
             self.fabric.barrier()
@@ -306,33 +305,35 @@ class Measurement:
             kept_measurement.write(self.fabric.options, self.merged, self.seconds_before + taken)
 
     def _kept(self) -> tuple[kept_measurement.Visits, float]:
-        """What an earlier call has measured of the grid, and how long it took; the same on all ranks."""
+        """The visits of the grid that an earlier call has measured, and their seconds; the same on all ranks."""
         own = kept_measurement.read(self.fabric.options) if self.fabric.rank == 0 else ({}, 0.0)
         visits, seconds = gather_objects(own)[0]
         return {visit: passes for visit, passes in visits.items() if visit in self.grid}, seconds
 
     def _left_out(self, name: str, size: int, left: float) -> bool:
-        """Whether a size is not visited for the first time: a rank has no room, or see [Note: What a visit needs]."""
+        """Whether a new size is left out: a rank has no room for it, or it needs too much time ([Note: What a visit
+        needs])."""
         room = all(gather_objects(self.fabric.has_room(*self.operations[name].made_bytes(size))))
         need = scaled_sizes.needed(self.needs, name, size)
         most = min(max(left, 0.0), scaled_sizes.LONGEST_SHARE * self.fabric.options.seconds)
         return bool(self.fabric.agree(int(need > most or not room)))
 
     def _curves(self) -> dict[str, list[dict]]:
-        """Rows of every curve, with those sizes for which there was no time."""
+        """The rows of every curve, with scaled rows for sizes for which there was no time."""
         curves = curves_of(self.merged, self.refined, self.fabric.torch_device.type == "cuda")
         for name, rows in curves.items():
             curves[name] = scaled_sizes.add_scaled(rows, [size for own, size in self.grid if own == name])
         return curves
 
     def _expected_us(self, name: str, size: int) -> float:
-        """What a transfer of ``size`` takes alone by the nearest smaller size that was measured; 0 where none was."""
+        """Microseconds of a transfer of ``size`` alone, scaled from the nearest smaller measured size; 0 without
+        one."""
         known = [(own, us) for (curve, own), us in first_medians(self.merged).items() if curve == name]
         own, us = max((pair for pair in known if pair[0] <= size), default=(size, 0.0))
         return us * size / own
 
     def _take_compute(self) -> None:
-        """The rounds of compute that are due at this part of the time."""
+        """Take the rounds of compute that are due by now."""
         assert self.compute_rounds is not None
         begin, seconds = monotonic(), self.curves_seconds
         passed = 1.0 - (self.curves_end - begin) / seconds if seconds > 0 else 1.0
@@ -345,8 +346,8 @@ class Measurement:
 
 
 def set_up_of(fabric: Fabric) -> dict[str, float]:
-    """Microseconds per GiB of a node's host memory, of the slowest rank: to make its pages, and on CUDA to page-lock
-    it. Empty where nothing that was measured has any. Collective."""
+    """Microseconds per GiB of a node's host memory on the slowest rank: to make its pages, and on CUDA to page-lock
+    it. Empty if no measured operation uses such memory. Collective."""
     everyone = gather_objects(fabric.set_up_seconds)
     if None in everyone:
         return {}
@@ -356,8 +357,9 @@ def set_up_of(fabric: Fabric) -> dict[str, float]:
 
 
 def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
-    """Bytes of a device that a rank holds besides PyTorch's blocks, of the rank that holds most; ranks of one device
-    count alike. Without ``registered``, bytes of our own buffers, which plans count. Empty without CUDA. Collective."""
+    """Bytes of a device that a rank holds in addition to PyTorch's blocks, for the rank that holds the most. Ranks on
+    one device count alike. ``registered`` is subtracted: bytes of our own buffers, which plans count. Empty without
+    CUDA. Collective."""
     if fabric.torch_device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(fabric.torch_device)
@@ -367,16 +369,16 @@ def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
 
 
 def parts_due(used: float) -> int:
-    """How many of the :data:`PASSES` parts of compute belong before the moment when this share of the curves' time
-    is used: the first behind the first pass, the others as far apart as the time allows."""
+    """How many of the :data:`PASSES` parts of compute are due when the share ``used`` of the curves' time has passed.
+    The first is due after the first pass, the others follow as far apart as the time allows."""
     return min(PASSES, 1 + int(used * (PASSES - 1)))
 
 
 def _refined(fabric: Fabric, visits: list, medians: dict) -> list:
-    """A pass behind the first: also sizes between neighbours that disagree, gathers and copies only."""
+    """The visits of a pass after the first, with sizes between neighbours that disagree (gathers and copies only)."""
     added = []
     for name in ("gpu", "cpu"):
         curve = {size: us for (own, size), us in medians.items() if own == name}
         added += [(name, fabric.options.rounded(size)) for size in size_grid.refinement(curve)]
-    # All ranks hold the same samples and the list is sorted: they agree without asking.
+    # All ranks have the same samples and the list is sorted, so they agree without communication.
     return sorted({*visits, *added}, key=lambda visit: (size_grid.CURVES.index(visit[0]), visit[1]))

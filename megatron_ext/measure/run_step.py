@@ -1,5 +1,5 @@
-"""The host's step of one group as a run makes it where a schedule says when (``step_slots``, ``rollback_bytes``): the
-run's own code, with gradients in slots, tensors that lie behind each other stepped as one, and copies during steps."""
+"""The host's step of one group as a run makes it by a schedule with ``step_slots`` or ``rollback_bytes``. It uses the
+run's own code: gradients in slots, adjacent tensors stepped as one, and copies during steps."""
 
 import torch
 
@@ -15,7 +15,7 @@ from megatron_ext.workload.state_layout import LINE_BYTES, tensor_bytes
 
 
 class RunStep(HostStep):
-    """This rank's shard of a group of ``size_bytes`` of 16-bit parameters, which become such on the host."""
+    """The step of this rank's shard of a group of ``size_bytes`` of 16-bit parameters, which are cast on the host."""
 
     name = "host_step_joined"
     cast_on_device = False
@@ -32,7 +32,7 @@ class RunStep(HostStep):
         self.fabric.device.settle()
 
     def build(self, size_bytes: int) -> None:
-        """Make the tensors of the shard, and units of as many as a slot holds."""
+        """Make the tensors of the shard, and units of as many tensors as a slot holds."""
         self.close()
         device, place, sizes = self.fabric.device, self.fabric.torch_device, self.sizes(size_bytes)
         slot = planned_slot_bytes(tensor_bytes(max(sizes)), sum(map(tensor_bytes, sizes)))
@@ -53,14 +53,14 @@ class RunStep(HostStep):
     def close(self) -> None:
         for unit in self.units:
             unit.close()
-            vars(unit).clear()  # its room knows it, so both would stay until Python collects circles
+            vars(unit).clear()  # unit and room refer to each other: both would stay until Python collects cycles
         if self._link is not None:
             self._link.close()
         self.units, self._link, self._size = [], None, None
 
 
 class RunStepCastOnDevice(RunStep):
-    """The same with the new parameters copied in float32, and cast on the device."""
+    """The same step, with the new parameters copied in float32 and cast on the device."""
 
     name = "host_step_cast_on_device"
     cast_on_device = True

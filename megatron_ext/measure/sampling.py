@@ -1,4 +1,4 @@
-"""Time an operation often enough, on every rank at once."""
+"""Time an operation in several rounds, on every rank at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def p95(us: Sequence[float]) -> float:
 def timed(
     fabric: Fabric, operation: Operation, size_bytes: int, round_index: int, timer: DeviceTimer | None
 ) -> tuple[float, float]:
-    """(until complete, until issued) in microseconds. On CUDA the first is the device's alone, see device_time.py. What
-    the host itself does (a drive, another node) is timed by its clock there, too."""
+    """(time until complete, time until issued) in microseconds. On CUDA the first is the time on the device, see
+    device_time.py. Work of the host itself (a drive, another node) is timed by the host's clock on CUDA as well."""
     if timer is not None and not operation.by_host:
         return _on_device(timer, operation, size_bytes, round_index)
     start = perf_counter()
@@ -48,14 +48,14 @@ def timed(
 
 
 def in_a_row(size_bytes: int) -> int:
-    """How many transfers of a size go back to back on a device: of a short one alone, events and waits would be the
-    larger part."""
+    """The number of transfers of a size that are timed back to back on a device. For a single short transfer, events
+    and waits would be most of the time."""
     return IN_A_ROW if size_bytes <= SHORT_BYTES else 1
 
 
 def _on_device(timer: DeviceTimer, operation: Operation, size_bytes: int, round_index: int) -> tuple[float, float]:
     count = in_a_row(size_bytes)
-    if operation.settles:  # or the host would wait for the spin, and the next spin would be longer by that
+    if operation.settles:  # else the host would wait for the spin, and each spin would be longer than the last
         timer = DeviceTimer()
 
     def call() -> float:
@@ -80,8 +80,8 @@ def sample(
 ) -> Samples:
     """Rounds of ``operation`` for about ``seconds``, all ranks starting together.
 
-    The first rounds warm up and tell rank 0 how many more fit; every rank runs that many: at
-    least :data:`MIN_ROUNDS`, fewer only where the time is already used up by warming up, and at most ``max_rounds``.
+    The first rounds are a warm-up, from which rank 0 computes how many more fit. Every rank runs that many: at
+    least :data:`MIN_ROUNDS` (fewer only if the warm-up has used the time), and at most ``max_rounds``.
     """
     samples = Samples()
     messages, timer = operation.messages, DeviceTimer() if fabric.torch_device.type == "cuda" else None
@@ -92,7 +92,7 @@ def sample(
         us, _ = timed(fabric, operation, size_bytes, round_index, timer)
         round_index += 1
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
-            break  # so long that what the first round sets up does not show
+            break  # so long that the setup in the first round does not matter
     row = 1 if timer is None or operation.by_host else in_a_row(size_bytes)
     left = seconds - (perf_counter() - begin)
     fit = int(left * 1e6 / max(us * row, 1.0))

@@ -1,12 +1,12 @@
-"""Sizes for which there is no time or memory: scaled by their bytes from those of the same curve that were measured.
+"""Sizes for which there is no time or memory: scaled by bytes from the measured sizes of the same curve.
 
 [Note: What a visit needs]
-The first pass goes from small sizes to large ones, all curves together. What a visit needs at the least (making its
-tensors, warming up, one round) is taken to grow with the bytes, from the visit before it. A size that needs more than
-its share of the time, or more than is left, is not visited. The table holds it all the same, on a straight line through
-the two largest sizes that were measured; its 95th percentile is the larger of this line and of what grows with the
-bytes alone, and more by :data:`OFF_PER_DOUBLING`. The notes name such sizes and how much that is. Less than
-:data:`LEAST_BYTES` says nothing of more: such a curve ends where it was measured.
+The first pass goes from small sizes to large ones, all curves together. The least time that a visit needs (making its
+tensors, warming up, one round) is assumed to grow with the bytes from the previous visit of the curve. A size that
+needs more than its share of the time, or more than is left, is not visited. The table still has a row for it, on a
+straight line through the two largest measured sizes. Its 95th percentile is the larger of this line and of a line
+through zero, plus :data:`OFF_PER_DOUBLING` for each doubling. The notes name such sizes and this addition. From sizes
+below :data:`LEAST_BYTES` nothing is scaled: such a curve ends at its largest measured size.
 """
 
 from math import log2
@@ -16,45 +16,46 @@ from megatron_ext.measure.options import MIB
 from megatron_ext.measure.sampling import Samples
 
 ROUNDS = 3
-"""That warm up and count, at the least."""
+"""The least number of rounds of a visit, including warm-up."""
 
 LONGEST_SHARE = 0.1
-"""Of all the time, what one visit may need."""
+"""The largest share of all the time that one visit may need."""
 
 LEAST_BYTES, OFF_PER_DOUBLING = MIB, 0.1
-"""From what sizes others are scaled, and by how much they are off for each doubling: copies, the drive and AdamW of one
-H200 at sizes of 2 to 256 MiB were off by up to 0.12 at twice the size, 0.23 at eight times."""
+"""The least size from which others are scaled, and the relative error that is assumed for each doubling. Scaled from
+sizes of 2 to 256 MiB, copies, the drive and AdamW of one H200 were off by up to 0.12 at twice the size and 0.23 at
+eight times."""
 
 Needs = dict[str, tuple[int, float]]
-"""By curve, the size of its last visit and the seconds that this needed at the least."""
+"""By curve, the size of its last visit and the least seconds that this visit needed."""
 
 
 def needed(needs: Needs, name: str, size: int) -> float:
-    """Seconds that a visit needs at the least; 0 where the curve has no size yet from which others can be scaled."""
+    """The least seconds that a visit needs; 0 if the curve has no size yet from which others can be scaled."""
     last_size, seconds = needs.get(name, (0, 0.0))
-    if last_size < LEAST_BYTES and (not last_size or size <= 4 * LEAST_BYTES):  # from it larger ones can be scaled
+    if last_size < LEAST_BYTES and (not last_size or size <= 4 * LEAST_BYTES):  # scale from it later
         return 0.0
     return seconds * max(size / last_size, 1.0)
 
 
 def need_of(samples: Samples, seconds: float, builds: bool) -> float:
-    """What a visit of ``seconds`` needs at the least.
+    """The least seconds that a visit needs which took ``seconds``.
 
     Args:
-        builds: whether the operation makes tensors for every size; what else takes time besides the rounds (the first
-            use of a communicator) comes once.
+        builds: whether the operation makes tensors for every size. Other time outside of the rounds (the first use of a
+            communicator) is needed only once.
     """
     rounds = median(samples.us) / 1e6 * ROUNDS
     return max(seconds - sum(samples.us) / 1e6 + rounds if builds else rounds, 1e-6)
 
 
 def upwards(visits: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Small sizes first, the curves in turns."""
+    """The visits in ascending order of size, with the curves in turns."""
     return sorted(visits, key=lambda visit: visit[1])
 
 
 def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
-    """The rows of one curve with those of ``sizes`` that are larger than the measured ones."""
+    """The rows of one curve, with scaled rows for the ``sizes`` that are larger than the measured sizes."""
     last, before = points[-1], points[-2] if len(points) > 1 else None
     if last["size_bytes"] < LEAST_BYTES:
         return points
@@ -72,7 +73,7 @@ def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
 
 
 def notes(name: str, rows: list[dict], asked: int | None) -> list[str]:
-    """What of a curve there was no time or memory for, and what certainty that costs. ``asked``: its largest size."""
+    """Notes on the sizes of a curve for which there was no time or memory. ``asked``: the largest size of its grid."""
     scaled = [row for row in rows if "scaled_from" in row]
     if scaled:
         off = max(row["p95_us"] / row["p50_us"] - 1 for row in scaled)

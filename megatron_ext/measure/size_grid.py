@@ -1,9 +1,9 @@
 """Which curves are measured, at which sizes (factor 2, closer where neighbours disagree), and how that is announced.
 
 [Note: No powers of two]
-Shards that lie a power of two apart fall into the same sets of a processor's caches: an all-gather in host memory of
-1024 KiB took 15 to 19 % longer than one of 1056 KiB. Most groups of parameters are not of such sizes, and no cost of
-theirs may be read between these; for those that are, a measurement is told their sizes.
+Shards that are a power of two apart in memory fall into the same sets of a processor's caches: an all-gather in host
+memory of 1024 KiB took 15 to 19 % longer than one of 1056 KiB. Most groups of parameters do not have such sizes, so
+their costs must not be interpolated between such sizes. For groups that do, a measurement is told their sizes.
 """
 
 import os
@@ -13,19 +13,19 @@ from megatron_ext.measure.options import COPIES, MIB, MOST_OVER, STEPS, Options
 from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTES
 
 SMALL_BYTES = 4096
-"""Below this there is only the least size."""
+"""Below this size only the smallest size is measured."""
 
 GATHERS = {*ROUTES, *ALGORITHM_NAMES, "experts_gpu"}
-"""The routes, all of their ways."""
+"""Curves of gathers: all routes with all of their algorithms."""
 
 CURVES = (*COPIES, "p2p", "optimizer", "host_add", *STEPS, "nvme", "publish_nvme")
 
 DISAGREE = 0.15
-"""A size whose median its neighbours predict by more than this off gets sizes between them."""
+"""If interpolation between its neighbours misses a size's median by more than this share, sizes are added around it."""
 
 
 def factor_2(min_bytes: int, max_bytes: int, factor: int = 2) -> list[int]:
-    """Powers of two from ``min_bytes`` to ``max_bytes``; both ends are always measured."""
+    """Sizes from ``min_bytes`` to ``max_bytes``, each ``factor`` times the previous one. Both ends are included."""
     sizes = [min_bytes]
     power = 1 << min_bytes.bit_length()
     while power < max_bytes:
@@ -37,15 +37,15 @@ def factor_2(min_bytes: int, max_bytes: int, factor: int = 2) -> list[int]:
 
 
 def beside_powers(sizes: list[int]) -> list[int]:
-    """``sizes`` with what lies between the ends a sixteenth smaller, see [Note: No powers of two]."""
+    """``sizes`` with all but the two ends a sixteenth smaller, see [Note: No powers of two]."""
     return [sizes[0], *(size * 15 // 16 for size in sizes[1:-1]), *sizes[1:][-1:]]
 
 
 def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
-    """Sizes to add halfway (by ratio) besides the sizes where linear reading is worst.
+    """Sizes to add halfway (by ratio) on both sides of the sizes at which linear interpolation is worst.
 
-    ``medians``: microseconds by size. Worst first, in microseconds: a small group is read wrong by a part
-    of little; none where neighbours agree.
+    ``medians``: microseconds by size. The worst sizes in microseconds come first, because a relative error of a small
+    group costs little time. The list is empty if neighbours agree.
     """
     sizes = sorted(medians)
     misses = []
@@ -58,7 +58,7 @@ def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
         if miss <= DISAGREE * medians[size]:
             continue
         for low, high in ((left, size), (size, right)):
-            # 3/4 of the upper end is the middle of a factor 2 as sizes go: a multiple of a power of two.
+            # 3/4 of the upper end is the middle of a factor of 2, and a multiple of a power of two.
             middle = high * 3 // 4 if high * 3 // 4 > low else (low + high) // 2
             if middle not in medians and middle not in added:
                 added.append(middle)
@@ -66,8 +66,8 @@ def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
 
 
 def sizes_of(name: str, options: Options) -> list[int]:
-    """The grid of one curve. Sparse where the cost is known to be smooth. What a rank does with its own shard is
-    measured up to the shards of experts."""
+    """The grid of one curve. It is sparse if the cost is known to be smooth. Operations of a rank on its own shard are
+    measured up to the size of experts' shards."""
     low, high, shards = options.min_bytes, options.max_bytes, options.largest_shards
     if name == "optimizer":
         sizes = factor_2(low, max(options.max_rank_bytes or high, low), factor=4)
@@ -80,7 +80,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
     else:
         sizes = factor_2(max(low, min(SMALL_BYTES, high)), high)
         if low < sizes[0]:
-            sizes = [low, *sizes]  # below, a call takes what it takes, whatever the bytes
+            sizes = [low, *sizes]  # below that size the time of a call does not depend on the bytes
         sizes = beside_powers(sizes)
     if name in GATHERS:
         sizes = [*sizes, *options.also_sizes]
@@ -90,13 +90,13 @@ def sizes_of(name: str, options: Options) -> list[int]:
 
 
 def curves_asked(options: Options) -> list[str]:
-    """Curves of the links that are asked for and that the run has, without those of the drive."""
+    """The curves of the links that are asked for and that the run has, except those of the drive."""
     return [name for name in CURVES if name in options.links and name != "nvme" and options.has(name)]
 
 
 def announcement(options: Options) -> str:
-    """What will be measured and how long it takes, before it begins: two lines for people, and a third where something
-    was kept."""
+    """The text that is printed before measuring begins: what will be measured and how long it takes, in two lines. A
+    third line follows if an earlier measurement was kept."""
     curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
     computes = "compute" in options.links and options.modules is not None
     others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * computes

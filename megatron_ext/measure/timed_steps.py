@@ -1,5 +1,5 @@
-"""Steps of Megatron's optimizer: of all that a rank holds, and where it steps on the host (``--optimizer-cpu-offload``)
-of one group. The run's own step of a group is in run_step.py."""
+"""Steps of Megatron's optimizer: on everything that a rank holds and, if it steps on the host
+(``--optimizer-cpu-offload``), on one group. The run's own step of a group is in run_step.py."""
 
 from abc import abstractmethod
 from importlib.util import find_spec
@@ -10,15 +10,15 @@ from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import DONE, Handle, Operation
 
 PARAMETER_BYTES = 2
-"""Of an element of whole parameters: the host optimizer takes 16-bit parameters alone."""
+"""Bytes of one element of whole parameters: the host optimizer takes only 16-bit parameters."""
 
 STATE_BYTES, DEVICE_BYTES = 16, 6
-"""Of an element in host memory: parameter, gradient and two moments, float32. And on the device: a gradient in float32
-and the parameter."""
+"""Bytes of one element in host memory (parameter, gradient and two moments, float32) and on the device (a float32
+gradient and the parameter)."""
 
 
 class Step(Operation):
-    """A step of an optimizer on tensors of one size, which are made when it is first asked for."""
+    """A step of an optimizer on tensors of one size. They are made when the size is first asked for."""
 
     builds = True
     _size: int | None = None
@@ -31,7 +31,7 @@ class Step(Operation):
         return DONE
 
     def drop(self) -> None:
-        """Steps of other sizes, and other steps, need the memory. What was page-locked is given back, too."""
+        """Free the tensors, page-locked ones too: steps of other sizes, and other steps, need the memory."""
         self.close()
         fabric, busy = self.fabric, self.busy
         vars(self).clear()
@@ -39,7 +39,8 @@ class Step(Operation):
         fabric.device.close()
 
     def pieces(self, numel: int) -> list[int]:
-        """Elements of the tensors of a shard: as many as a model has weights of one layer's size."""
+        """The numbers of elements of the tensors of a shard: pieces of hidden_size**2 elements, like a model's
+        weights."""
         piece = max(min(self.fabric.options.hidden_size**2, numel), 1)
         return [min(piece, numel - start) for start in range(0, numel, piece)]
 
@@ -49,20 +50,20 @@ class Step(Operation):
 
     @abstractmethod
     def step(self) -> None:
-        """Make the step, as training does."""
+        """Make one step as training does."""
 
 
 def clipping(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """What all gradients are multiplied by for a norm of at most 1."""
+    """The factor for all gradients that makes their norm at most 1."""
     return torch.clamp(1.0 / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
 
 
 class Optimizer(Step):
     """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters, as
-    Megatron's ``DistributedOptimizer`` does it, and zeroes in the whole gradient buffer for the next iteration.
+    Megatron's ``DistributedOptimizer`` does it. It also zeroes the whole gradient buffer for the next iteration.
 
-    Where neither Transformer Engine nor apex is installed, Megatron scales gradients in two passes
-    (``local_multi_tensor_scale``) and takes torch's Adam; with either it has one kernel for each.
+    If neither Transformer Engine nor apex is installed, Megatron scales gradients in two passes
+    (``local_multi_tensor_scale``) and uses torch's Adam. With either of them it has one kernel for each.
     """
 
     name = "optimizer"
@@ -84,8 +85,8 @@ class Optimizer(Step):
         self._buffer.zero_()
 
     def made_bytes(self, size_bytes: int) -> tuple[int, int]:
-        """Of the shard: parameters in 32 bits and as in the run, gradients, two moments, what a step that is not fused
-        makes; and the buffer."""
+        """The shard's float32 parameters, gradients, two moments and temporaries of a step that is not fused; the
+        shard's parameters as in the run; and the gradient buffer."""
         options, whole = self.fabric.options, self.fabric.options.elements(size_bytes)
         return 0, int((20 * whole + size_bytes) / options.data_parallel_size + 4 * whole * options.whole_part)
 
@@ -103,9 +104,10 @@ class Optimizer(Step):
 
 
 class HostStep(Step):
-    """This rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients to the host, torch's
-    fused AdamW there, tensor by tensor, and the new parameters back to the device, where they are cast. Megatron's are
-    float32 copies of page-locked 16-bit ones, and not page-locked themselves."""
+    """The step of this rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients are copied
+    to the host, torch's fused AdamW steps there tensor by tensor, and the new parameters are copied back to the device,
+    where they are cast. Megatron's parameters on the host are float32 copies of page-locked 16-bit ones. They are not
+    page-locked themselves."""
 
     name = "host_step"
     settles = True
@@ -118,12 +120,12 @@ class HostStep(Step):
         self.bring_back()
 
     def bring_back(self) -> None:
-        """New parameters to the device."""
+        """Copy the new parameters to the device."""
         for parameter, main in zip(self._parameters, self._main):
             parameter.copy_(main.detach(), non_blocking=True)
 
     def sizes(self, size_bytes: int) -> list[int]:
-        """Elements of the tensors of the shard."""
+        """The numbers of elements of the tensors of the shard."""
         return self.pieces(max(size_bytes // PARAMETER_BYTES // self.fabric.options.data_parallel_size, 1))
 
     def build(self, size_bytes: int) -> None:
@@ -140,13 +142,13 @@ class HostStep(Step):
         return STATE_BYTES * sum(self.sizes(size_bytes)), DEVICE_BYTES * sum(self.sizes(size_bytes))
 
     def memory(self, numel: int) -> torch.Tensor:
-        """Of float32, where gradients are stepped on."""
+        """A float32 tensor in the memory where gradients are stepped on."""
         return self.fabric.device.host_tensor(numel, torch.float32)
 
 
 class DeviceStep(HostStep):
-    """The step of the same shard with its states on the device. Fused, as Megatron asks of the optimizer on either
-    side (``fused=True``); Transformer Engine's and apex's have one kernel as well."""
+    """The step of the same shard with its states on the device. It is fused, as Megatron asks for on the host and on
+    the device (``fused=True``); Transformer Engine's and apex's optimizers have one kernel as well."""
 
     name = "device_step"
     settles = False
@@ -163,9 +165,9 @@ class DeviceStep(HostStep):
 
 
 class HostOptimizer(HostStep):
-    """The whole step of Megatron's optimizer where it steps on the host: the norm of all gradients and their clipping
-    on the device, gradients, AdamW and parameters of everything that this rank holds, and zeroes in the whole gradient
-    buffer."""
+    """The whole step of Megatron's optimizer when it steps on the host: the norm and clipping of all gradients on the
+    device; the copies of gradients, AdamW and the copies of parameters for everything that this rank holds; and zeroing
+    the whole gradient buffer."""
 
     name = "optimizer"
 

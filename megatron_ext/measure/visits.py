@@ -1,11 +1,11 @@
-"""Visits of a curve at a size: their order, what all ranks measured in them, and the rows that they become.
+"""Visits of a curve at a size: their order, the times of all ranks in them, and the rows that they become.
 
 [Note: The last rank counts]
-A host copy is of use when all of its writers on a node have written. A collective between nodes shares their links:
-ranks whose part came first end early while the links still carry the others', and the next transfer waits for
-them. Timed by the median rank, transfers in a row would together be faster than the link (measured: gathers by
-5 to 9 %, two writers by 20 %). Within one node, where a rank that ends early goes on with its own processor, every rank
-counts alike.
+A host copy can be used only when all of its writers on a node have written. A collective between nodes shares their
+links: ranks whose part comes first end early while the links still carry the parts of others, and the next transfer
+waits for them. Timed by the median rank, transfers in a row would together be faster than the link (measured: gathers
+by 5 to 9 %, two writers by 20 %). Within one node, a rank that ends early continues with its own processor, so every
+rank counts alike.
 """
 
 import random
@@ -21,18 +21,18 @@ from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTE_KINDS
 QUARTERS = 4
 
 ISSUED = {*COPIES, "nvme", "publish_nvme"}
-"""Operations that return before they are complete; on a device the optimizer does, too."""
+"""Operations that return before they are complete. On a device the optimizer does so as well."""
 
 
 def shuffled(visits: list, number: int) -> list:
-    """Pass ``number`` in an order of its own, the same on all ranks: what a gather costs depends on what
-    went before it, and no size may always come behind the same."""
+    """The visits of pass ``number`` in its own order, the same on all ranks. The cost of a gather depends on the
+    operation before it, so no size may always follow the same one."""
     return random.Random(number).sample(visits, len(visits))
 
 
 def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
-    """Add a pass: ``merged[name, size]`` is a list over passes of (us that count in each round, issued of all ranks).
-    See [Note: The last rank counts]."""
+    """Add a pass. ``merged[name, size]`` is a list over passes of (us that count in each round, us until issued on all
+    ranks). See [Note: The last rank counts]."""
     everyone = gather_objects({key: (value.us, value.issued_us) for key, value in own.items()})
     sets = {name: sets_of_ranks(name, fabric.options) for name, _ in own}
     for key in own:
@@ -43,12 +43,12 @@ def merge_visits(fabric: Fabric, own: dict, merged: dict) -> None:
 
 
 def first_medians(merged: dict) -> dict[tuple[str, int], float]:
-    """Of the first pass, by name and size; the same on all ranks."""
+    """The medians of the first pass, by name and size; the same on all ranks."""
     return {visit: median(us for us_of_ranks in passes[0][0] for us in us_of_ranks) for visit, passes in merged.items()}
 
 
 def curves_of(merged: dict, refined: set, on_device: bool = False) -> dict[str, list[dict]]:
-    """Medians and 95th percentiles, by name then size; what a table is made of."""
+    """By name, the rows of the table's curve: median, 95th percentile and further figures of each size."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):
         rounds = [us_of_ranks for times, _ in passes for us_of_ranks in times]
@@ -84,27 +84,27 @@ def until_last(together: list[list[int]], us_of_ranks: Sequence[Sequence[float]]
     """By round, the times that count, in microseconds.
 
     Args:
-        together: sets of ranks of which the last one counts, see :func:`sets_of_ranks`.
-        us_of_ranks: of every rank of the run, its time in every round.
+        together: sets of ranks of which the last rank counts, see :func:`sets_of_ranks`.
+        us_of_ranks: for every rank of the run, its time in every round.
     """
     return [tuple(max(us[rank] for rank in ranks) for ranks in together) for us in zip(*us_of_ranks, strict=True)]
 
 
 def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
-    """Sets of ranks of which the last one counts when ``name`` is timed; a rank that takes no part is in none."""
+    """The sets of ranks of which the last rank counts when ``name`` is timed. A rank that takes no part is in none."""
     dp, ranks = options.data_parallel_size, range(options.world_size)
     if name in WRITES:
         return writers(options)
     if name in COLLECTIVES and options.nodes > 1:
         return [list(ranks[first : first + dp]) for first in ranks[::dp]]
-    if name == "p2p":  # an odd last pipeline rank has nobody to talk to
+    if name == "p2p":  # with an odd number of pipeline ranks, the last one has no partner
         return [[rank] for rank in ranks if (rank // options.ranks_of_stage) ^ 1 < options.pipeline_model_parallel_size]
     return [[rank] for rank in ranks]
 
 
 def writers(options: Options) -> list[list[int]]:
-    """Ranks of one data-parallel group on one node: together they write its host copy, or its files. Nodes
-    may hold different numbers of them, which ``nodes_of_replicas`` refuses."""
+    """The ranks of each data-parallel group on each node, which together write its host copy or its files. Nodes
+    may have different numbers of them (``nodes_of_replicas`` refuses that)."""
     found = {}
     for rank in range(options.world_size):
         found.setdefault((rank // options.data_parallel_size, rank // options.node_size), []).append(rank)
