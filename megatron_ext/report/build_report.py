@@ -1,4 +1,4 @@
-"""From the files of a run to the figures of its report."""
+"""Computes the figures of a report from the files of a run."""
 
 from collections import Counter
 from statistics import median
@@ -26,38 +26,38 @@ from megatron_ext.workload.route import ROUTE_KINDS
 from megatron_ext.workload.workload import Limits, Workload
 
 GATHER_LANES = ("issue", "wait")
-"""The training thread's time in gathers: issuing them, publishing for them, waiting for them."""
+"""Lanes of the training thread's time in gathers: issuing gathers and publishing, and waiting for gathers."""
 
 
 T = TypeVar("T")
 
 
 class Pair(NamedTuple, Generic[T]):
-    """The same figure of both runs."""
+    """One figure of both runs."""
 
     stock: T
     scheduled: T
 
 
 class Report(NamedTuple):
-    """Figures of one run directory; times in microseconds. ``stock`` of a pair is what the schedule is compared with
-    (:class:`megatron_ext.report.run_dir.RunDir`): at zero stage 3 the best plan by all-gathers alone.
+    """Figures of one run directory; times in microseconds. ``stock`` of a pair is the run that the schedule is compared
+    with (:class:`megatron_ext.report.run_dir.RunDir`): at zero stage 3 the best plan by all-gathers alone.
 
     ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured, pairs of :class:`Spread`; the
-    first two are, per iteration, the largest over ranks. ``period_us``: the same from the end of
-    one iteration to the end of the next, None where no two follow each other. ``predicted_iteration_time_us``: a pair
-    of numbers; the scheduled one is what the schedule holds, the other one is simulated from
-    the same table. ``loss_difference``: the largest relative one of scheduled from stock,
-    None where no loss is a number. ``measured_ratio``: of iteration times, where the runs took turns; ``verdict_was``:
-    whether it bears the verdict out (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: groups that
-    the schedule brings by each route. ``simulated``: events of the simulated iteration. ``memory``: by pipeline rank,
-    the bill and the census of the data-parallel rank whose device held most; empty where the run took no census.
-    ``links_busy``: of the scheduled iteration, ``measured`` and ``simulated``, the share
-    in which each link carries bytes and that in which all do (:func:`megatron_ext.report.links_busy.shares`).
-    ``hidden``: of it, ``measured`` and ``simulated``, what was hidden behind compute
-    (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the bytes that it moves as billed and as counted;
-    empty where the trace has no counts.
-    ``parts``: of the scheduled iteration, measured and simulated (:mod:`megatron_ext.report.parts`).
+    first two are, per iteration, the largest over ranks. ``period_us``: the time from the end of
+    one iteration to the end of the next; None if no two iterations follow each other.
+    ``predicted_iteration_time_us``: a pair of numbers. The scheduled one is stored in the schedule, the other one is
+    simulated from the same table. ``loss_difference``: the largest relative difference of scheduled from stock;
+    None if no loss is a number. ``measured_ratio``: the ratio of iteration times, if the runs took turns.
+    ``verdict_was``: whether this ratio confirms the verdict (:func:`megatron_ext.report.turn_ratio.check_verdict`).
+    ``routes``: the number of groups that the schedule brings by each route. ``simulated``: events of the simulated
+    iteration. ``memory``: by pipeline rank, the bill and the census of the data-parallel rank whose device held the
+    most; empty if the run took no census. ``links_busy``: ``measured`` and ``simulated`` shares of the scheduled
+    iteration in which each link carries bytes and in which all links do
+    (:func:`megatron_ext.report.links_busy.shares`). ``hidden``: ``measured`` and ``simulated`` work that was hidden
+    behind compute (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the billed and the counted bytes; empty
+    if the trace has no counts. ``parts``: of the scheduled iteration, measured and simulated
+    (:mod:`megatron_ext.report.parts`).
     """
 
     run: RunDir
@@ -82,24 +82,24 @@ class Report(NamedTuple):
 
     @property
     def missed_us(self) -> float:
-        """How much longer the scheduled iteration took than predicted."""
+        """Microseconds by which the scheduled iteration took longer than predicted."""
         return self.iteration_time_us.scheduled.median_us - self.predicted_iteration_time_us.scheduled
 
     def relative_error(self, which: str) -> float:
-        """How far the prediction is from the measured median, relative to the measured one."""
+        """The difference of the prediction from the measured median, relative to the measured median."""
         measured = getattr(self.iteration_time_us, which).median_us
         return getattr(self.predicted_iteration_time_us, which) / measured - 1.0
 
 
 def build(run: RunDir, *, extrapolate: bool = False) -> Report:
-    """Work out every figure of the report.
+    """Compute every figure of the report.
 
     Raises:
         InputError: the cost table lacks a figure that the prediction needs.
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
     stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, extrapolate=extrapolate)
-    # A schedule written by hand holds no prediction.
+    # A schedule that was written by hand has no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
     judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
@@ -152,12 +152,12 @@ def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
 
 def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
     found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
-    # A link that is not in every iteration is in none: on CUDA all-gathers are not recorded.
+    # Leave out links that are missing in some iterations: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 
 
 def _workload_of_stock(run: RunDir) -> Workload:
-    """What the run that the schedule is compared with trains: stock Megatron has no zero stage 3."""
+    """The workload of the run that the schedule is compared with. Stock Megatron has no zero stage 3."""
     if run.workload.zero_stage < 3 or run.gathers_only is not None:
         return run.workload
     return msgspec.structs.replace(run.workload, zero_stage=1, limits=Limits())

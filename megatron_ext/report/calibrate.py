@@ -1,17 +1,18 @@
-"""A run's own figures taken back into its cost table, so that the next plan knows better.
+"""Corrects a cost table with the figures of a run, so that the next plan is more accurate.
 
 [Note: What is calibrated]
-The run's schedule is simulated on the table. Where a part was measured, the figures of the table that it was simulated
-from are multiplied by what was measured over what was simulated: compute of each chunk and direction, each route, the
-reduce, messages, publishing, the optimizer and the host's step. So what a run does with a curve counts, with all that
-runs at the same time, and the shape of the curve stays. An all-gather counts from when its slowest rank has issued it.
-A reduce that waits for its slowest rank counts as the run has met it.
-Reads and writes of optimizer states on a drive are corrected alike. Of Megatron's optimizer step that is corrected
-which is not in the run's own steps of groups. Of a reduce a run records how long it is waited for: what that differs by
-is the reduce's. Where compute hides it, and the waits are shorter than what any curve may be off by, it is left alone.
+The run's schedule is simulated on the table. If a part was measured, the figures of the table that it was simulated
+from are multiplied by measured time / simulated time: compute of each chunk and direction, each route, the reduce,
+messages, publishing, the optimizer and the host's step. So a curve gets the time that it has in this run, with
+everything that runs at the same time, and keeps its shape. An all-gather counts from when its slowest rank has issued
+it. A reduce that waits for its slowest rank counts with that wait.
+Reads and writes of optimizer states on a drive get the same factor. Only the part of Megatron's optimizer step that is
+not in the run's own steps of groups is corrected. For a reduce a run records only the waits for it. The difference
+between measured and simulated waits is added to the reduce. If compute hides the reduce, and the waits are shorter than
+the error that any curve may have, it is not corrected.
 Links slow each other down, and compute that hides a part of a reduce hides the same part of a longer one. So the run is
-simulated on the corrected table, and this is corrected again, until no figure moves. The next plan may show figures of
-which this run said nothing: calibrate, plan and run again until the error is that of the machine.
+simulated on the corrected table, and the table is corrected again, until no figure changes. The next plan may depend on
+figures that this run does not show: calibrate, plan and run again until only the machine's own variation is left.
 """
 
 from collections import defaultdict
@@ -52,24 +53,25 @@ CURVES = {
     "host_add": "host_add",
     "launches": "launches",
 }
-"""By part, the curve that its time comes from."""
+"""By part, the curve of the table that its time comes from."""
 
 MOST = 100.0
-"""No figure is moved by more than this factor at once: the run was then not one of this table."""
+"""The largest factor for a figure. A run that needs a larger one does not belong to this table."""
 
 ROUNDS, SETTLED = 10, 0.01
-"""How often a table is corrected by one run at most, and by what a factor of the last time may be off."""
+"""The most corrections of a table by one run, and the change of a factor below which it has settled."""
 
 NOT_CORRECTED = "not corrected by the run, which does not use it, record it or wait for it"
-"""A plan by the corrected table weighs what was corrected against this."""
+"""Start of the note on curves that were not corrected. A plan by the corrected table relies on these curves as well."""
 
 Times = dict[tuple[str, int, int], float]
-"""Microseconds by part, pipeline rank and model chunk (0 but of compute)."""
+"""Microseconds by part, pipeline rank and model chunk (0 except for compute)."""
 
 
 class Calibrated(NamedTuple):
-    """``factors``: by figure of the table, what it was multiplied by; ``left``: curves of the table that the run says
-    nothing of; ``moving``: figures that did not settle; errors: predicted over measured iteration time, less one."""
+    """``factors``: the factor of each corrected figure of the table. ``left``: curves of the table that the run says
+    nothing about. ``moving``: figures that did not settle. ``error_before``, ``error_after``: predicted / measured
+    iteration time - 1."""
 
     table: CostTable
     factors: dict[str, float]
@@ -80,10 +82,10 @@ class Calibrated(NamedTuple):
 
 
 def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
-    """The table (by default the run's own) with the figures of the scheduled training of ``run``.
+    """The table (by default the run's own), corrected by the scheduled training of ``run``.
 
     Raises:
-        InputError: the table is of other sizes or of another model than the run, or the run measured no part of it.
+        InputError: the table is for other sizes or another model than the run, or the run measured no part of it.
     """
     given = run.table if table is None else table
     differ = run_differences(given.metadata, run.workload)
@@ -126,7 +128,8 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
 
 
 def _times(events: Iterable[Event], run: TracedRun) -> Times:
-    """Means over the ranks of a pipeline rank. A transfer by a link counts from when all of its ranks take part."""
+    """Times of all parts, means over the ranks of a pipeline rank. A transfer counts from when all of its ranks have
+    issued it."""
     parallel = run.workload.parallel
     given = apart(events, parallel, run.schedule.groups, run.on_device, by_optimizer=("host_step", "nvme"))
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
@@ -143,8 +146,9 @@ def _times(events: Iterable[Event], run: TracedRun) -> Times:
 
 
 def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timing) -> Times:
-    """Measured over simulated: of compute by chunk, where the table has it so, of other parts the mean over pipeline
-    ranks. Of the optimizer, of all of its curve's time; of a reduce that is not recorded, by what the waits tell."""
+    """Measured time / simulated time. Compute has a factor for each chunk if the table has a row for it. Other parts
+    have one factor over all pipeline ranks. The optimizer's factor is that of its whole curve. The factor of a reduce
+    that is not recorded comes from the waits for it."""
     measured, predicted = measured.copy(), predicted.copy()
     for pp_rank in range(workload.parallel.pp):
         step, reduce, wait = ((part, pp_rank, 0) for part in (OPTIMIZER, "reduce", "reduce_wait"))
@@ -178,14 +182,14 @@ def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> 
 
 def _scaled(table: CostTable, factors: Times) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, *_), factor in factors.items() if part in CURVES}
-    # Of the host's step the run made its own; Megatron's is in the optimizer's.
+    # The run made its own host step. Megatron's own is a part of the optimizer's step.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
     made = scaled_launches(made, by_curve.get(LAUNCHES, 1.0))
     return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
 
 
 def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:
-    """Those of ``made``. The drive's route as measured ends with a copy to the device, which has its own factor."""
+    """The routes of ``made``. The drive's measured route ends with a copy to the device, which has its own factor."""
     nvme, copies = table.routes.nvme, [Costs(each, extrapolate=True) for each in (table, made)]
     scaled = {"routes.cpu", "routes.nvme"} & by_curve.keys()
     if nvme is None or not scaled or not has_points(table.routes.cpu):
@@ -200,8 +204,8 @@ def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float])
 
 
 def _row(row: Compute, factors: Times) -> Compute:
-    """A chunk's row by its own factor; that of a kind of layer by the one of chunks without a row, or where all have
-    one by the mean of theirs."""
+    """``row`` multiplied by its factor. A chunk's row has its own factor. The row of a layer kind has the factor of
+    chunks without a row, or the mean factor of all chunks if every chunk has a row."""
     of_kind = row.layer_kind is not None
     place = (-1, 0) if of_kind else (row.pp_rank, row.model_chunk_id)
     own = {part: by for (part, *of), by in factors.items() if (*of,) == place and part not in CURVES}

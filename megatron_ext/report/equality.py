@@ -1,8 +1,8 @@
-"""Whether a scheduled run equals its reference to the last bit, and if not, where not.
+"""Whether a scheduled run equals its reference to the last bit, and if not, what differs.
 
 [Note: The reference]
-Time is compared with Megatron as shipped. Equality cannot be: another bucket layout adds the
-same gradients up in another order, so last bits differ without any fault. The reference is
+Time is compared with Megatron as shipped. Equality cannot be compared with it: another bucket layout adds
+the same gradients up in another order, so last bits differ without any fault. The reference is
 therefore Megatron's own gather at the schedule's bucket layout.
 """
 
@@ -14,9 +14,9 @@ REFERENCE = "Megatron's own gather at the schedule's bucket layout"
 
 
 class Equality(NamedTuple):
-    """``bitwise``: True, False, or None where there was no reference to compare with.
+    """``bitwise``: True, False, or None if there was no reference to compare with.
 
-    ``differences``: one line for each thing that differs, each naming its first iteration
+    ``differences``: one line for each figure that differs. A line names the first iteration
     (counted from 1) or the ranks.
     """
 
@@ -47,13 +47,13 @@ def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
 
 
 def largest_loss_difference(stock: Metrics, scheduled: Metrics) -> float | None:
-    """Relative, over iterations where both losses are numbers; None where there is none."""
+    """The largest relative difference over iterations in which both losses are numbers; None if there is none."""
     both = [(a, b) for a, b in zip(stock.loss, scheduled.loss) if a is not None and b is not None]
     return max((abs(b - a) / (abs(a) or 1.0) for a, b in both), default=None)
 
 
 def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool) -> list[str]:
-    """A line on the first entry that differs; with ``numbers_only`` None equals nothing, since
+    """A line about the first entry that differs. With ``numbers_only`` None equals nothing, because
     two values that are not numbers need not have the same bits."""
     if len(theirs) != len(ours):
         return [f"{what}: {len(ours)} entries, the reference has {len(theirs)}"]

@@ -1,4 +1,4 @@
-"""The frontier of ``fit`` once more, with the costs that a run has measured: is another choice better now?"""
+"""Searches the frontier of ``fit`` again with the costs that a run has measured: is another choice better now?"""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ from megatron_ext.report.calibrate import calibrate
 from megatron_ext.report.run_dir import TracedRun
 
 FILE = "fit.json"
-"""In a run directory, written by ``prepare --fit``."""
+"""The request of ``fit`` in a run directory, written by ``prepare --fit``."""
 
 
 class FitAgain(NamedTuple):
     """Attributes:
-    chosen_us: iteration time of the choice that was trained, by the corrected costs; None where it no longer fits.
-    better: whether another choice is faster for certain.
+    chosen_us: iteration time of the choice that was trained, by the corrected costs; None if it no longer fits.
+    better: whether another choice is certainly faster.
     """
 
     found: Found
@@ -29,7 +29,7 @@ class FitAgain(NamedTuple):
         return {"another_is_better": self.better, "chosen_us": self.chosen_us, "fastest": options}
 
     def text(self) -> str:
-        """One line."""
+        """The result in one line."""
         winner = self.found.fit.winner
         now = "" if self.chosen_us is None else f" (this one {self.chosen_us / 1e3:.0f} ms)"
         if not self.better:
@@ -38,7 +38,7 @@ class FitAgain(NamedTuple):
 
 
 def of_run(run: TracedRun, *, extrapolate: bool = False) -> FitAgain | None:
-    """Search again for the request that the run directory keeps; None where it keeps none.
+    """Search again for the request in the run directory; None if there is no request.
 
     Raises:
         InputError: the file is damaged, or the run measured nothing.
@@ -50,7 +50,7 @@ def of_run(run: TracedRun, *, extrapolate: bool = False) -> FitAgain | None:
 
 
 def again(request: Request, table: CostTable) -> FitAgain:
-    """Search again by the request's data sheet, corrected by a table of its winner."""
+    """Search again by the request's data sheet, corrected with a cost table of the setting that was chosen."""
     problem = ready(request, corrected_by=table)
     found = judge(request, problem, problem.search())
     chosen = next((one for one in found.fit.tried if one.setting.options() == request.chosen), None)

@@ -6,7 +6,7 @@ from megatron_ext.planner.fit.found import Found
 
 
 def save(found: Found, path) -> None:
-    """Draw into ``path`` (PNG)."""
+    """Draw the picture and write it to ``path`` (PNG)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -37,7 +37,7 @@ def save(found: Found, path) -> None:
     axes.set_ylabel("ms an iteration")
     axes.set_ylim(0, 1.15 * max([*ms, *(each.us / 1e3 for each in stock)]))
     axes.set_title(f"{parameters_text(fit.winner.setting)}, {fit.winner.setting.parallel.world_size} GPUs")
-    axes.legend(fontsize=8, loc="lower left")  # times begin at 0: nothing is there
+    axes.legend(fontsize=8, loc="lower left")  # the time axis begins at 0, so this corner is empty
     picture.save(path, figure)
 
 

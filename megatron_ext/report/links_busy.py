@@ -1,14 +1,15 @@
-"""How long each link of a rank carries bytes, how long all of them do so at once, and which share of each kind of
-copy, and of the host's step, was hidden behind compute.
+"""The time in which each link of a rank carries bytes, the time in which all of them do so at once, and the share of
+each kind of copy, and of the host's step, that was hidden behind compute.
 
 [Note: When an all-gather moves bytes]
-A trace holds when a rank issued an all-gather and when it was complete. Before the last rank of its group has issued it
-no byte moves, so it counts from there. Ranks issue the same ones in the same order. What is before it on its
-communicator, also reduces, which a run does not record, is a part of its time, in a simulated trace as well.
+A trace has the times at which a rank issued an all-gather and at which it was complete. No byte moves before the last
+rank of its group has issued it, so it counts from then. Ranks issue the same all-gathers in the same order. Earlier
+collectives on its communicator are a part of its time, including reduces, which a run does not record. This holds in a
+simulated trace as well.
 
 [Note: What is hidden]
-A rank's work on a link, or on the host, is hidden as far as one of its steps computes meanwhile: forwards and
-backwards without the time in which they wait for a group or a gradient.
+A rank's work on a link, or on the host, is hidden while one of its steps computes. Steps are forwards and backwards
+without the time in which they wait for a group or a gradient.
 """
 
 from collections import Counter, defaultdict
@@ -32,8 +33,8 @@ Intervals = list[tuple[float, float]]
 def busy(
     events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
 ) -> dict[int, dict[str, Intervals]]:
-    """By rank and link, when the link carries bytes between 0 and ``end_us``; :data:`AT_ONCE`: when all links do that
-    any of the ranks uses."""
+    """By rank and link, the intervals between 0 and ``end_us`` in which the link carries bytes. :data:`AT_ONCE`: in
+    which all links that any rank uses do so."""
     found: dict[int, dict[str, Intervals]] = {}
     spans: dict[tuple[int, str], Intervals] = defaultdict(list)
     for event in moving(events, parallel, groups):
@@ -50,7 +51,7 @@ def busy(
 def shares(
     events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
 ) -> dict[str, float]:
-    """As :func:`busy`, but shares of ``end_us``, means over ranks; empty where less than two links are used."""
+    """Like :func:`busy`, as shares of ``end_us``, means over ranks; empty if less than two links are used."""
     ranks = list(busy(events, end_us, parallel, groups).values())
     if not ranks or len(ranks[0]) < 3:
         return {}
@@ -58,8 +59,8 @@ def shares(
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:
-    """The events whose end is known, the last first; of all-gathers see [Note: When an all-gather moves bytes].
-    ``groups`` of the schedule say which ranks gather one together; without them the data-parallel ranks do."""
+    """The events whose end is known, the last first. For all-gathers see [Note: When an all-gather moves bytes].
+    ``groups`` of the schedule give the ranks that gather together; without them these are the data-parallel ranks."""
     known = sorted((e for e in events if e.name != END_NOT_KNOWN), key=lambda e: e.start_us)
     of_instance = parallel.of_instance
     sets = {str(index): of_instance // group.ranks for index, group in enumerate(groups)}
@@ -76,7 +77,7 @@ def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] 
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """The same time by intervals that do not touch, in order."""
+    """The same time as intervals that do not touch, in order."""
     found: Intervals = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -112,18 +113,18 @@ NAMES = {
     "publish parameters": "new parameters to the host",
     "reduce": "reduces",
 }
-"""What events are called, by lane and first word of their names; else by the lane alone."""
+"""The name of an event, by lane and first word of its name, or else by lane alone."""
 
 
 class Hidden(NamedTuple):
-    """``us``: of all intervals of one kind, the mean over ranks; ``share``: of it, hidden."""
+    """``us``: the time of all intervals of one kind, mean over ranks. ``share``: the hidden share of it."""
 
     us: float
     share: float
 
 
 def hidden(events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> dict[str, Hidden]:
-    """By name of :data:`NAMES`."""
+    """The hidden work of each kind, by name in :data:`NAMES`."""
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
     for event in moving(events, parallel, groups):
         lane = "wait" if event.lane in WAITS else event.lane
@@ -144,7 +145,7 @@ def hidden(events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] 
 
 
 def over_iterations(found: list[dict[str, Hidden]]) -> dict[str, Hidden]:
-    """Medians of several iterations. What is not in each of them is left out."""
+    """Medians over several iterations. A kind that is missing in one of them is left out."""
     names = [name for name in NAMES.values() if all(name in one for one in found)]
     return {name: Hidden(*(median(one[name][n] for one in found) for n in range(2))) for name in names}
 

@@ -1,11 +1,10 @@
 """A measured trace, iteration by iteration: the training thread's time, and what ran when.
 
 [Note: What belongs to an iteration]
-Events of a training thread carry the number of the iteration they were recorded in. What it
-does after its optimizer step -- evaluation, a checkpoint, the last gather before the end --
-carries that number too but is no part of training, so it is told apart by time. The lanes of
-links are recorded by threads of their own, which may see the number change under them: they
-are placed by time alone.
+Events of a training thread carry the number of the iteration in which they were recorded. Events
+after its optimizer step (evaluation, a checkpoint, the last gather before the end) carry the same
+number but are not training, so they are told apart by time. The lanes of links are recorded by
+other threads, for which the number may change during an event, so they are placed by time alone.
 """
 
 from collections import defaultdict
@@ -24,7 +23,8 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step_order import steps_of_ranks
 
 AT_ONCE_US = 2e3
-"""A thread that a full queue of launches holds up is further ahead of its device: by 1,024 launches of 4 us or more."""
+"""A training thread that waits for a full queue of launches is further ahead of its device than this: by 1,024 launches
+of 4 us or more."""
 
 THREAD_LANES = ("compute", *traces.WAITS, "issue", "optimizer")
 """Lanes of the training thread; every other lane is a link's."""
@@ -33,8 +33,8 @@ THREAD_LANES = ("compute", *traces.WAITS, "issue", "optimizer")
 class Window(NamedTuple):
     """One iteration of all ranks, from fresh parameters to the end of the optimizer step.
 
-    Times of ``events`` are microseconds after the first rank had fresh parameters; ``end_us``
-    is when the last optimizer step ends. Compute events are named as steps.
+    Times of ``events`` are microseconds after the first rank had fresh parameters. ``end_us``
+    is the end of the last optimizer step. Compute events have the names of their steps.
     """
 
     iteration: int
@@ -48,13 +48,13 @@ class MeasuredTrace:
     Args:
         path: the file.
         parallel: parallel sizes of the run.
-        iterations: training iterations that the trace must hold; None: as many as it holds.
+        iterations: the number of training iterations that the trace must have; None accepts any number.
 
     Attributes:
-        moved_bytes: by rank and iteration, what was counted; empty where nothing was.
+        moved_bytes: by rank and iteration, the counted bytes; empty if none were counted.
 
     Raises:
-        InputError: not a measured trace, other ranks or iterations, or steps in another order.
+        InputError: it is not a measured trace, has other ranks or iterations, or has steps in another order.
     """
 
     def __init__(self, path, parallel: Parallel, iterations: int | None = None):
@@ -84,8 +84,8 @@ class MeasuredTrace:
         ]
 
     def launches(self, indices: Iterable[int]) -> tuple[float, bool] | None:
-        """Median over iterations, by their indices: what the thread that took longest needed until it had issued the
-        last step; and whether all devices were through with it then. None where that is not recorded."""
+        """(the time of the slowest thread until it had issued its last step, as a median over the iterations
+        ``indices``; whether all devices had finished that step by then). None if that is not recorded."""
         found = [[(t.launches[i + 1], t.optimizer[i + 1]) for t in self._ranks.values() if t.launches] for i in indices]
         if not all(found):
             return None
@@ -93,13 +93,13 @@ class MeasuredTrace:
         return median(max(own.duration_us for own, _ in ranks) for ranks in found), behind < AT_ONCE_US
 
     def periods_us(self) -> dict[int, float]:
-        """By iteration: microseconds since the end of the one before, that is the pause, in
-        which ranks log and meet, and the step. Iterations after an evaluation are left out."""
+        """By iteration: microseconds since the end of the previous iteration. That includes the pause in
+        which ranks log and synchronize. Iterations after an evaluation are left out."""
         ends = {i: max(trace.end_us(i) for trace in self._ranks.values()) for i in range(1, self.iterations + 1)}
         return {i: ends[i] - ends[i - 1] for i in range(2, self.iterations + 1) if not self.evaluated_before(i)}
 
     def evaluated_before(self, iteration: int) -> bool:
-        """Whether steps that are no training ran between ``iteration`` and the one before."""
+        """Whether steps that are not training ran between the previous iteration and ``iteration``."""
         return any(trace.outside[iteration - 1] for trace in self._ranks.values())
 
     def window(self, iteration: int) -> Window:
@@ -132,7 +132,7 @@ def _moved_bytes(about: dict, ranks: int, iterations: int, check: Checker) -> li
 
 
 class _RankTrace:
-    """Events of one global rank. ``thread[i]``: of the training thread in iteration ``i``;
+    """Events of one global rank. ``thread[i]``: those of the training thread in iteration ``i``.
     ``outside[i]``: whether it computed between its optimizer step and the next iteration."""
 
     def __init__(self, events: list[Event], iterations: int, check: Checker):
@@ -169,7 +169,7 @@ class _RankTrace:
         self.check.refuse(f"{message} in iteration {iteration} of rank {self.rank}", "traceEvents")
 
     def name_steps(self, rank: int, steps) -> None:
-        """Name the compute events, which ran in Megatron's order, by their steps."""
+        """Give the compute events, which ran in Megatron's order, the names of their steps."""
         kinds = [step.kind for step in steps]
         for iteration in range(1, self.iterations + 1):
             thread = self.thread[iteration]
@@ -180,17 +180,17 @@ class _RankTrace:
                 thread[index] = thread[index]._replace(name=str(step))
 
     def end_us(self, iteration: int) -> float:
-        """When this rank's optimizer step ends."""
+        """The end of this rank's optimizer step."""
         return self.optimizer[iteration].end_us
 
     def fresh_us(self, iteration: int) -> float:
-        """When this rank had the parameters that ``iteration`` made: its first issue within the
-        optimizer step, or the end of that step; for 0 the beginning of the trace."""
+        """The time at which this rank had the parameters that ``iteration`` made: its first issue within the
+        optimizer step, or the end of that step. For iteration 0, the start of the trace."""
         if iteration in self.issued:
             return self.issued[iteration]
         return self.end_us(iteration) if iteration in self.optimizer else self.first_us
 
     def between(self, iteration: int, start: float, end: float) -> list[Event]:
-        """Events of the window of ``iteration`` on this rank, steps outside of training left out."""
+        """The events of ``iteration``'s window on this rank, without steps outside of training."""
         near = self.thread[iteration - 1] + self.thread[iteration] + self.links
         return [event for event in near if start <= event.start_us < end]

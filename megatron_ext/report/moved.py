@@ -1,4 +1,4 @@
-"""Bytes that each rank moves in an iteration: as billed, next to what the run has counted."""
+"""Bytes that each rank moves in an iteration: as billed, next to the bytes that the run has counted."""
 
 from collections.abc import Sequence
 from statistics import median_low
@@ -10,11 +10,11 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
 
 MOST_LINES = 6
-"""Differences that are said one by one."""
+"""The most differences that are listed one by one."""
 
 
 class Moved(NamedTuple):
-    """Of one global rank, in an iteration."""
+    """The bytes of one global rank in an iteration."""
 
     rank: int
     planned: MovedBytes
@@ -24,12 +24,12 @@ class Moved(NamedTuple):
 def moved(
     schedule: Schedule, workload: Workload, counts: Sequence[Sequence[MovedBytes]], indices: list[int]
 ) -> list[Moved]:
-    """By global rank; empty where nothing was counted.
+    """The moved bytes by global rank; empty if nothing was counted.
 
     Args:
         counts: by global rank and iteration.
-        indices: of the iterations that figures are of. Each of them moves the same; one before which something was
-            gathered outside the schedule (an evaluation, a checkpoint) more, so medians are taken.
+        indices: the iterations that count. All of them move the same bytes, except that an iteration after a gather
+            outside the schedule (an evaluation, a checkpoint) moves more. So medians are taken.
     """
     bills, found = byte_bill(schedule, workload), []
     ranks, instances = workload.parallel.of_instance, workload.parallel.instances
@@ -47,7 +47,7 @@ def _medians(chosen: list[MovedBytes], kind: Kind) -> dict[Link, int]:
 
 
 def as_json(found: list[Moved]) -> list[dict]:
-    """By rank both figures, and where they differ."""
+    """Both figures of each rank, and the places where they differ."""
     names = ("kind", "link", "planned", "counted")
     return [
         {**one._asdict(), "differences": [dict(zip(names, row)) for row in differences(one.planned, one.counted)]}
@@ -56,8 +56,8 @@ def as_json(found: list[Moved]) -> list[dict]:
 
 
 def rows(found: list[Moved]) -> list[tuple[str, str, str, str]]:
-    """``(what, planned, counted, planned / counted)`` of the rank that moves most, with a head; empty where nothing was
-    counted."""
+    """Rows ``(what, planned, counted, planned / counted)`` of the rank that moves the most, with a head; empty if
+    nothing was counted."""
     if not found:
         return []
     most = max(found, key=lambda one: sum(by_link(one.counted).values()))
@@ -73,7 +73,7 @@ def rows(found: list[Moved]) -> list[tuple[str, str, str, str]]:
 
 
 def lines(found: list[Moved]) -> list[str]:
-    """What was not moved as planned, by rank and kind."""
+    """Lines on bytes that were not moved as planned, by rank and kind."""
     unlike = [(one.rank, *difference) for one in found for difference in differences(one.planned, one.counted)]
     said = [
         f"rank {rank}: {kind}, {link.replace('_', ' ')}: planned {planned}, counted {counted} bytes an iteration"

@@ -1,21 +1,21 @@
-"""What every part of an iteration took next to its prediction, and which part explains the difference.
+"""The time of every part of an iteration next to its prediction, and the part that explains the difference.
 
 [Note: Parts]
-A part is one kind of activity: forwards, backwards, each lane of a trace. Its time is the largest over ranks of the sum
-of its durations, of a link of the time in which it is busy, of a measured iteration as of the simulated one. Forwards,
-backwards, waits for groups and for gradients, issuing and the optimizer are the training thread's, one after another;
-on a device they are the compute stream's, while the thread issues. A step that is recorded holds its waits and what it
-issues, which are taken out of it. What of an iteration is in none of these parts is ``rest``: the pipeline's bubble,
-and what no table knows. The parts of links overlap them: where waits for groups or the optimizer differ most, the
-link that differs most is named, too. ``nvme`` holds stage-ins and states of the optimizer, ``host_step`` no waits for
-these.
+A part is one kind of activity: forwards, backwards, or one lane of a trace. Its time is the largest over ranks of the
+sum of its durations, or for a link of the time in which it is busy. This holds for a measured iteration and for the
+simulated one. Forwards, backwards, waits for groups and for gradients, issuing and the optimizer run one after another
+on the training thread. On a device they run on the compute stream, while the thread issues. The recorded time of a step
+includes its waits and its issuing, which are subtracted. ``rest`` is the time of an iteration that is in none of these
+parts: the pipeline's bubble, and times that no table has. The parts of links overlap the others: if waits for groups or
+the optimizer differ most, the link that differs most is named as well. ``nvme`` includes stage-ins and optimizer
+states; ``host_step`` does not include waits for these.
 
 [Note: Launches]
-On a device ``launches`` is what the training thread takes until it has issued the last step of an iteration, whatever
-the device does meanwhile; without one they are a part of forwards and backwards. The run knows it from above only: the
-thread also waits for the device, where the queue of launches is full and where Megatron looks for NaN. Where the
-prediction says that the device waits for the thread, and the device is through with the steps when the thread is, they
-explain the difference: forwards and backwards of the device then hold its waits for launches.
+On a device ``launches`` is the time of the training thread until it has issued the last step of an iteration. Without a
+device, launches are a part of forwards and backwards. The run gives only an upper limit of it: the thread also waits
+for the device when the queue of launches is full and when Megatron checks for NaN. If the device waits for the thread
+in the prediction, and in the run the device has finished the steps when the thread has issued them, launches explain
+the difference: the forwards and backwards on the device then include its waits for launches.
 """
 
 from bisect import bisect_right
@@ -36,16 +36,16 @@ from megatron_ext.workload.parallel import Parallel
 
 FORWARD, BACKWARD, REST, OPTIMIZER = "forward", "backward", "rest", "optimizer"
 ON_THREAD = (FORWARD, BACKWARD, *WAITS, OPTIMIZER)
-"""One after another; issuing too, without a device."""
+"""Parts that run one after another. Without a device, issuing is one of them as well."""
 ISSUE: Lane = "issue"
 BY_LINK = ("gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_add")
 PARTS = (*ON_THREAD, ISSUE, REST, *BY_LINK)
 
 
 class Part(NamedTuple):
-    """Microseconds of one part in one iteration; ``measured_us`` is None where the run does not record it.
-    ``limits``: of launches, whether the device waits for them in the prediction, and in the run has nothing else to
-    do in the end."""
+    """Microseconds of one part in one iteration. ``measured_us`` is None if the run does not record the part.
+    ``limits``: for launches, whether the device waits for them in the prediction, and in the run has finished the steps
+    when the last one has been issued."""
 
     name: str
     predicted_us: float
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 def part_of(event: Event) -> str:
-    """The part that an event belongs to; compute is named as its step, such as ``3B0``."""
+    """The part that an event belongs to. A compute event has the name of its step, such as ``3B0``."""
     if event.lane != "compute":
         return event.lane
     return BACKWARD if "B" in event.name else FORWARD
@@ -71,8 +71,8 @@ def apart(
     on_device: bool,
     by_optimizer: tuple[Lane, ...] = (),
 ) -> list[Event]:
-    """The events with steps and the optimizer without the waits and the issuing inside them, the optimizer also without
-    the lanes ``by_optimizer``; of links the times in which they are busy."""
+    """The events, with waits and issuing subtracted from steps and from the optimizer. The lanes ``by_optimizer`` are
+    subtracted from the optimizer too. A link has one event for each interval in which it is busy."""
     steps, spans = [], defaultdict[tuple[int, Lane], Intervals](list)
     for event in moving(events, parallel, groups):
         if event.lane in ("compute", OPTIMIZER):
@@ -120,8 +120,8 @@ def parts(
     *,
     on_device: bool = False,
 ) -> tuple[Part, ...]:
-    """Parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured ones, of which
-    the median takes ``measured_us``."""
+    """The parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured iterations,
+    whose median time is ``measured_us``."""
     own, *others = (totals(events, parallel, groups, on_device) for events in (predicted, *measured))
     path = (*ON_THREAD, *[ISSUE] * (not on_device))
     seen = {name for found in others for name in found}
@@ -132,7 +132,7 @@ def parts(
 
 
 def launches(run: TracedRun, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[Part, ...]:
-    """See [Note: Launches]; nothing where the table does not say them, or the run did not record them."""
+    """The part of [Note: Launches]; empty if the table has no launches, or the run did not record them."""
     thread_us = predicted.busy_us.get(LAUNCHES, 0.0)
     found = run.scheduled_trace.launches(indices) if run.on_device and thread_us else None
     limits = found is not None and found[1] and thread_us >= predicted.iteration_time_us
@@ -140,8 +140,8 @@ def launches(run: TracedRun, predicted: Result, timing: Timing, indices: Iterabl
 
 
 def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | None] | None:
-    """The part that explains most of a difference (measured less predicted), and where that is a wait for groups or
-    the optimizer the link that differs most the same way; None where no part differs that way."""
+    """The part that explains most of a difference (measured - predicted). If that part is a wait for groups or the
+    optimizer, also the link that differs most with the same sign. None if no part differs with that sign."""
     sign = 1.0 if difference_us >= 0 else -1.0
     by_name = {part.name: part for part in found}
 
@@ -157,7 +157,7 @@ def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | 
 
 
 def lines(found: Iterable[Part], difference_us: float) -> list[str]:
-    """For people, one line a part, and what explains the difference."""
+    """Text for people: one line per part, and the part that explains the difference."""
     rows = []
     for part in found:
         most = "at most " if part.name == LAUNCHES else ""

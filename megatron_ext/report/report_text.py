@@ -1,4 +1,4 @@
-"""A report as one table for the terminal, as one object, and as a page."""
+"""A report as a table for the terminal, as a JSON object, and as a page."""
 
 import io
 from collections.abc import Iterable, Sequence
@@ -20,10 +20,10 @@ from megatron_ext.report.run_dir import GATHERS_ONLY, READ, WRITTEN
 from megatron_ext.report.spread import Spread
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
-"""Measured figures in the order they are shown."""
+"""Measured figures in the order in which they are shown."""
 
 MUCH_LONGER = 1.25
-"""Times a prediction: the verdict's line says it."""
+"""If a run took this many times its prediction, the line of the verdict says so."""
 
 OTHER_LAYOUT = (
     "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault"
@@ -46,7 +46,7 @@ EXPLAINED = {
 
 
 def as_json(report: Report) -> dict:
-    """What ``report --json`` prints: medians, and next to them the spread they come from."""
+    """The object that ``report --json`` prints: medians, and their spread."""
     spread = {name: getattr(report, name)._asdict() for name in MEASURED}
     return {
         "iterations": report.run.iterations,
@@ -72,12 +72,12 @@ def as_json(report: Report) -> dict:
 
 
 def error(bill: RankMemory, census: RankMemory) -> float:
-    """How far the bill of the device is from the census, relative to the census."""
+    """The difference of the device's bill from the census, relative to the census."""
     return bill.device_total_bytes / census.device_total_bytes - 1.0
 
 
 def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """``(what, bill, census, bill / census)`` of every rank and kind, on the device and in host memory."""
+    """Rows ``(what, bill, census, bill / census)`` of every rank and kind, on the device and in host memory."""
     lines = []
     for rank, (bill, census) in enumerate(report.memory):
         for place, kinds in (("device", DEVICE_KINDS), ("host", HOST_KINDS)):
@@ -94,7 +94,7 @@ def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def compared_with(report: Report) -> str:
-    """What the run did that the schedule is compared with."""
+    """A description of the run that the schedule is compared with."""
     run = report.run
     if run.gathers_only is not None:
         rule = run.gathers_only.metadata.planner
@@ -105,7 +105,7 @@ def compared_with(report: Report) -> str:
 
 
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """``(what, compared with, scheduled, scheduled / compared with)`` of every line of the table."""
+    """All rows of the table: ``(what, compared run, scheduled run, scheduled / compared)``."""
     run, equal = report.run, {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise]
 
     def times(title: str, stock: float, ours: float) -> tuple[str, str, str, str]:
@@ -166,7 +166,7 @@ def _routes(report: Report) -> str:
 
 
 def verdict_line(report: Report) -> str:
-    """The plan's answer next to the measured ratio."""
+    """The plan's verdict next to the measured ratio."""
     answer, ratio = report.verdict.conclusion, report.measured_ratio
     stock, ours = report.iteration_time_us
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
@@ -197,7 +197,7 @@ def _limit_text(limit_bytes: int | None) -> str:
 
 
 def ending(report: Report) -> list[str]:
-    """The last lines: as measured, and what the plan said."""
+    """The last lines: what was measured, and what the plan said."""
     stock, ours = (each.median_us for each in report.iteration_time_us)
     planned, *without = report.verdict.runs
     by_schedules = report.run.gathers_only is not None
@@ -212,7 +212,7 @@ def ending(report: Report) -> list[str]:
 
 
 def links_lines(report: Report) -> list[str]:
-    """How long links carry bytes, measured and simulated; nothing where there are less than two."""
+    """The time in which links carry bytes, measured and simulated; empty if there are less than two links."""
     return [
         f"carry bytes, {how}: {', '.join(f'{name} {share:.0%}' for name, share in found.items())} of the iteration"
         for how, found in report.links_busy.items()
@@ -221,7 +221,7 @@ def links_lines(report: Report) -> list[str]:
 
 
 def hidden_lines(report: Report) -> list[str]:
-    """Of each kind of copy and of the host's step, how long it took and what was hidden; measured next to simulated."""
+    """For each kind of copy and the host's step, its time and the hidden share, measured next to simulated."""
     measured, simulated = (report.hidden[how] for how in ("measured", "simulated"))
 
     def of(found: dict[str, Hidden], name: str) -> str:
@@ -236,7 +236,7 @@ def _whose(report: Report) -> str:
 
 
 def cautions(report: Report) -> list[str]:
-    """Warnings about what the measured times do not show."""
+    """Warnings about the limits of the measured times."""
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
     found = [shared_device(hardware[RANKS_PER_DEVICE])] if RANKS_PER_DEVICE in hardware else []
@@ -244,7 +244,7 @@ def cautions(report: Report) -> list[str]:
 
 
 def details(report: Report) -> list[tuple[str, str]]:
-    """What the plan does and what became of it: a word that says of what, and a line."""
+    """Lines about the plan and its outcome, each with a word that names its subject."""
     return [
         ("routes", _routes(report)),
         *(("links", line) for line in links_lines(report)),
@@ -257,7 +257,7 @@ def details(report: Report) -> list[tuple[str, str]]:
 
 
 def _for_terminal(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Table:
-    """A title and three figures a row."""
+    """A table with a title and three figures per row."""
     table = Table(box=box.SIMPLE_HEAD, show_header=bool(head))
     for title, justify in zip(head or ("",) * 4, ("left", "right", "right", "right")):
         table.add_column(title, justify=justify, no_wrap=True)
@@ -267,13 +267,13 @@ def _for_terminal(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Ta
 
 
 def _for_page(rows: Iterable[Sequence[str]], head: str) -> list[str]:
-    """``head`` as Markdown has it."""
+    """Lines of a Markdown table; ``head`` is its head in Markdown."""
     return [head, "|---|---:|---:|---:|", *(f"| {' | '.join(map(str.strip, row))} |" for row in rows)]
 
 
 def as_text(report: Report, width: int | None = None) -> str:
-    """The table for people, with the plan's verdict and where the files are."""
-    # rich draws tables that line up and fit the terminal.
+    """The table for people, with the plan's verdict and the paths of the files."""
+    # rich aligns the table and fits it to the terminal.
     table = _for_terminal(rows(report), ("", report.run.stock_name, "scheduled", "ratio"))
     memory = _for_terminal([*memory_rows(report), *moved.rows(report.moved)])
     detail = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -296,7 +296,7 @@ def as_text(report: Report, width: int | None = None) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The page that lies next to the run's files."""
+    """The page that is written next to the run's files."""
     run, other = report.run, report.run.stock_name
     lines = ["# The planned schedule next to what it is compared with", "", _title(report) + ".", ""]
     lines += [f"Compared with {compared_with(report)}.", ""]

@@ -27,22 +27,23 @@ READ = {
     "scheduled_metrics": "scheduled.metrics.json",
     "reference_metrics": "reference.metrics.json",
 }
-"""What a run directory holds; only the reference may be missing."""
+"""The files of a run directory. Only the reference may be missing."""
 
 COMPARED = ("scheduled_metrics", "stock_metrics", "stock_trace")
-"""What a comparison needs besides the trace of the scheduled training, which is enough to correct a cost table by."""
+"""Files that a comparison needs in addition to the trace of the scheduled training. To correct a cost table, that trace
+is enough."""
 
 GATHERS_ONLY = "gathers_only.schedule.json"
-"""At zero stage 3, the schedule by which the run of ``stock_trace`` trained."""
+"""At zero stage 3, the file with the schedule by which the run of ``stock_trace`` trained."""
 
 WRITTEN = {"report": "report.md", "timeline": "timeline.png"}
-"""What ``report`` adds to it."""
+"""The files that ``report`` adds."""
 
 
 @dataclass(frozen=True)
 class TracedRun:
-    """What ``prepare`` made, and a training by it of which nothing but the trace is read: scripts that are not the
-    example write no metrics, and a model that does not fit without a schedule has no stock run."""
+    """The files of ``prepare``, and the trace of a training by them. Nothing else of the training is read: scripts
+    other than the example write no metrics, and a model that does not fit without a schedule has no stock run."""
 
     path: Path
     table: cost.CostTable
@@ -52,32 +53,32 @@ class TracedRun:
 
     @property
     def on_device(self) -> bool:
-        """Whether ranks compute on devices of their own, during which the training thread issues."""
+        """Whether ranks compute on devices, so that the training thread issues in the meantime."""
         return (self.table.metadata.software or {}).get("backend") == "nccl"
 
     @property
     def iterations(self) -> int:
-        """Iterations that the scheduled run trained."""
+        """The number of iterations that the scheduled run trained."""
         return self.scheduled_trace.iterations
 
     @property
     def iteration_us(self) -> Sequence[float]:
-        """What each took, from the begin of its first step to the end of the optimizer's."""
+        """The time of each iteration, from the start of its first step to the end of the optimizer step."""
         windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
         return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
 
     @property
     def turn_iterations(self) -> int | None:
-        """Iterations of a turn, where stock and scheduled training took turns."""
+        """The number of iterations in a turn, if stock and scheduled training took turns."""
         return None
 
 
 @dataclass(frozen=True)
 class RunDir(TracedRun):
-    """Everything a report is made of; ``reference`` is None where no reference was trained.
+    """All inputs of a report. ``reference`` is None if no reference was trained.
 
-    ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only``, or where that is None as
-    stock Megatron does, whose zero stage is 1.
+    ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only`` or, if that is None, as
+    stock Megatron does, at zero stage 1.
     """
 
     stock: Metrics
@@ -88,14 +89,14 @@ class RunDir(TracedRun):
 
     @property
     def stock_name(self) -> str:
-        """What the run that the schedule is compared with is called in a report."""
+        """The name in a report of the run that the schedule is compared with."""
         if self.gathers_only is not None:
             return "all-gathers alone"
         return "stock" if self.workload.zero_stage < 3 else "zero stage 1"
 
     @property
     def iteration_us(self) -> Sequence[float]:
-        """What each iteration of the scheduled run took, by its metrics."""
+        """The time of each iteration of the scheduled run, from its metrics."""
         return self.scheduled.iteration_us
 
     @property
@@ -108,7 +109,7 @@ class RunDir(TracedRun):
 
 
 def load_measured(directory) -> TracedRun:
-    """Read a run directory, or where nothing of stock or no metrics were kept, what was planned and the trace of the
+    """Read a run directory. If the stock run's files or metrics are missing, read only the plan and the trace of the
     scheduled training.
 
     Raises:
@@ -141,7 +142,7 @@ def load(directory) -> RunDir:
     """Read a run directory.
 
     Raises:
-        InputError: a file is missing or damaged, or two of them are not of the same run.
+        InputError: a file is missing or damaged, or two files are not from the same run.
     """
     path = Path(directory)
     if not os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""A figure that was measured once an iteration: its median and its spread."""
+"""The median and the spread of a figure that was measured once per iteration."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy
 
 WARM_UP = 2
-"""Iterations at the start of a run that no figure includes: memory is touched, kernels are
-chosen and caches filled for the first time."""
+"""The number of iterations at the start of a run that no figure includes: in them memory is touched, kernels are
+chosen and caches are filled for the first time."""
 
 
 class Spread(NamedTuple):
@@ -20,18 +20,18 @@ class Spread(NamedTuple):
 
 
 def warm_up(iterations: int) -> int:
-    """Iterations to leave out; a run that is no longer than its warm-up keeps its last one."""
+    """The number of iterations to leave out. A run that is no longer than the warm-up keeps its last iteration."""
     return min(WARM_UP, iterations - 1)
 
 
 def summarize(values_us: Sequence[float]) -> Spread:
-    """Median and spread of at least one figure."""
+    """The median and spread of ``values_us``, which must not be empty."""
     p10, median, p90 = (float(value) for value in numpy.percentile(values_us, (10, 50, 90)))
     return Spread(median, p10, p90, len(values_us))
 
 
 def median_iteration(per_iteration_us: Sequence[float], usable: Sequence[bool]) -> int:
-    """Number (from 1) of the iteration nearest to the median, among the usable ones if any is."""
+    """The number (from 1) of the iteration nearest to the median, among the usable iterations if there are any."""
     first = warm_up(len(per_iteration_us))
     middle = summarize(per_iteration_us[first:]).median_us
     indices = range(first, len(per_iteration_us))

@@ -31,33 +31,33 @@ KINDS = THREAD | {
 BETWEEN_ITERATIONS = "#f0f0e4"
 
 THREAD_HEIGHT, LINK_HEIGHT, GAP = 1.0, 0.5, 0.35
-"""Row heights, and the space between ranks, in the same unit."""
+"""Heights of rows, and the space between ranks, in the same unit."""
 
 UNIT_INCH = 0.3
 
 LEFT, RIGHT, ZOOM_FROM, WHOLE_TO = 0.07, 0.872, 0.66, 0.645
-"""Places of the axes in the picture's width; the larger view stands right of the whole."""
+"""Places of the axes as shares of the picture's width. The larger view is to the right of the whole iteration."""
 
 TITLE_TO, ITERATION_TIME = 0.8, 0.13
-"""Shares of a panel's width: what its title and a iteration time behind it may take, and the iteration time alone."""
+"""Shares of a panel's width: for its title followed by an iteration time, and for the iteration time alone."""
 
 SHORTEST_PX = 1.2
-"""A shorter interval is drawn as long as this, so that it is seen at all."""
+"""A shorter interval is drawn with this width, so that it is visible."""
 
 HATCH = "//////"
-"""Of gathers whose end is not known, drawn to the return of the wait for them."""
+"""The hatch of gathers whose end is not known. They are drawn up to the end of the wait for them."""
 
 STRIP = 0.45
-"""A wait covers this share of its step's bar, so that the step's name stays readable."""
+"""A wait covers this share of the height of its step's bar, so that the step's name stays readable."""
 
 
 def save(report: Report, path) -> None:
     """Write the picture as PNG, ``WIDTH_PX`` wide.
 
     Raises:
-        InputError: the place cannot be written.
+        InputError: ``path`` cannot be written.
     """
-    # matplotlib without pyplot: no window system, no global state.
+    # Use matplotlib without pyplot, which needs a window system and global state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -99,7 +99,7 @@ def _tall(row: Row) -> float:
 
 
 def _places(panel: Panel):
-    """Rows with the y of their lower edge, from the top."""
+    """Pairs of a row and the y of its lower edge, from the top."""
     y, rank = _height(panel), None
     for row in panel.rows:
         if row.rank != rank:
@@ -110,7 +110,7 @@ def _places(panel: Panel):
 
 
 def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> None:
-    """All bars of a panel in a span of time; the axis is in milliseconds."""
+    """Draw all bars of a panel in a span of time. The axis is in milliseconds."""
     from_us, until_us = span_us
     us_per_px = (until_us - from_us) / width_px
     height = _height(panel)
@@ -123,7 +123,7 @@ def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> 
         axes.axvspan(from_us / 1e3, begin / 1e3, color=BETWEEN_ITERATIONS, zorder=0)
     if from_us < end < until_us:
         axes.axvline(end / 1e3, color="black", linewidth=1, linestyle="--")
-        # The title is on the left: where the step ends below it, its time stands right of both.
+        # The title is on the left. If the iteration ends below it, the time is written to the right of both.
         late = end > TITLE_TO * until_us
         place_us = end if late else max(end, (TITLE_TO - ITERATION_TIME) * until_us)
         how = {"xycoords": "data", "ha": "right" if late else "left", "va": "bottom", "fontsize": 10}
@@ -159,7 +159,7 @@ def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float
 
 
 def _write(axes, text: str, x: float, y: float, offset=(0, 0), **how) -> None:
-    """At a place, of which ``x`` is a share of the width, and ``offset`` points from there."""
+    """Write ``text`` at a place. ``x`` is a share of the width; ``offset`` is in points from the place."""
     how = {"xycoords": axes.get_yaxis_transform(), "ha": "left", "va": "center", "fontsize": 8, **how}
     axes.annotate(text, (x, y), xytext=offset, textcoords="offset points", **how)
 
@@ -173,7 +173,7 @@ def _name_rows(axes, panel: Panel) -> None:
 
 
 def _sum_up_rows(axes, panel: Panel) -> None:
-    """What each row adds up to, in the right margin."""
+    """Write the sums of each row in the right margin."""
     for row, y in _places(panel):
         at_most = "" if all(bar.name != END_NOT_KNOWN for bar in row.bars) else "at most "
         said = f"{len(row.bars)} x, {at_most}{row.total_us(row.lane) / 1e3:.2f} ms"

@@ -1,4 +1,4 @@
-"""The iterations that the timeline shows: which, of which run; of which ranks, in which rows, with which bars."""
+"""The content of the timeline: the iterations and runs that it shows, their ranks, and the bars in each row."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,28 +15,28 @@ GATHERS = ("gpu", "cpu", "nvme", "publish")
 """Lanes that bring parameters."""
 
 ZOOM_BELOW = 0.25
-"""Where the schedule's gathers all lie in a smaller share of the iteration, it is shown larger."""
+"""If all gathers of the schedule lie in a smaller share of the iteration than this, that share is shown enlarged."""
 
 
 MOST_RANKS = 8
-"""Ranks in one panel; of more, an even choice of pipeline ranks is shown."""
+"""The most ranks in one panel. If there are more, evenly spaced pipeline ranks are shown."""
 
 
 class Row(NamedTuple):
-    """Bars of the training thread of a rank (``lane`` is ``thread``) or of one of its links; a step is one bar."""
+    """Bars of the training thread of a rank (``lane`` is ``thread``) or of one of its links. A step is one bar."""
 
     rank: int
     lane: str
     bars: list[Event]
 
     def total_us(self, lane: str) -> float:
-        """Microseconds of all bars of a lane."""
+        """The sum of all bars of a lane in microseconds."""
         return sum(bar.duration_us for bar in self.bars if bar.lane == lane)
 
 
 def shown_ranks(parallel: Parallel, *, replicas: bool) -> list[int]:
-    """Global ranks to show: all if they are few (and ``replicas``), else one of each pipeline
-    rank, else an even choice of those that keeps the first and the last."""
+    """The global ranks to show: all ranks if they are few (and ``replicas``), else one of each pipeline
+    rank, else evenly spaced pipeline ranks including the first and the last."""
     if replicas and parallel.world_size <= MOST_RANKS // 2:
         return list(range(parallel.world_size))
     chosen = sorted({round(n * (parallel.pp - 1) / (MOST_RANKS - 1)) for n in range(MOST_RANKS)})
@@ -44,7 +44,7 @@ def shown_ranks(parallel: Parallel, *, replicas: bool) -> list[int]:
 
 
 def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
-    """Rows from top to bottom: for each rank its training thread, then the links it used."""
+    """Rows from top to bottom: for each rank its training thread, then the links that it used."""
     by_place: dict[tuple[int, str], list[Event]] = defaultdict(list)
     wanted = set(ranks)
     for event in events:
@@ -53,7 +53,7 @@ def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
     found = []
     for rank in ranks:
         thread = _steps(by_place[rank, "compute"])
-        # Later bars lie on top: what a step waits for is seen within the step.
+        # Later bars are drawn on top, so that the waits of a step are visible within the step.
         for lane in ("optimizer", "issue", *WAITS):
             thread += by_place[rank, lane]
         found.append(Row(rank, "thread", thread))
@@ -64,7 +64,7 @@ def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
 
 
 def _steps(events: list[Event]) -> list[Event]:
-    """One bar a step; the simulator records the parts of a step between two waits."""
+    """Join the events to one bar per step: the simulator records the parts of a step between two waits."""
     steps: dict[str, Event] = {}
     for event in events:
         begun = steps.get(event.name, event)
@@ -82,17 +82,19 @@ class Panel(NamedTuple):
     step: tuple[float, float]
 
     def end_us(self, lanes: tuple[str, ...] | None = None) -> float:
-        """When the last bar of ``lanes`` (of all rows) ends."""
+        """The end of the last bar of ``lanes``, or of all lanes."""
         ends = [bar.end_us for row in self.rows for bar in row.bars if lanes is None or row.lane in lanes]
         return max(ends, default=0.0)
 
     def first_gather_us(self) -> float:
-        """When the first gather or publishing begins; 0 where there is none."""
+        """The start of the first gather or publishing; 0 if there is none."""
         return min((bar.start_us for row in self.rows if row.lane in GATHERS for bar in row.bars), default=0.0)
 
 
 def panels(report: Report) -> list[Panel]:
-    """By the schedule, simulated above measured, and below them what it is compared with, measured."""
+    """The panels from top to bottom: the scheduled iteration simulated, the same measured, and the compared run
+    measured.
+    """
     run = report.run
     parallel = run.workload.parallel
     simulated = Panel(
@@ -112,8 +114,8 @@ def panels(report: Report) -> list[Panel]:
 
 
 def representatives(report: Report) -> dict[str, Window]:
-    """Of each run, the iteration of median length among those that neither an evaluation nor the other run's turn came
-    before."""
+    """For each run, the iteration of median length among those that follow neither an evaluation nor a turn of the
+    other run."""
     run = report.run
     in_turn = set(counted(run.iterations, run.turn_iterations))
     found = {}
@@ -127,8 +129,8 @@ def representatives(report: Report) -> dict[str, Window]:
 
 
 def zoom_us(drawn: list[Panel]) -> float | None:
-    """How long the schedule's gathers run from the first to the last, simulated and measured; None where
-    that is so much of the iteration that a larger view would show nothing new."""
+    """Microseconds from the first to the last of the schedule's gathers, simulated and measured. None if that is such a
+    large part of the iteration that a larger view would show nothing new."""
     scheduled = drawn[:2]
     longest = max(panel.end_us(GATHERS) - panel.first_gather_us() for panel in scheduled)
     whole = max(panel.end_us() for panel in drawn)

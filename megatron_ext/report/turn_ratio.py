@@ -1,8 +1,8 @@
-"""The ratio of two runs that took turns, every turn next to the other run's turns just before and behind it; and
-whether that ratio bears a verdict out.
+"""The ratio of two runs that took turns, each turn compared with the other run's turns just before and after it; and
+whether that ratio confirms a verdict.
 
 The first iteration of a turn is left out: publishing and gathers that a rank starts at the end of an iteration had the
-whole turn of the other run for themselves.
+whole turn of the other run to finish.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from megatron_ext.report.spread import warm_up
 
 
 class TurnRatio(NamedTuple):
-    """Scheduled over stock: median over turns, the standard error of the median, how many turns."""
+    """Scheduled / stock: the median over turns, the standard error of the median, and the number of turns."""
 
     ratio: float
     standard_error: float
@@ -22,14 +22,15 @@ class TurnRatio(NamedTuple):
 
 
 def counted(iterations: int, turn_iterations: int | None) -> list[int]:
-    """Indices of the iterations that figures are of."""
+    """The indices of the iterations that count."""
     warm = range(warm_up(iterations), iterations)
     inner = [index for index in warm if not turn_iterations or index % turn_iterations]
     return inner or list(warm)
 
 
 def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iterations: int) -> TurnRatio | None:
-    """The ratio of a figure of every iteration, each turn of stock's before the scheduled run's; None below two turns.
+    """The ratio of two series of one figure per iteration. In each turn stock trains first. None with less than two
+    turns.
 
     The standard error of a median is 1.2533 times that of a mean, for a normal distribution.
     """
@@ -49,11 +50,11 @@ def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iteratio
 
 RIGHT, WRONG, UNDECIDED = "right", "wrong", "not decided by this measurement"
 ERRORS = 2.0
-"""Standard errors on either side of a measured ratio."""
+"""The interval of a measured ratio is this many standard errors to either side."""
 
 
 def check_verdict(answer: str | None, ratio: float, standard_error: float) -> str | None:
-    """What a measured ratio (schedule to stock) says of ``answer``; None where the plan gave none or could not tell.
+    """What a measured ratio (schedule / stock) says about ``answer``; None if the plan gave none or could not tell.
 
     ``helps`` claims a gain, ``does not help`` claims one of less than 1 %. The claim is right or wrong if the whole
     interval of the measurement lies on one side.

@@ -1,4 +1,4 @@
-"""Write what a report adds to its run directory."""
+"""Write the files that a report adds to its run directory."""
 
 from megatron_ext.formats import json_files
 from megatron_ext.report import report_text, timeline
@@ -6,7 +6,7 @@ from megatron_ext.report.build_report import Report
 
 
 def write(report: Report) -> None:
-    """Write the picture and, last, the page that speaks of it.
+    """Write the picture and, last, the page that refers to it.
 
     Raises:
         InputError: the directory cannot be written.
