@@ -162,7 +162,7 @@ def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int
             break
         low, high = high, high * 2
     else:
-        raise AssertionError(f"{high} us do not bring what was asked for: a cost outside the plausible range")
+        raise AssertionError(f"{high} us are not enough for the bytes: a cost is outside the plausible range")
     for _ in range(halvings):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)

@@ -118,8 +118,8 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
             settings.append(f"--zero-stage 3 frees up to {size_text(freed)}")
     if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
         part = f"a part of the activations' {size_text(held['activations'])}"
-        settings.append(f"--recompute-granularity full of every layer frees {part}")
-    settings.append("more pipeline or tensor parallel ranks divide what a rank holds")
+        settings.append(f"--recompute-granularity full for every layer frees {part}")
+    settings.append("with more pipeline or tensor parallel ranks each rank holds less")
     return "; " + ", ".join(settings) + "; `megatron-ext fit` finds the fastest settings that fit"
 
 

@@ -30,7 +30,7 @@ def measure(options: Options):
 
     found = util.find_spec("cuda") and util.find_spec("cuda.bindings")  # other packages use ``cuda`` as well
     if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
-        print(f"without cuda-bindings what copies between host and device cannot train: {missing()}", file=sys.stderr)
+        print(f"without cuda-bindings schedules with copies over the host cannot train: {missing()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options
     options = msgspec.structs.replace(options, threads=options.rank_threads)

@@ -174,11 +174,11 @@ def notes(raw: dict) -> list[str]:
     if seconds is not None and seconds["taken"] > MOST_OVER * seconds["asked"]:
         longest = sorted(seconds["of"].items(), key=lambda one: -one[1])[:3]
         lines.append(
-            f"took {seconds['taken']:.0f} s, not the {seconds['asked']:.0f} s asked for: all is measured once at "
-            f"least; most by {', '.join(f'{name} ({taken:.0f} s)' for name, taken in longest)}"
+            f"took {seconds['taken']:.0f} s, not the {seconds['asked']:.0f} s asked for, because everything is "
+            f"measured at least once; longest: {', '.join(f'{name} ({taken:.0f} s)' for name, taken in longest)}"
         )
     if raw.get("given_up"):
-        lines.append(f"given up in: {raw['given_up']}, which had not ended; what comes behind it is not measured")
+        lines.append(f"given up in: {raw['given_up']}, which had not ended; later measurements are missing")
     if raw.get("symmetric_refused"):
         lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
     unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
@@ -202,16 +202,16 @@ def notes(raw: dict) -> list[str]:
             worst = max(wavering, key=lambda pair: pair[1])
             sizes = ", ".join(f"{size / MIB:.4g}" for size, _ in wavering)
             lines.append(
-                f"{name}: medians waver by more than {WAVERS:.0%} at {sizes} MiB, most by {worst[1]:.0%} at "
+                f"{name}: medians vary by more than {WAVERS:.0%} at {sizes} MiB, the most by {worst[1]:.0%} at "
                 f"{worst[0] / MIB:.4g} MiB"
             )
     if once:
         lines.append(
-            f"out of time, only one pass over some sizes, so how well they repeat is not known: {', '.join(once)}"
+            f"out of time: only one pass over some sizes, so their repeatability is not known: {', '.join(once)}"
         )
     rounds = raw.get("compute", {}).get("rounds", ROUNDS)
     if rounds < ROUNDS:
-        lines.append(f"compute: a micro-batch takes so long that there was time for {rounds}; --seconds gives it more")
+        lines.append(f"compute: micro-batches are so long that only {rounds} rounds fit; use a larger --seconds")
     drift = raw.get("compute", {}).get("drift", 0.0)
     if drift > WAVERS:
         lines.append(f"compute: rounds differ by {drift:.0%}")

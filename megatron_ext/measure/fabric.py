@@ -169,7 +169,7 @@ class Fabric:
 
     def _ones(self, size_bytes: int) -> torch.Tensor:
         if self.torch_device.type == "cuda" and size_bytes > (free := self._free_bytes()):
-            why = f"a group of so many bytes does not fit this device, which has {free} left for a rank"
+            why = f"a group of this size does not fit on the device, which has {free} bytes left for a rank"
             raise InputError(why, field="--max-bytes or --also-sizes", value=size_bytes)
         return torch.ones(size_bytes // 4, device=self.torch_device)
 

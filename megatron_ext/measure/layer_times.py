@@ -76,7 +76,7 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
     except (Exception, SystemExit) as error:  # the module is the user's: it may fail in any way
         raise InputError(f"cannot be imported: {_told(error)}", file="--modules", value=path) from error
     if not callable(factory):
-        raise InputError("is no function", file="--modules", value=path)
+        raise InputError("is not a function", file="--modules", value=path)
     try:
         runners = factory(args)
     except InputError:
@@ -84,10 +84,10 @@ def load_runners(path: str, args: list[str]) -> Mapping[str, Runner]:
     except (Exception, SystemExit) as error:
         raise InputError(f"failed: {_told(error)}", file="--modules", value=path) from error
     if not isinstance(runners, Mapping) or not runners:
-        raise InputError("returned no mapping of layer kinds to runners", file="--modules", value=path)
+        raise InputError("did not return a mapping of layer kinds to runners", file="--modules", value=path)
     for kind, runner in runners.items():
         if not callable(getattr(runner, "forward", None)) or not callable(getattr(runner, "backward", None)):
-            raise InputError(f"its runner for {kind!r} has no forward() and backward()", file="--modules", value=path)
+            raise InputError(f"its runner for {kind!r} lacks forward() or backward()", file="--modules", value=path)
     return runners
 
 

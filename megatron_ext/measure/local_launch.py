@@ -65,14 +65,14 @@ def found(messages: Iterable[dict], said: str, options: Options) -> dict:
         return known["result"]
     tail = said[-SHOWN_CHARACTERS:].strip()
     if TIME_IS_UP not in said:
-        raise RankFailed(f"a rank of the measurement failed: {tail or 'it has left no word'}")
-    what = known.get("what", "importing PyTorch, and meeting")
+        raise RankFailed(f"a rank of the measurement failed: {tail or 'it has printed nothing'}")
+    what = known.get("what", "importing PyTorch and connecting the ranks")
     print(f"in {what}:\n{tail}", file=sys.stderr)
     if not known.get("measures"):
-        raise RankFailed(f"the ranks have not started: {what} takes more than {START_SECONDS:g} s")
+        raise RankFailed(f"the ranks have not started: {what} took more than {START_SECONDS:g} s")
     if "so_far" not in known:
-        kept = "; the same command goes on from what is kept" if options.keep_path else ""
-        raise RankFailed(f"not ended in time for --seconds {options.seconds:g}: {what}{kept}")
+        kept = "; the same command continues from the kept results" if options.keep_path else ""
+        raise RankFailed(f"not ended in time for --seconds {options.seconds:g}, it was at: {what}{kept}")
     return known["so_far"] | {"given_up": what}
 
 

@@ -138,5 +138,5 @@ def _notes(kind: str, direct: bool) -> list[str]:
     if kind in MEMORY_FILESYSTEMS:
         return [f"nvme: the path is on {kind}: memory was measured, not a drive"]
     if not direct:
-        return [f"nvme: {kind} does not take O_DIRECT: the page cache was dropped between reads, not passed by"]
+        return [f"nvme: {kind} does not support O_DIRECT: the page cache was not bypassed, but dropped between reads"]
     return []

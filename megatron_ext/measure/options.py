@@ -27,10 +27,10 @@ LINKS = (*COPIES, "p2p", "optimizer", "host_add", "host_memory", *STEPS, "nvme",
 """Everything that can be measured; ``--links`` chooses from it."""
 
 NEEDS = {
-    "compute": ("modules", "the script's arguments behind --, or --modules"),
+    "compute": ("modules", "the script's arguments after --, or --modules"),
     "nvme": ("nvme_path", "--nvme-path DIRECTORY"),
     **dict.fromkeys(STEPS, ("optimizer_on_host", "--optimizer-on-host")),
-    **dict.fromkeys(OF_EXPERTS, ("expert_data_parallel_size", "arguments of a model with experts behind --")),
+    **dict.fromkeys(OF_EXPERTS, ("expert_data_parallel_size", "arguments of a model with experts after --")),
 }
 """Links that need another option: its field, and how it is given."""
 
@@ -220,7 +220,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 raise option_error(name, "must be at least 1", value)
         self._check_largest()
         if self.data_parallel_size % (self.expert_data_parallel_size or 1):
-            why = "ranks that share the same experts are no part of these: one of each tensor-parallel group measures"
+            why = "ranks that share the same experts do not divide it: one rank per tensor-parallel group measures"
             raise option_error("data_parallel_size", f"{self.expert_data_parallel_size} {why}", self.data_parallel_size)
         if (self.max_rank_bytes or 0) < 0:
             raise option_error("max_rank_bytes", "must not be negative", self.max_rank_bytes)
@@ -239,7 +239,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if self.modules is not None and self.modules.count(":") != 1:
             raise option_error("modules", "expected package.module:function or file.py:function", self.modules)
         if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
-            raise option_error("nvme_path", "is no directory", self.nvme_path)
+            raise option_error("nvme_path", "is not a directory", self.nvme_path)
         for link in self.links if chosen else ():
             field, how = NEEDS.get(link, ("links", ""))
             stood_for = link == "compute" and "contention" in self.links  # measured with products of matrices

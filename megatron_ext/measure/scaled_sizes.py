@@ -82,7 +82,7 @@ def notes(name: str, rows: list[dict], asked: int | None) -> list[str]:
         return [f"out of time or memory, {name}: {said}; they may take {off:.0%} longer"]
     if asked is not None and rows[-1]["size_bytes"] < asked:
         return [
-            f"out of time or memory, {name}: ends at {rows[-1]['size_bytes']} bytes, which say nothing of {asked}; a "
-            "longer --seconds, or --links with fewer names, measures it"
+            f"out of time or memory, {name}: ends at {rows[-1]['size_bytes']} bytes, too few to scale from them to "
+            f"{asked}; use a larger --seconds, or --links with fewer names"
         ]
     return []

@@ -102,11 +102,11 @@ def announcement(options: Options) -> str:
     others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * computes
     others += ["contention"] * ("contention" in options.links)
     most, kept = MOST_OVER * options.seconds, options.keep_path
-    goes_on = f"\ngoes on from {kept} where that was measured for the same" if kept and os.path.exists(kept) else ""
+    goes_on = f"\ncontinues from {kept} if its options are the same" if kept and os.path.exists(kept) else ""
     return (
         f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "
         f"{', '.join(others) or 'nothing else'}\n"
         f"takes about {options.seconds:.0f} s and at most {most:.0f} s once the ranks have started; "
-        "sizes that do not fit in it are scaled from smaller ones, what comes last is left out, and the table says "
-        f"which{goes_on}"
+        "if time runs out, large sizes are scaled from smaller ones and the last measurements are left out; the table "
+        f"names them{goes_on}"
     )

@@ -209,7 +209,7 @@ def check_pinned(workload: Workload, groups, hosted: Container[int]) -> None:
         if limit is not None and need > limit:
             raise InputError(
                 f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short; "
-                f"policy hybrid gathers what has no room by the {ALL_GATHER} route",
+                f"policy hybrid gathers the groups without room by route {ALL_GATHER}",
                 field="limits.pinned_host_bytes",
                 value=limit,
             )

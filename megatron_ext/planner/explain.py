@@ -184,8 +184,8 @@ class _Explained:
         if not self.workload.optimizer.on_host:
             return ""
         if self.group.states_rest is not None:
-            return "the states of this group are not in host memory, so it needs none"
-        return "its gradient goes through them" if self.schedule.step_slots else "Megatron copies its gradient"
+            return "none for this group: its states are not in host memory"
+        return "its gradient passes through slots" if self.schedule.step_slots else "Megatron copies its gradient"
 
     def _states(self) -> str:
         if not self.workload.optimizer.on_host or self.workload.optimizer.delayed:

@@ -23,7 +23,7 @@ def finished(given: Candidate) -> Candidate:
     best = min(found, key=Candidate.simulated_us)
     if len(found) > 1:
         times = ", ".join(f"{one.simulated_us() / 1e3:.3f}" for one in found)
-        said = f"of {len(found)} choices, the first with none on the device, the fastest: {times} ms"
+        said = f"the fastest of {len(found)} choices, of which the first has no states on the device: {times} ms"
         best = best.decided(rest_states.NAME, said)
     return without_useless_slots(best)
 

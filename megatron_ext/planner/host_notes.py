@@ -22,8 +22,8 @@ def step_note(schedule: Schedule) -> str | None:
     ms = schedule.predicted.busy_us.get("host_step", 0.0) / 1e3
     return (
         f"The host's optimizer steps during the backward, for {ms:.1f} ms on the busiest rank, with "
-        f"{schedule.rollback_bytes} bytes of host memory a rank for the states as they were before. "
-        "Where gradients are clipped (--clip-grad) these steps are made again at the end: the iteration takes longer."
+        f"{schedule.rollback_bytes} bytes of host memory per rank for the states from before. "
+        "If gradients are clipped (--clip-grad), these steps are repeated at the end, and the iteration takes longer."
     )
 
 
@@ -42,8 +42,8 @@ class Delay(NamedTuple):
         return (
             f"With --delayed-parameter-update an iteration is simulated to take {self.delayed_us / 1e3:.1f} ms instead "
             f"of {self.at_once_us / 1e3:.1f} ({change}), with {abs(self.host_bytes)} bytes "
-            f"{'more' if self.host_bytes >= 0 else 'less'} of host memory a rank: "
-            f"{'it pays in time' if gain > 0 else 'it does not pay'}. It changes training, and loss was higher where "
+            f"{'more' if self.host_bytes >= 0 else 'less'} of host memory per rank: "
+            f"{'it pays in time' if gain > 0 else 'it does not pay'}. It changes training, and loss was higher when "
             "it was tried, so it is never chosen here."
         )
 

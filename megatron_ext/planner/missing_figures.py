@@ -51,7 +51,7 @@ def refuse_missing(names: Sequence[str], *, file=None) -> None:
         curves = [name.partition(".algorithms")[0] for name in names]
         options = " ".join(dict.fromkeys(_OPTIONS.get(name, f"--links {name}") for name in curves))
         raise InputError(
-            f"the prediction needs it and the table lacks it (in all: {', '.join(names)}); megatron-ext measure "
+            f"the prediction needs it and the table lacks it (all missing: {', '.join(names)}); megatron-ext measure "
             f"{options} measures it, cost estimate --hardware NAME estimates it, cost combine puts it into this table",
             file=file,
             field=names[0],

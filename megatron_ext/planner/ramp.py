@@ -51,9 +51,7 @@ def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrap
             if us < best_us:
                 best_us, best = us, tried
         if best is None:
-            why = (
-                f"groups planned for {planned.parallel.num_microbatches} micro-batches fit in no schedule for {number}"
-            )
+            why = f"no schedule fits with the groups planned for {planned.parallel.num_microbatches} micro-batches"
             raise InputError(f"{why}; plan with policy hybrid", field="ramp", value=number)
         result = run(other, timing, best, bound_us=lower_bound(other, timing))
         found.append(with_prediction(best, result._replace(memory=tuple(memory_bill(best, other)))))
@@ -113,5 +111,5 @@ def _in_memory_of(planned: Schedule, made: Schedule) -> Schedule:
     number = made.parallel.num_microbatches
     groups = tuple(clamped(group, number) for group in planned.groups)
     if [group.parameters for group in groups] != [group.parameters for group in made.groups]:
-        raise InputError("other groups than those of the plan", field="groups")
+        raise InputError("has other groups than the plan", field="groups")
     return replace(planned, parallel=made.parallel, ranks=made.ranks, groups=groups, predicted=None)

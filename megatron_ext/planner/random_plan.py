@@ -109,7 +109,7 @@ def _affordable_routes(workload: Workload, groups, routes, draw: random.Random) 
         if not order or max(pinned_need(workload, groups, hosted, staged), default=0) <= limit:
             break
         if ALL_GATHER not in usable:
-            said = f"cannot fit: without the {ALL_GATHER} route all of it needs pinned memory"
+            said = f"cannot fit: without route {ALL_GATHER} every group needs pinned memory"
             raise InputError(said, field="limits.pinned_host_bytes", value=limit)
         routed[order.pop()] = ALL_GATHER
     return routed

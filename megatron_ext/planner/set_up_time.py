@@ -19,7 +19,7 @@ def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str
     parts = [f"{pages * most / GIB / 1e6:.3g} s to make their pages"]
     if locking is not None:
         parts.append(f"{locking * most / GIB / 1e6:.3g} s to page-lock them on every rank")
-    return f"before the first step: {most / GIB:.3g} GiB of host copies a node, about {', '.join(parts)}"
+    return f"before the first step: {most / GIB:.3g} GiB of host copies per node, about {', '.join(parts)}"
 
 
 def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
@@ -32,6 +32,6 @@ def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
     limit = workload.limits.host_bytes
     short = "" if limit is None or at_most <= limit else f", {at_most - limit} bytes more than limits.host_bytes"
     return (
-        "all parameters whole are more than limits.device_bytes: they are built, loaded, evaluated and saved group by "
-        f"group; while they are built, loaded or saved a node holds copies of {taken} bytes more in host memory{short}"
+        "the whole parameters exceed limits.device_bytes, so they are built, loaded, evaluated and saved group by "
+        f"group; while they are built, loaded or saved, a node also holds copies of {taken} bytes in host memory{short}"
     )

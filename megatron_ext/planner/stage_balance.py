@@ -85,7 +85,7 @@ def _model_layers(workload: Workload, timing: Timing) -> list[ModelLayer]:
         for number, kind in enumerate(chunk.layer_kinds):
             if kind not in LETTERS:
                 raise InputError(
-                    f"no letter in Megatron's layout; known: {', '.join(LETTERS)}", field=where, value=kind
+                    f"has no letter in Megatron's layout; known: {', '.join(LETTERS)}", field=where, value=kind
                 )
             own = tuple(parameter for parameter in chunk.parameters if parameter.layer == number)
             if any(parameter.borrowed_by for parameter in own):

@@ -108,9 +108,9 @@ def short_of_host(schedule: Schedule, workload: Workload, why: str = "") -> Inpu
     if held.get("main_parameters"):
         freed = held["main_parameters"] + held.get("optimizer_states", 0)
         settings.append(f"the optimizer on the device frees {size_text(freed)}")
-    settings.append("fewer ranks a node divide the rest")
+    settings.append("with fewer ranks per node a node holds less")
     return InputError(
-        f"cannot fit by any plan that was found: by the one that takes least, node {node} holds {nodes[node]} bytes in "
+        f"cannot fit by any plan that was found: with the least memory, node {node} holds {nodes[node]} bytes in "
         f"host memory ({kinds_text(held)}){why}, {nodes[node] - limit} bytes short; {', '.join(settings)}",
         field="limits.host_bytes",
         value=limit,

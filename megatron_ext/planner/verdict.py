@@ -35,7 +35,7 @@ LEAST_GAIN = 0.01
 HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
 """The three answers of a verdict."""
 
-ONLY_A_RUN = "The simulator's own error leaves more open than they do: measure iterations of both"
+ONLY_A_RUN = "The simulator's own error is larger than that of the costs: measure iterations of both"
 """The advice if measuring costs better is unlikely to turn ``cannot tell`` into an answer."""
 
 LAYERS_ANEW = "every layer gathered anew, as FSDP does"
@@ -317,8 +317,8 @@ def _on_table(figures: dict) -> str:
     if figures["gain_low"] <= figures["gain_on_table"] <= figures["gain_high"]:
         return text
     if figures["gain_on_table"] < figures["gain_low"]:
-        return f"{text}, less than on most tables that are as likely"
-    why = ", and what the table lacks is taken as free on it" if figures["missing"] else ""
+        return f"{text}, less than on most equally likely tables"
+    why = ", and figures that it lacks are taken as 0" if figures["missing"] else ""
     return f"{text}, more than expected: the plan was chosen because it is fast on it{why}"
 
 
@@ -327,7 +327,7 @@ def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list
     if figures["distance_to_bound"] is not None:
         lines.append(f"distance to the lower bound {figures['distance_to_bound']:.2%} (no schedule is nearer than 0 %)")
     lines.append(limit_text(figures["limit"]))
-    lines.append(f"bytes to bring an iteration, all ranks of a pipeline: {bytes_by_route(schedule)}")
+    lines.append(f"bytes gathered per iteration, all ranks of a pipeline: {bytes_by_route(schedule)}")
     if schedule.publish:
         need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
         allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"

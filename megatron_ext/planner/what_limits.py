@@ -23,8 +23,8 @@ WORDS = {
 """What a name of ``busy_us`` means, in words."""
 
 LIMIT_UNKNOWN = (
-    "What a limit on memory that the system keeps (a cgroup) costs is not known: it reclaims memory, and reads find no "
-    "page cache"
+    "The cost of a memory limit that the system enforces (a cgroup) is not known: it reclaims memory, and reads find "
+    "no page cache"
 )
 
 IN_HOST_MEMORY = ("cpu", "nvme", "publish", "host_step", "host_add")

@@ -61,7 +61,7 @@ MOST = 100.0
 ROUNDS, SETTLED = 10, 0.01
 """The most corrections of a table by one run, and the change of a factor below which it has settled."""
 
-NOT_CORRECTED = "not corrected by the run, which does not use it, record it or wait for it"
+NOT_CORRECTED = "not corrected, because the run does not use it, record it or wait for it"
 """Start of the note on curves that were not corrected. A plan by the corrected table relies on these curves as well."""
 
 Times = dict[tuple[str, int, int], float]
@@ -90,7 +90,7 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
     given = run.table if table is None else table
     differ = run_differences(given.metadata, run.workload)
     if differ:
-        raise InputError("; ".join(differ) + "; calibrate takes the table of the same run", field="metadata")
+        raise InputError("; ".join(differ) + "; calibrate needs the table of the same run", field="metadata")
     indices = counted(run.iterations, run.turn_iterations)
     windows = [_times(run.scheduled_trace.window(index + 1).events, run) for index in indices]
     measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
@@ -118,7 +118,7 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
         made = _scaled(given, factors)
     if not factors:
-        raise InputError("no part of it was measured and simulated", file=run.path, field="scheduled_trace")
+        raise InputError("no part of it was both measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
     told = lambda curve: timing.launches if curve == LAUNCHES else has_points(cost.part_named(given, curve))
     left = tuple(filter(told, others))

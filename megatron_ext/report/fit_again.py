@@ -33,8 +33,8 @@ class FitAgain(NamedTuple):
         winner = self.found.fit.winner
         now = "" if self.chosen_us is None else f" (this one {self.chosen_us / 1e3:.0f} ms)"
         if not self.better:
-            return f"fit, with the costs of this run: no other settings are faster for certain{now}"
-        return f"fit, with the costs of this run: faster now are {winner.us / 1e3:.0f} ms{now}: {winner.setting.text()}"
+            return f"fit, with the costs of this run: no other settings are certainly faster{now}"
+        return f"fit, with the costs of this run: faster: {winner.us / 1e3:.0f} ms{now} with {winner.setting.text()}"
 
 
 def of_run(run: TracedRun, *, extrapolate: bool = False) -> FitAgain | None:

@@ -14,11 +14,11 @@ def save(found: Found, path) -> None:
     intervals = [found.certainty.interval(choice) for choice in fit.frontier]
     held, ms = ([choice.device_bytes / GIB for choice in fit.frontier], [choice.us / 1e3 for choice in fit.frontier])
     ends = ([interval.low / 1e3 for interval in intervals], [interval.high / 1e3 for interval in intervals])
-    axes.plot(held, ms, "o-", color="tab:blue", drawstyle="steps-pre", label="fastest within so many bytes, planned")
+    axes.plot(held, ms, "o-", color="tab:blue", drawstyle="steps-pre", label="fastest plan within these bytes")
     axes.vlines(held, *ends, color="tab:blue", alpha=0.4, linewidth=3)
     others = [choice for choice in fit.tried if choice not in fit.frontier]
     stock = [each for _, each in found.stock]
-    said = "stock Megatron with and without recompute, optimizer here and there"
+    said = "stock Megatron with and without recompute, optimizer on device or host"
     for points, mark, color, label in (
         (others, ".", "lightgrey", "other settings, planned"),
         (stock, "x", "tab:orange", said),
@@ -32,8 +32,8 @@ def save(found: Found, path) -> None:
         _label(axes, each.device_bytes, each.us, setting, 3)
     limit = found.limits.device_bytes
     if limit is not None:
-        axes.axvline(limit / GIB, color="red", linestyle="--", linewidth=1, label="what a run may fill of a device")
-    axes.set_xlabel("GiB on the device of the rank that holds most, by the memory bill")
+        axes.axvline(limit / GIB, color="red", linestyle="--", linewidth=1, label="limit of device memory")
+    axes.set_xlabel("GiB on the device of the rank that holds the most, by the memory bill")
     axes.set_ylabel("ms an iteration")
     axes.set_ylim(0, 1.15 * max([*ms, *(each.us / 1e3 for each in stock)]))
     axes.set_title(f"{parameters_text(fit.winner.setting)}, {fit.winner.setting.parallel.world_size} GPUs")

@@ -149,8 +149,8 @@ class _RankTrace:
                     self._refuse("more than one optimizer step", event.iteration)
                 self.optimizer[event.iteration] = event
         if set(self.optimizer) != set(range(1, iterations + 1)):
-            held = f"{min(self.optimizer)} to {max(self.optimizer)}" if self.optimizer else "no iteration"
-            check.refuse(f"rank {self.rank} holds {held}, its metrics 1 to {iterations}", "traceEvents.iteration")
+            held = f"{min(self.optimizer)} to {max(self.optimizer)}" if self.optimizer else "none"
+            check.refuse(f"rank {self.rank} has iterations {held}, expected 1 to {iterations}", "traceEvents.iteration")
         self.thread: dict[int, list[Event]] = defaultdict(list)
         self.issued: dict[int, float] = {}
         self.outside: dict[int, bool] = defaultdict(bool)

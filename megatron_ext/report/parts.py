@@ -167,7 +167,7 @@ def lines(found: Iterable[Part], difference_us: float) -> list[str]:
     if cause is not None:
         part, link = cause
         share = min(part.difference_us / difference_us, 1.0) if difference_us else 1.0
-        by = f", of links most by {link.name} ({link.difference_us / 1e3:+.3f} ms)" if link is not None else ""
+        by = f", among the links mostly {link.name} ({link.difference_us / 1e3:+.3f} ms)" if link is not None else ""
         rows.append(
             f"{part.name} explains most of the difference of {difference_us / 1e3:+.3f} ms: "
             f"{part.difference_us / 1e3:+.3f} ms ({share:.0%}){by}"

@@ -30,17 +30,17 @@ OTHER_LAYOUT = (
 )
 
 EXPLAINED = {
-    "gather time in training": "the training thread's, issuing, publishing and waiting; the largest over ranks",
-    "ratio": "scheduled over the run that it is compared with, of the medians",
-    "exposed time": "the part of it that a step waited for a group",
+    "gather time in training": "the training thread's time for issuing, publishing and waiting; the largest over ranks",
+    "ratio": "the scheduled run's median divided by the compared run's",
+    "exposed time": "the part of it in which a step waited for a group",
     "iteration time": "from a barrier to the end of the optimizer step, the slowest rank",
     "the pause before it": "ranks average the loss, log and meet; gathers and publishing may run there",
-    "the lower bound": "an iteration time below which no schedule of this workload comes, by the same costs",
+    "the lower bound": "an iteration time that no schedule of this workload can beat, by the same costs",
     "links": "means over ranks; an all-gather counts from when all have issued it; `nvme`: the drive, `cpu`: host link",
-    "hidden": "how long each rank was at it, the mean, and the share in which a step of its computed; on a GPU "
+    "hidden": "the mean time over ranks, and the share of it in which a step of the rank computed; on a GPU "
     "all-gathers and reduces are not recorded",
-    "bytes moved": "as billed, and as counted where the run issued them; `host memory` is what the processor reads and "
-    "writes and each byte of other copies once, `network` what a rank receives of collectives",
+    "bytes moved": "as billed, and as counted when the run issued them; `host memory`: what the processor reads and "
+    "writes, and each byte of other copies once; `network`: what a rank receives from collectives",
     "predicted": "by the simulator from the cost table; the error is relative to the measured median",
 }
 
@@ -172,7 +172,7 @@ def verdict_line(report: Report) -> str:
     took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
     if ratio is None:
         turns = "too few turns" if report.run.turn_iterations else "no turns"
-        line = f"{answer}; not held to a measured ratio: the runs took {turns}, so the machine's drift is in it"
+        line = f"{answer}; not checked by the measured ratio: the runs took {turns}, so it includes the machine's drift"
     else:
         was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
         measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
@@ -186,7 +186,7 @@ def verdict_line(report: Report) -> str:
     if by > MUCH_LONGER:
         line += f"; it took {by:.2f} times the predicted time, {_whose(report)} {others:.2f} times its own"
         if limits[0] != limits[1] and report.run.stock.host_limit_bytes is None and by < MUCH_LONGER * others:
-            line += ", without a limit: the limit is little of it"
+            line += ", without a limit: the limit explains little of it"
         elif report.run.workload.limits.host_bytes is not None:
             line += f". {LIMIT_UNKNOWN}"
     return line
@@ -298,7 +298,7 @@ def as_text(report: Report, width: int | None = None) -> str:
 def as_markdown(report: Report) -> str:
     """The page that is written next to the run's files."""
     run, other = report.run, report.run.stock_name
-    lines = ["# The planned schedule next to what it is compared with", "", _title(report) + ".", ""]
+    lines = ["# The planned schedule and the run that it is compared with", "", _title(report) + ".", ""]
     lines += [f"Compared with {compared_with(report)}.", ""]
     lines += _for_page(rows(report), f"| | {other} | scheduled | ratio |")
     for found in filter(None, (memory_rows(report), moved.rows(report.moved))):

@@ -133,7 +133,7 @@ def _load_planned(path: Path) -> tuple[cost.CostTable, Workload, Schedule]:
     match.match(schedule, workload, file=at["schedule"])
     planned_by = schedule.metadata.cost_table_sha256
     if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
-        said = "planned by another cost table than the one next to it"
+        said = "planned with another cost table than the one in this directory"
         Checker(at["schedule"]).refuse(said, "metadata.cost_table_sha256", planned_by[:12])
     return table, workload, schedule
 

@@ -192,8 +192,8 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
     )
     figure.text(0.01, 1 - 0.24 / inches, title, fontsize=14, fontweight="bold", va="center")
     how = (
-        "One row a rank: its steps, named <stage><F or B><micro-batch>; white: it waits for a neighbouring stage. "
-        "Below it the links that it uses. "
+        "One row per rank: its steps, named <stage><F or B><micro-batch>; white: it waits for a neighbouring stage. "
+        "Below: the links that it uses. "
         "Milliseconds since the first rank had fresh parameters."
     )
     figure.text(0.01, 1 - 0.54 / inches, how, fontsize=9.5, va="center")
@@ -201,7 +201,7 @@ def _write_words(figure, report: Report, drawn: list[Panel], inches: float) -> N
     used = {part_of(bar) for bar in bars}
     handles = [Patch(facecolor=color, label=meaning) for kind, (color, meaning) in KINDS.items() if kind in used]
     if any(bar.name == END_NOT_KNOWN for bar in bars):
-        meaning = "gather that ended at some time within"
+        meaning = "gather whose end is not known"
         handles.append(Patch(facecolor="white", edgecolor=KINDS["gpu"][0], hatch=HATCH, label=meaning))
     if any(panel.step[0] for panel in drawn):
         handles.append(Patch(facecolor=BETWEEN_ITERATIONS, edgecolor="#cccccc", label="between iterations"))

@@ -138,7 +138,7 @@ class RankCheck:
             self.refuse(f"group {group} is staged already", field)
         if size is not None and self.groups[group].bytes > size:
             held = self.groups[group].bytes
-            self.refuse(f"group {group} has {held} bytes, a slot limits.nvme_slot_bytes = {size}", field)
+            self.refuse(f"group {group} has {held} bytes, more than limits.nvme_slot_bytes = {size}", field)
         self.slot_of[group] = slot
         self.in_slot[slot] = group
 
@@ -171,7 +171,7 @@ class RankCheck:
         self._check_at(action, field)
         need_by = index if action.need_by < 0 else action.need_by
         if index < 0 and action.need_by < 0:
-            self.refuse("an unshard at the start must say its need_by", said, action.need_by)
+            self.refuse("an unshard at the start must have a need_by", said, action.need_by)
         if need_by < index:
             self.refuse(f"need_by lies before its unshard at step {index}", said, action.need_by)
         if need_by >= len(self.rank.steps):
@@ -193,13 +193,13 @@ class RankCheck:
             said = f"group {number} needs a shard that rests in host memory"
         elif kind.needs_device_shard and group.shard_rests == "host":
             said = (
-                f"group {number} goes by {route} but its shard rests in host memory: {group.bytes} bytes have no copy "
-                "on the device to come from"
+                f"group {number} goes by {route} but its shard rests in host memory: there is no copy of its "
+                f"{group.bytes} bytes on the device"
             )
         elif kind.copy is not None and kind.copy not in self.destinations.get(number, ()):
             said = (
-                f"group {number} goes by {route} but is never published there: {group.bytes} bytes have no copy to "
-                "come from"
+                f"group {number} goes by {route} but is never published there: there is no copy of its "
+                f"{group.bytes} bytes"
             )
         else:
             return

@@ -30,7 +30,7 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
     match_layers(schedule, len(layers), file=file)
     _match_groups(schedule, workload, check)
     if schedule.model.fingerprint != fingerprint(workload):
-        said = f"made for another model; the run's is {fingerprint(workload)[:12]}"
+        said = f"the schedule was made for another model; the run's fingerprint is {fingerprint(workload)[:12]}"
         check.refuse(said, "model.fingerprint", schedule.model.fingerprint[:12])
     _check_whole_gradients(schedule, workload, check)
     check_rests_of_run(schedule, workload, check)
@@ -42,7 +42,7 @@ def _check_whole_gradients(schedule: Schedule, workload: Workload, check: Checke
     for index, group in enumerate(schedule.groups):
         shared = workload.keeps_gradients or any(p.shared_embedding for p in members_of(group, workload))
         if group.gradients is not None and shared:
-            said = "keeps its gradient whole: ranks that hold the same parameters add theirs after all are reduced"
+            said = "the group keeps its gradient whole: ranks with the same parameters add theirs up after all reduces"
             check.refuse(said, f"groups[{index}].gradients", group.gradients)
 
 

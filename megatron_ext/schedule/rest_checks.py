@@ -27,7 +27,7 @@ def check_rests(schedule: Schedule, check: Checker) -> None:
                 said = f"is stepped on the device, so its {name} cannot be 'host'"
                 check.refuse(said, f"groups[{index}].states_rest", "device")
     if rollback is not None and rollback < (1 if state_slots is None else 0):
-        check.refuse("expected at least 1, or no such field", "rollback_bytes", rollback)
+        check.refuse("expected at least 1; leave the field out to wait for the norm", "rollback_bytes", rollback)
     on_drive = [index for index, group in enumerate(groups) if group.states_rest == "nvme"]
     if on_drive and state_slots is None:
         check.refuse("needs state_slots to pass through", f"groups[{on_drive[0]}].states_rest", "nvme")
@@ -61,7 +61,7 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
     for name, what in (
         ("rollback_bytes", "steps during the backward cannot"),
         ("state_slots", None),
-        ("step_slots", "slots for gradients, all of which a delayed update keeps, cannot"),
+        ("step_slots", "a delayed update keeps all gradients, so slots for them cannot"),
     ):
         asked += [(name, what)] if getattr(schedule, name) is not None else []
     for name, what in asked:
@@ -71,8 +71,9 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
             check.refuse(f"{what} be combined with --delayed-parameter-update", name)
     if schedule.rollback_bytes is not None and settings.gradient_dtype != "float32":
         check.refuse(
-            "a step during the backward needs gradients whose product with any other factor than 1 differs, which "
-            f"rounding to {settings.gradient_dtype} hides; train with --accumulate-allreduce-grads-in-fp32",
+            "a step during the backward needs fp32 gradients: in "
+            f"{settings.gradient_dtype} rounding can hide that clipping changes them; train with "
+            "--accumulate-allreduce-grads-in-fp32",
             "rollback_bytes",
         )
     for name, rest, largest, what in (

@@ -55,7 +55,7 @@ def bytes_by_route(schedule: Schedule) -> str:
     if of_experts:
         ranks = schedule.parallel.expert_dp
         held = f"sharded among {ranks} ranks" if ranks > 1 else "each held by one rank"
-        text += f"; of that experts, {held}: {_by_route(of_experts)}"
+        text += f"; of these, experts ({held}): {_by_route(of_experts)}"
     return text
 
 

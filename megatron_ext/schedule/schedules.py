@@ -33,7 +33,7 @@ def load(path) -> dict[int, Schedule]:
         schedule = validate.load(file)
         number = schedule.parallel.num_microbatches
         if number in found:
-            message = f"another file in {Path(path).name} is for as many"
+            message = f"another file in {Path(path).name} is for the same number"
             raise InputError(message, file=file, field="parallel.num_microbatches", value=number)
         if found:
             _check_same(next(iter(found.values())), schedule, file, files[0])
@@ -42,7 +42,7 @@ def load(path) -> dict[int, Schedule]:
 
 
 def _check_same(first: Schedule, other: Schedule, file: Path, first_file: Path) -> None:
-    why = f"differs from {first_file.name}: in one run memory is laid out once, for all numbers of micro-batches"
+    why = f"differs from {first_file.name}: all schedules of a run must have the same layout of memory"
     if replace(other.parallel, num_microbatches=first.parallel.num_microbatches) != first.parallel:
         raise InputError(why, file=file, field="parallel")
     if len(other.groups) != len(first.groups):

@@ -56,8 +56,7 @@ def validate(schedule: Schedule, *, file=None) -> Schedule:
 
 
 _NEEDS = {
-    HIERARCHICAL: "needs data-parallel groups that span nodes, with several ranks on each, as many on one as on "
-    "another",
+    HIERARCHICAL: "needs data-parallel groups that span nodes, with several ranks on each, and equally many on all",
     SYMMETRIC: "needs data-parallel groups of several ranks that share one node",
 }
 

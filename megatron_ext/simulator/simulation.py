@@ -64,8 +64,8 @@ class Result(NamedTuple):
         lines = [
             f"iteration    {self.iteration_time_us / 1e3:.3f} ms (at least {self.lower_bound_us / 1e3:.3f} ms by any "
             "schedule)",
-            f"bubble rate  {100 * self.bubble_rate:.2f} % (of the slowest rank's time between its first step and its "
-            "last: not its layers' own compute)",
+            f"bubble rate  {100 * self.bubble_rate:.2f} % (of the slowest rank's time from its first step to its "
+            "last, the part in which its layers do not compute)",
             "exposed      " + ", ".join(f"rank {rank}: {us / 1e3:.3f} ms" for rank, us in enumerate(self.exposed_us)),
             "busy         " + ", ".join(f"{link}: {us / 1e3:.3f} ms" for link, us in self.busy_us.items()),
             f"whole parameters on a device at most {max(self.peak_bytes['device'], default=0)} bytes",

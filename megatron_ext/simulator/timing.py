@@ -133,7 +133,7 @@ class Timing:
         costs = self._others.get(algorithm) if algorithm is not None else None
         if algorithm is not None and costs is None:
             raise InputError(
-                "has no points for it, or no data-parallel group lies on nodes that allow it",
+                "has no points for this algorithm, or no data-parallel group lies on nodes that allow it",
                 field=f"routes.{route}.algorithms",
                 value=algorithm,
             )

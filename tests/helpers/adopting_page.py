@@ -30,7 +30,7 @@ SMALLER = SHORTER | {
 }
 """Two ranks instead of four, with two layers: every command is there, the pipeline is not."""
 
-AGAIN = "the same command goes on from what is kept"
+AGAIN = "the same command continues from the kept results"
 """What measuring says where a busy machine leaves it too little of so few seconds."""
 
 

@@ -16,8 +16,8 @@ from megatron_ext.planner.what_limits import WORDS, limit_of
 
 GIB = 1 << 30
 MOST_WAYS = 8
-NEARLY = "~: estimated by quick plans, which leave out what a whole plan decides; it may be faster"
-QUICK = "planned by quick rules, which --out writes; these commands plan in full, which may take minutes"
+NEARLY = "~: estimated by quick plans, which decide less than a full plan; a full plan may be faster"
+QUICK = "planned by quick rules, whose plan --out writes; these commands plan in full, which may take minutes"
 ALL_ON_HOST = "gradients in host memory, shards in host memory, optimizer on the host"
 
 
@@ -145,7 +145,7 @@ def as_text(found: Found, said: Answer) -> str:
 def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
     """The text that ``prepare`` prints after it has measured and planned the winner, and its last lines. ``by``:
     options that train by the schedule."""
-    after = "after the run ask whether other settings are faster by what it measured:"
+    after = "after the run, check with its measured costs whether other settings are faster:"
     add, take_out = found.launch_of(found.fit.winner.setting)
     trace, directory = (shlex.quote(f"{directory}{name}") for name in ("/scheduled.trace.json", ""))
     options = f"{as_words(add)} {by} --user-defined-schedule-trace {trace}"
@@ -160,14 +160,14 @@ def lines(found: Found, said: Answer) -> list[str]:
     by = "ESTIMATED from a data sheet, not measured" if problem.costs.table is None else "By a measured cost table"
     planned = sum(choice.planned for choice in fit.tried)
     limits = found.limits
-    host = "" if limits.host_bytes is None else f", of a node's host {limits.host_bytes / GIB:.1f} GiB"
+    host = "" if limits.host_bytes is None else f", and {limits.host_bytes / GIB:.1f} GiB of a node's host memory"
     return [
         f"{parameters_text(given)}, {given.shape.dtype}; GPUs: {given.parallel.world_size}"
         + (f" of {problem.sheet.title}" if problem.sheet else ""),
         f"a global batch of {given.samples} x {given.batch.seq_length} tokens. {by}.",
         f"{fit.settings} settings: {fit.pruned} do not fit, {planned} planned in full"
         + (f", {fit.left_out} not tried although their bound is lower than the fastest" if fit.left_out else ""),
-        f"a run may fill of a device {(limits.device_bytes or 0) / GIB:.1f} GiB by the memory bill{host}",
+        f"by the memory bill, a run may fill {(limits.device_bytes or 0) / GIB:.1f} GiB of a device{host}",
         "",
         f"{'device GiB':>10} {'ms':>8} {'interval':>18} {'tokens/s':>9} {'host GiB':>8} {'over bound':>10}  "
         f"{'limit':20} settings",
@@ -216,13 +216,13 @@ def _way_lines(found: Found) -> list[str]:
     ways = best_by_way(found.fit)
     if len(ways) < 2:
         return []
-    lines = ["by what rests where, within these bytes:"]
+    lines = ["the fastest by where gradients, shards and the optimizer are, within these bytes:"]
     lines += [f"  {ms_of(one)} ms: {way} ({found.text(one)})" for way, one in ways.items()]
     winner = found.fit.winner
     on_host = next((one for way, one in ways.items() if way.endswith(f", {ALL_ON_HOST}")), winner)
     if way_of(on_host) != way_of(winner):
         ratio = found.certainty.ratio(on_host, winner)
-        sure = "beats" if ratio.low > 1 else "is not told from"
+        sure = "beats" if ratio.low > 1 else "cannot be told from"
         lines.append(
             f"{way_of(winner)} {sure} everything on the host: {ms_of(winner)} ms, {ms_of(on_host)} "
             f"({ratio.low:.2f} to {ratio.high:.2f} times as long)"

@@ -106,7 +106,7 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
         raise InputError("or --cost-table is needed", field="--hardware")
     unknown = set(request.fixed) - {*NAMES, "all"}
     if unknown:
-        raise InputError(f"fixes no setting; known: all, {', '.join(NAMES)}", field="--fix", value=min(unknown))
+        raise InputError(f"is not a setting; known: all, {', '.join(NAMES)}", field="--fix", value=min(unknown))
     sheet = None if request.hardware is None else hardware_sheet.load(request.hardware)
     passed_over: list[str] = []
     args, changed, refused = _parsed(request, sheet, passed_over)
@@ -114,7 +114,7 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     given = Setting(*sizes, args.zero_stage, optimizer_settings(args))
     limits = gpt_arguments.limits_of(args)
     if sheet is None and limits.device_bytes is None:
-        raise InputError("is needed: a cost table does not say what a device holds", field="--limit-device-bytes")
+        raise InputError("is needed: a cost table does not have the memory of a device", field="--limit-device-bytes")
     if limits.host_bytes is None and sheet is not None:
         limits = msgspec.structs.replace(limits, host_bytes=int(HOST_PART * sheet.host.memory_bytes.value))
     multiple = args.make_vocab_size_divisible_by
@@ -144,7 +144,7 @@ def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str
     them. The names of the replaced options follow, and the error for the given sizes."""
     for name in NEEDED[: 1 if "all" in request.fixed else 2]:  # if everything is fixed, the batch cannot change
         if not any(word.partition("=")[0] == name for word in request.words):
-            raise InputError("is needed, behind --: fit keeps the model and the global batch", field=name)
+            raise InputError("is needed, after --: fit keeps the model and the global batch", field=name)
     others = {"micro-batch-size": ["1"]}
     if request.search_layout:
         others |= dict.fromkeys(LAYOUT[:2], [str(1 << power) for power in range(8)])

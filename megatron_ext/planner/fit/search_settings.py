@@ -139,7 +139,7 @@ class NothingFits(InputError):
     def __init__(self, least: Setting, need_bytes: int, short_bytes: int):
         self.least, self.need_bytes, self.short_bytes = least, need_bytes, short_bytes
         super().__init__(
-            f"nothing fits: {least.text()} needs least, {need_bytes} bytes of a device, {short_bytes} bytes short",
+            f"nothing fits: {least.text()} needs the least, {need_bytes} bytes of a device, {short_bytes} bytes short",
             field="--limit-device-bytes",
             value=need_bytes - short_bytes,
         )

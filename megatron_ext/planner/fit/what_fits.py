@@ -24,7 +24,7 @@ def explained(problem: Problem, error: NothingFits) -> InputError:
     nodes = _nodes(problem, error.least)
     words += [f"{nodes} times as many nodes"] if nodes else []
     where = {"field": error.field, "value": error.value} if limited else {"field": "--hardware"}
-    return InputError(f"{error.message}; what would do: {', or '.join(words)}", **where)
+    return InputError(f"{error.message}; what would fit: {', or '.join(words)}", **where)
 
 
 def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:

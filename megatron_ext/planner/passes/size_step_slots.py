@@ -23,7 +23,7 @@ def size_step_slots(given: Candidate) -> Candidate:
     if not workload.optimizer.on_host:
         return given.decided(NAME, "none: the optimizer steps on the device")
     if workload.optimizer.delayed or not timing.offers_curve("host_step") or not on_host:
-        return given.decided(NAME, "none: updates are delayed, or the cost table does not know the host's step")
+        return given.decided(NAME, "none: updates are delayed, or the cost table has no times of the host's step")
     largest = max(largest_gradient(group, workload) for group in on_host)
     of_ranks = [0] * workload.parallel.pp
     for group in on_host:

@@ -23,13 +23,13 @@ def time_host_step(given: Candidate) -> Candidate:
         return given.decided(NAME, f"{who} when all gradients are reduced")._replace(us=us)
     room = _room(schedule, workload)
     if room < (1 if schedule.state_slots is None else 0):
-        said = "the host steps behind the backward: its memory has no room for states as they were before"
+        said = "the host steps after the backward: its memory has no room for the states from before"
         return given.decided(NAME, said)._replace(us=us)
     tried = run(workload, timing, replace(schedule, rollback_bytes=room))
     times = f"an iteration takes {tried.iteration_time_us / 1e3:.3f} ms with steps during the backward and "
     times += f"{us / 1e3:.3f} ms without"
     if tried.iteration_time_us >= us:
-        return given.decided(NAME, f"the host steps behind the backward: {times}")._replace(us=us)
+        return given.decided(NAME, f"the host steps after the backward: {times}")._replace(us=us)
     said = f"the host steps during the backward: {times}"
     made = given.decided(NAME, said, rollback_bytes=max(tried.early_bytes))
     return made._replace(us=tried.iteration_time_us)

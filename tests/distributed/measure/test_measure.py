@@ -131,7 +131,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(t
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), some([("nothing", "no mapping of layer kinds"), ("missing", "cannot be imported")], 1)
+    ("name", "said"),
+    some([("nothing", "did not return a mapping of layer kinds"), ("missing", "cannot be imported")], 1),
 )
 def test_a_bad_factory_is_the_users_error(name, said):
     with warm_children(launcher), pytest.raises(InputError, match=said):
@@ -211,7 +212,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path, capsys, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["measure", "--out", str(tmp_path / "T.json")]) == 2
-    assert "WORLD_SIZE = 3: 2 ranks are asked for" in capsys.readouterr().err
+    assert "WORLD_SIZE = 3: --dp and --pp ask for 2 ranks" in capsys.readouterr().err
 
 
 def rank_processes(parent: int) -> list[int]:
@@ -268,7 +269,7 @@ def test_a_measurement_that_does_not_start_ends_and_says_in_one_line_what_it_is_
     command = verb("measure", "--out", tmp_path / "T.json", "--dp 1 --links compute --modules layers:hanging")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     *stacks, last = done.stderr.splitlines()
-    assert last == "megatron-ext: the ranks have not started: compute, once takes more than 300 s"
+    assert last == "megatron-ext: the ranks have not started: compute, once took more than 300 s"
     assert done.returncode == 1 and any("layers.py" in line and "in forward" in line for line in stacks)
     assert "RankFailed" not in done.stderr and list(tmp_path.iterdir()) == []
 

@@ -75,7 +75,7 @@ def test_experts_are_marked_counted_and_planned(describe, tmp_path):
     assert command_line(*estimate, "--seq-length", "64").returncode == 0
     result = command_line("plan", "--cost-table", table, "--workload", out, "--out", plan)
     assert result.returncode == 0, result.stderr
-    assert "of that experts, sharded among 2 ranks: " in result.stdout
+    assert "of these, experts (sharded among 2 ranks): " in result.stdout
 
 
 @pytest.mark.nightly

@@ -122,7 +122,7 @@ def test_a_report_of_such_a_run_says_it_and_what_was_hidden(train, tmp_path):
         json_files.save(tmp_path / f"{name}.metrics.json", make_metrics(ITERATIONS, 2))
         (tmp_path / f"{name}.trace.json").write_bytes((tmp_path / "trace.json").read_bytes())
     built = report.build(report.load(tmp_path), extrapolate=True)
-    assert moved.lines(built.moved) == ["each rank has moved what was planned, by kind and link"]
+    assert moved.lines(built.moved) == ["every rank has moved the planned bytes, by kind and link"]
     measured, simulated = built.hidden["measured"], built.hidden["simulated"]
     both = {STEP, "publishing", "gradients to the host", "gradients added in host memory", "copies to the device"}
     assert both <= set(measured) & set(simulated)

@@ -267,7 +267,9 @@ def test_experts_go_from_their_arguments_to_a_checked_training(tree, tmp_path):
     done = subprocess.run(
         [*words, *sizes, *trainer.options], env=trainer.environment, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0 and "of that experts, sharded among 2 ranks: " in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "of these, experts (sharded among 2 ranks): " in done.stdout, (
+        done.stdout + done.stderr
+    )
     table = cost_table.load(tmp_path / "cost_table.json")
     assert {"transformer", "moe"} < {row.layer_kind for row in table.compute} and table.experts.ranks == 2
     for words in ("this was the reference", "equal to the reference"):

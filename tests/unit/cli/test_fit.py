@@ -126,8 +126,8 @@ def refused(capsys, *arguments: str) -> str:
     [
         (["--hardware", "h1000"], "hardware = 'h1000': is neither a file nor a known machine; known: a100-nvlink"),
         ([], "--hardware: or --cost-table is needed"),
-        (["--hardware", "l40s"], "--num-layers: is needed, behind --"),
-        (["--hardware", "l40s", "--", *MODEL], "--global-batch-size: is needed, behind --"),
+        (["--hardware", "l40s"], "--num-layers: is needed, after --"),
+        (["--hardware", "l40s", "--", *MODEL], "--global-batch-size: is needed, after --"),
         (
             ["--hardware", "h100-nvlink", "--nodes", "2", "--", *MODEL, *BATCH],
             "one node, 8 x H100 SXM, NVLink has no network",
@@ -156,7 +156,7 @@ def refused(capsys, *arguments: str) -> str:
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
         (
             ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],
-            "--fix = 'zero': fixes no setting; known: all, zero-stage",
+            "--fix = 'zero': is not a setting; known: all, zero-stage",
         ),
         (
             ["--hardware", "l40s", "--fix", "all", "--search-layout", "--", *MODEL, *BATCH],
@@ -219,7 +219,7 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     assert said.count("GiB) (") == 0
     assert "or 2 times as many nodes" in said or "or 4 times as many nodes" in said
     said = refused(capsys, "--hardware", "l40s", "--", *MODEL, *BATCH, "--limit-device-bytes", "1000")
-    assert "--limit-device-bytes = 1000: nothing fits" in said and "what would do: --limit-device-bytes " in said
+    assert "--limit-device-bytes = 1000: nothing fits" in said and "what would fit: --limit-device-bytes " in said
 
 
 def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):

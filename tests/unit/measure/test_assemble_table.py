@@ -70,7 +70,7 @@ def test_a_table_says_what_there_was_no_time_for():
 
 def test_a_table_says_that_compute_was_measured_in_few_rounds():
     few, enough = (assemble_table.notes(raw(1.0, 1.0, compute={"rounds": rounds})) for rounds in (ROUNDS - 1, ROUNDS))
-    assert len(few) == 1 and "takes so long that there was time for 3" in few[0] and enough == []
+    assert len(few) == 1 and "are so long that only 3 rounds fit" in few[0] and enough == []
 
 
 @pytest.mark.parametrize(("sharing", "said"), [(1, False), (8, True)])

@@ -40,7 +40,7 @@ def test_a_walk_comes_by_every_layer_of_a_kind():
         ("none.py:x", "cannot be imported: ModuleNotFoundError"),
         (":x", "cannot be imported: ValueError"),
         ("os:nothing", "cannot be imported: AttributeError"),
-        ("os:name", "is no function"),
+        ("os:name", "is not a function"),
         ("os:getcwd", "failed: TypeError"),
         ("when_called.py:fails", r"failed: RuntimeError: inner \(.*when_called.py:2\)"),
         ("when_called.py:leaves", "failed: SystemExit: 3"),

@@ -22,15 +22,18 @@ def test_what_is_there_becomes_the_table_where_the_rest_does_not_end(capsys):
 
 
 def test_where_nothing_is_there_yet_it_is_said_what_hangs():
-    with pytest.raises(RankFailed, match=r"not ended in time for --seconds 3: optimizer 2 GiB; .* is kept"):
+    with pytest.raises(
+        RankFailed, match=r"not ended in time for --seconds 3, it was at: optimizer 2 GiB; .* kept results"
+    ):
         found([at("ready"), at("optimizer 2 GiB")], STACKS, OPTIONS)
 
 
 @pytest.mark.parametrize(
-    ("told", "what"), [([], "importing PyTorch, and meeting"), ([at("first use of gpu", False)], "first use of gpu")]
+    ("told", "what"),
+    [([], "importing PyTorch and connecting the ranks"), ([at("first use of gpu", False)], "first use of gpu")],
 )
 def test_ranks_that_do_not_start_are_not_waited_for(told, what):
-    with pytest.raises(RankFailed, match=f"^the ranks have not started: {what} takes more than 300 s$"):
+    with pytest.raises(RankFailed, match=f"^the ranks have not started: {what} took more than 300 s$"):
         found(told, STACKS, OPTIONS)
 
 

@@ -71,7 +71,7 @@ def test_a_missing_package_that_training_needs_is_said_before_measuring(monkeypa
 
 @pytest.mark.parametrize(
     ("link", "how"),
-    [("compute", "arguments behind --, or --modules"), ("nvme", "--nvme-path"), ("device_step", "--optimizer-on-host")],
+    [("compute", "arguments after --, or --modules"), ("nvme", "--nvme-path"), ("device_step", "--optimizer-on-host")],
 )
 def test_a_link_that_is_chosen_without_what_it_is_measured_by_is_refused(link, how):
     with pytest.raises(InputError, match=f"^--links = '{link}': needs .*{how}"):

@@ -69,7 +69,7 @@ def test_a_group_goes_through_all_passes_and_each_says_what_the_schedule_holds(r
         routes = [text.split(",")[0] for text in said["place"][1:] if text.startswith("by ")]
         assert routes == [f"by {action.route}" for action in actions][:3]
         assert any(text.startswith(rests[group.states_rest]) for text in said["rest states"])
-        assert ("goes through them" in said["step slots"][-1]) == (schedule.step_slots is not None)
+        assert ("passes through slots" in said["step slots"][-1]) == (schedule.step_slots is not None)
         assert said["host step"][0].startswith("the host steps during the backward: an iteration takes ")
         assert schedule.rollback_bytes is not None
 

@@ -92,7 +92,8 @@ def test_a_drive_that_was_not_measured_is_left_out_and_said():
 
 def test_a_limit_that_cannot_be_kept_says_what_is_short():
     with pytest.raises(
-        InputError, match=r"host_bytes = .* host memory \(.*slots .*states on the drive, \d+ bytes short; fewer ranks"
+        InputError,
+        match=r"host_bytes = .* host memory \(.*slots .*states on the drive, \d+ bytes short; with fewer ranks",
     ):
         planned(0.05)
     work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", host_bytes=1000)
@@ -181,7 +182,7 @@ def test_a_run_whose_optimizer_or_parameters_do_not_fit_is_refused():
     "settings, message",
     [
         (OptimizerSettings(), "the optimizer steps on the device"),
-        (OptimizerSettings(on_host=True, gradient_dtype="bfloat16"), "rounding to bfloat16 hides"),
+        (OptimizerSettings(on_host=True, gradient_dtype="bfloat16"), "in bfloat16 rounding can hide"),
     ],
 )
 def test_a_step_beside_the_backward_that_could_not_be_validated_is_refused(settings, message):

@@ -58,5 +58,5 @@ def test_interleaved_stages_wait_for_the_first_chunk_with_the_option_and_for_all
 
 def test_no_schedule_file_waits_before_its_first_step():
     schedule = synchronous_schedule(make_workload(pp=2, vp=1, order="1f1b"))
-    with pytest.raises(InputError, match="an unshard at the start must say its need_by"):
+    with pytest.raises(InputError, match="an unshard at the start must have a need_by"):
         validate(schedule)

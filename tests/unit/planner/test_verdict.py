@@ -136,7 +136,9 @@ def test_cannot_tell_names_no_cost_where_the_simulator_s_own_error_leaves_more_o
     answer = verdict(work, table, plan(work, table))
     assert answer.figures["answer"] == CANNOT_TELL and answer.figures["measure_better"] is None
     assert answer.figures["gain_low"] > 0.02 - 1.1 * WIDTH * MODEL_ERROR
-    assert answer.text.endswith("The simulator's own error leaves more open than they do: measure iterations of both")
+    assert answer.text.endswith(
+        "The simulator's own error is larger than that of the costs: measure iterations of both"
+    )
 
 
 def test_a_plan_that_luck_has_chosen_gains_less_on_other_tables():

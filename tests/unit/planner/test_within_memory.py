@@ -147,7 +147,7 @@ def test_what_cannot_fit_says_what_is_missing_and_what_would_help():
         plan(limited(work, stock // 5, zero_stage=2, on_host=False), table)
     with pytest.raises(InputError, match="--zero-stage 2 frees a part of the gradients"):
         plan(limited(work, stock // 2, zero_stage=1, on_host=False), table)
-    with pytest.raises(InputError, match=r"bytes short; more pipeline or tensor parallel ranks") as refused:
+    with pytest.raises(InputError, match=r"bytes short; with more pipeline or tensor parallel ranks") as refused:
         plan(limited(work, stock // 20), table)
     assert "shards" not in str(refused.value)  # they rest in host memory already
 

@@ -325,5 +325,5 @@ def test_a_table_of_another_run_is_refused(tmp_path):
     make_run(tmp_path)
     run = report.load(tmp_path)
     other = replace(run.table, metadata=cost.Metadata(world_sizes={"data_parallel_size": 16}))
-    with pytest.raises(InputError, match="metadata.*calibrate takes the table of the same run"):
+    with pytest.raises(InputError, match="metadata.*calibrate needs the table of the same run"):
         calibrate(run, other)

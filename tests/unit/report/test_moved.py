@@ -35,7 +35,7 @@ def counted(tmp_path):
 def test_what_is_as_planned_is_said_in_one_line(counted):
     built = counted()
     assert [one.rank for one in built.moved] == [0, 1, 2, 3] and all(one.planned == one.counted for one in built.moved)
-    said = "each rank has moved what was planned, by kind and link"
+    said = "every rank has moved the planned bytes, by kind and link"
     assert moved_bytes.lines(built.moved) == [said]
     text, page = report_text.as_text(built, width=200), report_text.as_markdown(built)
     assert said in text and f"- bytes: {said}" in page
@@ -62,7 +62,7 @@ def test_a_difference_is_said_by_kind_and_link(counted):
 
 
 def test_one_iteration_behind_an_evaluation_does_not_count(counted):
-    assert moved_bytes.lines(counted(lambda counts: counts[0][4].clear()).moved)[0].startswith("each rank")
+    assert moved_bytes.lines(counted(lambda counts: counts[0][4].clear()).moved)[0].startswith("every rank")
 
 
 def test_many_differences_are_cut(counted):

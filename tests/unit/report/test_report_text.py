@@ -76,7 +76,7 @@ def verdict_of(
 
 def test_a_verdict_beside_a_run_that_took_longer_says_so_in_its_line():
     slower = verdict_of(310.0, 100.0, host_bytes=1 << 30)
-    assert slower.startswith("helps. The whole interval lies above 1%; not held to a measured ratio")
+    assert slower.startswith("helps. The whole interval lies above 1%; not checked by the measured ratio")
     assert "this run took LONGER, 3.10 times stock's iteration time; it took 3.10 times the predicted time" in slower
     assert slower.endswith(LIMIT_UNKNOWN) and "cgroup" in slower
     assert "cgroup" not in verdict_of(310.0, 100.0)
@@ -96,7 +96,7 @@ def test_a_limit_on_one_of_both_runs_is_said_in_the_verdict_s_line():
     slow = dict(host_bytes=1 << 30, scheduled=HELD)
     assert verdict_of(310.0, 100.0, **slow).endswith(f"stock's 1.00 times its own. {LIMIT_UNKNOWN}")
     both = verdict_of(310.0, 100.0, **slow, stock_predicted_us=33.0)
-    assert both.endswith("stock's 3.03 times its own, without a limit: the limit is little of it")
+    assert both.endswith("stock's 3.03 times its own, without a limit: the limit explains little of it")
 
 
 def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():

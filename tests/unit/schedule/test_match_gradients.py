@@ -59,5 +59,5 @@ def test_an_embedding_that_two_pipeline_ranks_share_stays_whole():
     schedule = plan(work, make_table(work), policy="all-gpu")
     own = next(n for n, group in enumerate(schedule.groups) if group.parameters == (shared[0].name,))
     groups = tuple(replace(g, gradients="host") if n == own else g for n, g in enumerate(schedule.groups))
-    with pytest.raises(InputError, match=rf"groups\[{own}\].gradients = 'host': keeps its gradient whole"):
+    with pytest.raises(InputError, match=rf"groups\[{own}\].gradients = 'host': the group keeps its gradient whole"):
         match(replace(schedule, groups=groups), work)

@@ -42,7 +42,9 @@ def test_a_directory_without_schedules_is_refused(tmp_path):
 def test_a_number_that_is_there_twice_is_refused(planned, tmp_path):
     schedules.save(tmp_path, planned)
     user_defined_schedule.save(tmp_path / "7.json", planned[0])
-    with pytest.raises(InputError, match="7.json: parallel.num_microbatches = 2: another file in .* is for as many"):
+    with pytest.raises(
+        InputError, match="7.json: parallel.num_microbatches = 2: another file in .* is for the same number"
+    ):
         schedules.load(tmp_path)
 
 

@@ -303,7 +303,9 @@ def test_a_cost_table_alone_holds_for_the_settings_that_it_was_measured_with(tmp
     cost_table.save(tmp_path / "t.json", table)
     words = [*SMALL, "--data-parallel-size", "1"]
     alone = request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),))
-    with pytest.raises(InputError, match="--limit-device-bytes: is needed: a cost table does not say what a device"):
+    with pytest.raises(
+        InputError, match="--limit-device-bytes: is needed: a cost table does not have the memory of a device"
+    ):
         ready(alone)
     words += ["--limit-device-bytes", "2000000000"]
     problem = ready(request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),), fixed=("zero-stage",)))
