@@ -67,7 +67,7 @@ class _Explained:
         self.workload, self.group = given.workload, given.schedule.groups[index]
         self.own = given.timing.among(self.group.ranks)
         self.result = run(given.workload, given.timing, given.schedule)
-        self._us = f"{self.result.iteration_time_us / 1e3:.3f} ms an iteration"
+        self._us = f"{self.result.iteration_time_us / 1e3:.3f} ms per iteration"
 
     def lines(self) -> Iterator[str]:
         group, (first, last) = self.group, uses_of_groups([self.group], self.workload)[0]
@@ -108,7 +108,7 @@ class _Explained:
             us = run(self.workload, self.given.timing, tried).iteration_time_us
         except InputError as error:
             return f"not possible, {_PARENTHESES.sub('', error.message)}"
-        return f"{us / 1e3:.3f} ms an iteration"
+        return f"{us / 1e3:.3f} ms per iteration"
 
     def _rests(
         self, what: str, kept: dict[str | None, str], now: str | None, others: dict[str | None, Schedule]

@@ -41,7 +41,7 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
     ordered = by_time(runs)
     return [
         f"fastest: {'; '.join(each.text() for each in ordered)}",
-        f"host memory: {'not known' if (held := ordered[0].host_bytes) is None else f'{held / GIB:.2f} GiB a node'}",
+        f"host memory: {'not known' if (held := ordered[0].host_bytes) is None else f'{held / GIB:.2f} GiB per node'}",
         f"add: {add or 'nothing'}",
         *([f"take out: {take_out}"] if take_out else []),
         f"verdict: {verdict}",

@@ -331,6 +331,6 @@ def _plan_lines(figures: dict, schedule: Schedule, predicted: Predicted) -> list
     if schedule.publish:
         need, limit = max(pinned_host_bytes(schedule)), schedule.limits.pinned_host_bytes
         allowed = "no limit" if limit is None else f"limit {limit / 2**20:.1f} MiB"
-        lines.append(f"pinned host memory: {need / 2**20:.1f} MiB a node ({allowed})")
+        lines.append(f"pinned host memory: {need / 2**20:.1f} MiB per node ({allowed})")
     lines += [f"memory rank {rank}: {rank_memory.text(memory)}" for rank, memory in enumerate(predicted.memory)]
     return lines

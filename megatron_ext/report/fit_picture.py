@@ -34,7 +34,7 @@ def save(found: Found, path) -> None:
     if limit is not None:
         axes.axvline(limit / GIB, color="red", linestyle="--", linewidth=1, label="limit of device memory")
     axes.set_xlabel("GiB on the device of the rank that holds the most, by the memory bill")
-    axes.set_ylabel("ms an iteration")
+    axes.set_ylabel("ms per iteration")
     axes.set_ylim(0, 1.15 * max([*ms, *(each.us / 1e3 for each in stock)]))
     axes.set_title(f"{parameters_text(fit.winner.setting)}, {fit.winner.setting.parallel.world_size} GPUs")
     axes.legend(fontsize=8, loc="lower left")  # the time axis begins at 0, so this corner is empty

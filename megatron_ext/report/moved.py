@@ -76,7 +76,7 @@ def lines(found: list[Moved]) -> list[str]:
     """Lines on bytes that were not moved as planned, by rank and kind."""
     unlike = [(one.rank, *difference) for one in found for difference in differences(one.planned, one.counted)]
     said = [
-        f"rank {rank}: {kind}, {link.replace('_', ' ')}: planned {planned}, counted {counted} bytes an iteration"
+        f"rank {rank}: {kind}, {link.replace('_', ' ')}: planned {planned}, counted {counted} bytes per iteration"
         for rank, kind, link, planned, counted in unlike
     ]
     if len(said) > MOST_LINES:

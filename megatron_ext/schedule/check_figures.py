@@ -66,7 +66,7 @@ def _check_time(us: float | None, name: str, checker: Checker) -> None:
     """Check a sum or a difference of times. It may be 0, or as small as rounding leaves it."""
     checker.positive(us, f"predicted.{name}", zero=True)
     if us is not None and us > MOST_US:
-        checker.refuse(f"no plausible time: expected at most {MOST_US:g} us", f"predicted.{name}", us)
+        checker.refuse(f"is not a plausible time: expected at most {MOST_US:g} us", f"predicted.{name}", us)
 
 
 def _check_count(expected: int, figures: tuple, field: str, checker: Checker) -> None:

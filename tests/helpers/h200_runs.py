@@ -18,7 +18,7 @@ SHAPE = GptShape(8, 4096, 16384, 32, 32, 384, 128, positions=2048, tied=False)
 
 
 TINY = GptShape(8, 256, 1024, 4, 4, 384, 64, positions=128, tied=False)
-"""Of 6.5 million parameters: 59 ms an iteration."""
+"""Of 6.5 million parameters: 59 ms per iteration."""
 
 
 def tiny_run():

@@ -183,7 +183,7 @@ def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None
         if error.field != "WORLD_SIZE":
             raise
         # `fit` starts no processes: here the numbers are GPUs that the user gave.
-        reason = error.message.replace("processes", "GPUs").replace("is no multiple", "need a multiple")
+        reason = error.message.replace("processes", "GPUs").replace("is not a multiple", "need a multiple")
         raise InputError(
             f"gives {world} GPUs; the parallel sizes {reason}", field="--nodes", value=request.nodes
         ) from None

@@ -51,7 +51,7 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     assert given["answer"] in ("helps", "does not help", "cannot tell") and f"; {given['answer']}: gain" in text
     assert "ESTIMATED from a data sheet" in text and found["launch"]["add"] in text
     fastest, host, add, last = text.splitlines()[-4:]
-    assert fastest.startswith("fastest: ") and host.endswith(" GiB a node") and add.startswith("add: ")
+    assert fastest.startswith("fastest: ") and host.endswith(" GiB per node") and add.startswith("add: ")
     assert last == f"verdict: {found['verdict']}" and found["verdict"].startswith(found["answer"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     # The files that it wrote are what the last command plans.

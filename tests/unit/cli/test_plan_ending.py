@@ -37,7 +37,7 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     said_of = "; ".join(f"{us / 1e3:.3f} ms, {by}" for us, by in (first, second))
     assert fastest == f"fastest: {said_of}" and without["by"].startswith("stock Megatron with")
     held = figures["host_bytes_per_node"] if first[1] == "this schedule" else without["host_bytes"]
-    assert host == f"host memory: {held / 2**30:.2f} GiB a node"
+    assert host == f"host memory: {held / 2**30:.2f} GiB per node"
     assert (LIMIT_UNKNOWN in said) == (limits.host_bytes is not None)
     beside = "beyond the memory bill a device needs 0.9 GB for CUDA, 0.0 GB in a layer, and NCCL buffers"
     assert (beside in said) == (limits.device_bytes is not None)

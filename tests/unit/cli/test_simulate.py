@@ -36,7 +36,7 @@ def test_the_order_is_named(run):
     assert "order        1f1b\n" in error
     *_, limit, fastest, host, add, last = error.splitlines()
     assert fastest.startswith("fastest: ") and "ms, stock Megatron with" in fastest
-    assert (host, add) == ("host memory: 0.00 GiB a node", "add: nothing")
+    assert (host, add) == ("host memory: 0.00 GiB per node", "add: nothing")
     assert limit.startswith("limit: ") and last.startswith("verdict: an iteration takes ")
     low, high = (figures["interval"] or {}).get("low_us"), (figures["interval"] or {}).get("high_us")
     us = figures["iteration_time_us"]

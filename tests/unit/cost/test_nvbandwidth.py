@@ -105,7 +105,7 @@ RUN = "run `nvbandwidth -t host_to_device_memcpy_ce device_to_host_memcpy_ce hos
     "text, found",
     [
         (SM.replace("_ce", "_sm"), "holds host_to_device_memcpy_sm but no"),
-        (as_json(name="host_to_device_memcpy_sm"), r"memcpy_sm \(passed\), device_local_copy \(waived\) and no"),
+        (as_json(name="host_to_device_memcpy_sm"), r"memcpy_sm \(passed\), device_local_copy \(waived\) but no"),
         (as_json(status="Waived"), r"holds host_to_device_memcpy_ce \(waived\), device"),
         ("hello\n", "no nvbandwidth results"),
     ],

@@ -78,7 +78,7 @@ def test_other_choices_are_simulated_and_none_that_is_possible_is_faster_by_far(
     """A plan that is much slower than one change of one group would not be the plan."""
     ours = in_little_memory.schedule.predicted.iteration_time_us / 1e3
     text = explain(in_little_memory, "0")
-    times = [float(ms) for ms in re.findall(r"([\d.]+) ms an iteration", text)]
+    times = [float(ms) for ms in re.findall(r"([\d.]+) ms per iteration", text)]
     assert len(times) > 4 and times.count(pytest.approx(ours, abs=1e-3)) >= 3
     assert min(times) > 0.9 * ours
     assert "not possible, " in text and " bytes short" in text

@@ -13,7 +13,7 @@ def test_the_fastest_that_fits_is_first_and_its_host_memory_is_said():
     assert last_lines("helps", runs, add="--a 1", take_out="--b") == [
         "fastest: 33300.0 ms, this schedule; 59600.0 ms, as given; "
         "0.900 ms, stock (does not fit: 94.00 GiB on a device, of 71.00)",
-        "host memory: 2.00 GiB a node",
+        "host memory: 2.00 GiB per node",
         "add: --a 1",
         "take out: --b",
         "verdict: helps",

@@ -212,7 +212,7 @@ def test_a_reduce_that_one_run_tells_too_little_of_is_named(monkeypatch, capsys,
     assert calibrate(run, extrapolate=True).moving == ("reduce",)
     monkeypatch.setattr(report, "load_measured", lambda path: run)
     assert cli.main(["cost", "calibrate", "x", "--out", str(tmp_path / "t.json"), "--extrapolate"]) == 0
-    assert "not settled: reduce. Plan, train and calibrate again" in capsys.readouterr().out
+    assert "not settled: reduce. Plan, train, calibrate again" in capsys.readouterr().out
 
 
 def test_a_copy_from_a_staging_slot_has_the_factor_of_copies():
