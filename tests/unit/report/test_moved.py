@@ -52,7 +52,7 @@ def test_a_difference_is_said_by_kind_and_link(counted):
 
     built = counted(twice)
     planned = built.moved[2].planned["gradient"]["network"]
-    line = f"rank 2: gradient, network: planned {planned}, counted {2 * planned} bytes an iteration"
+    line = f"rank 2: gradient, network: planned {planned}, counted {2 * planned} bytes per iteration"
     assert moved_bytes.lines(built.moved) == [line] and line in report_text.as_text(built, width=200)
     figures = report_text.as_json(built)["moved_bytes"]
     assert figures[2]["differences"] == [
