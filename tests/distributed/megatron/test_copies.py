@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from cases import LAYOUTS, MODELS
+from cases import LAYOUTS, MODELS, STRICT
 from draw_schedule import hosted, prepared
 from msgspec.structs import replace
 from parity_service import Died, differences
@@ -14,9 +14,9 @@ from megatron_ext.workload.workload import Limits
 @pytest.fixture
 def staged(workloads, tmp_path):
     """A schedule of zero stage 3 that reads from the drive; its path and a staged group."""
-    workload = replace(workloads["interleaved", "fp32"], zero_stage=3, limits=Limits(nvme_slots=2))
+    workload = replace(workloads[STRICT, "fp32"], zero_stage=3, limits=Limits(nvme_slots=2))
     schedule = prepared(random.Random(3), workload, tmp_path / "s.json", routes=("nvme",))
-    group = next(action.group for entry in schedule.ranks[1].steps for action in entry.stage_in)
+    group = next(action.group for entry in schedule.ranks[0].steps for action in entry.stage_in)
     return tmp_path / "s.json", group
 
 
@@ -27,7 +27,7 @@ def test_a_read_that_comes_short_in_training_names_group_and_file(services, stag
     with pytest.raises(
         Died, match=rf"DriveError: group {group} \(chunk \d\): the file of process \d+ in {drive} ends at byte"
     ):
-        services("interleaved").run(
+        services(STRICT).run(
             options=[*MODELS["fp32"], "--user-defined-schedule-nvme-path", str(drive)],
             schedule=path,
             environment={"MEGATRON_EXT_FAULTS": f"short_read={group}"},
@@ -45,7 +45,7 @@ def test_a_read_that_comes_short_in_training_names_group_and_file(services, stag
 )
 def test_an_nvme_route_needs_a_drive(services, staged, given, said):
     with pytest.raises(Died, match=f"--user-defined-schedule-nvme-path {said}"):
-        services("interleaved").run(options=[*MODELS["fp32"], *given], schedule=staged[0], reference=False)
+        services(STRICT).run(options=[*MODELS["fp32"], *given], schedule=staged[0], reference=False)
 
 
 @pytest.mark.parametrize("zero_stage, model", [(1, "bf16-offload"), (3, "fp32")])
@@ -66,18 +66,16 @@ def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, ze
 
 
 def test_training_that_goes_on_without_its_schedule(workloads, services, tmp_path):
-    hosted(workloads["interleaved", "fp32"], 3, tmp_path / "s.json")
+    hosted(workloads[STRICT, "fp32"], 3, tmp_path / "s.json")
     with pytest.raises(Died, match="ScheduleError: training goes on without its schedule"):
-        services("interleaved").run(
-            options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="go on", reference=False
-        )
+        services(STRICT).run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="go on", reference=False)
 
 
 def test_parameters_that_nobody_asked_for_are_not_brought_at_the_end(workloads, services, tmp_path):
     """The run ends while copies are still published; who then computes with freed parameters is told so."""
-    hosted(workloads["interleaved", "fp32"], 3, tmp_path / "s.json")
+    hosted(workloads[STRICT, "fp32"], 3, tmp_path / "s.json")
     with pytest.raises(Died, match="ScheduleError: training has ended and its parameters were freed"):
-        services("interleaved").run(
+        services(STRICT).run(
             options=MODELS["fp32"],
             schedule=tmp_path / "s.json",
             meddle="leave",
@@ -88,11 +86,9 @@ def test_parameters_that_nobody_asked_for_are_not_brought_at_the_end(workloads, 
 
 def test_an_optimizer_step_that_the_schedule_is_not_told_of_stops_training(workloads, services, tmp_path):
     """Else the next iteration would compute on parameters of the step before, without an error."""
-    hosted(workloads["interleaved", "fp32"], 1, tmp_path / "s.json")
-    with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called for 0"):
-        services("interleaved").run(
-            options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="replay", reference=False
-        )
+    hosted(workloads[STRICT, "fp32"], 1, tmp_path / "s.json")
+    with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called after 0"):
+        services(STRICT).run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="replay", reference=False)
 
 
 def test_layers_that_are_recomputed_together_are_not_parted(workloads):

@@ -23,7 +23,7 @@ from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.workload import Limits, Workload
 
-ITERATIONS = 4
+ITERATIONS = 3
 
 
 @pytest.fixture

@@ -144,10 +144,10 @@ def test_layers_of_one_rank_that_cannot_be_described_are_one_line_on_all(workloa
 
 
 def test_an_optimizer_on_the_device_is_refused(workloads, services, tmp_path):
-    on_drive(workloads["interleaved", MODEL], 1, tmp_path / "s.json", 1, every=3)
+    on_drive(workloads["two_replicas", MODEL], 1, tmp_path / "s.json", 1, every=3)
     options = [option for option in MODELS[MODEL] if option != "--optimizer-cpu-offload"]
     with pytest.raises(Died, match="train with --optimizer-cpu-offload"):
-        services("interleaved").run(
+        services("two_replicas").run(
             options=[*options, "--user-defined-schedule-nvme-path", str(tmp_path)],
             schedule=tmp_path / "s.json",
             reference=False,

@@ -158,6 +158,7 @@ def test_experts_that_are_not_gathered_published_or_reduced_are_seen(workloads, 
         options=EXPERTS["experts-fp32"],
         schedule=path,
         environment={"MEGATRON_EXT_FAULTS": f"{fault}={experts_of(schedule)[0]}"},
+        iterations=2,
     )
     assert differences(answer)
 

@@ -60,7 +60,7 @@ class Locking(ast.NodeVisitor):
 
     def __init__(self, text: str):
         self.found, self._within = set(), []
-        if any(name in text for name in LOCKS):  # every worker would make all syntax trees
+        if any(name in text for name in LOCKS):
             self.visit(ast.parse(text))
 
     def _inside(self, node) -> None:
@@ -95,15 +95,10 @@ class Locking(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-FOUND = {
-    f"{path.relative_to(PACKAGE)} {function}"
-    for path in PACKAGE.rglob("*.py")
-    for function in Locking(path.read_text()).found
-}
-
-
 def test_all_page_locked_memory_is_known():
-    assert {*IN_TRAINING} | FOR_THEM | OF_MEGATRON | OUTSIDE == FOUND
+    files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {f"{place} {function}" for place, text in files.items() for function in Locking(text).found}
+    assert {*IN_TRAINING} | FOR_THEM | OF_MEGATRON | OUTSIDE == found
 
 
 @pytest.mark.parametrize("place", IN_TRAINING)
