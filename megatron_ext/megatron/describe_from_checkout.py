@@ -308,7 +308,8 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
     from megatron_ext.megatron.saved_activations import with_activations
     from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
-    from megatron_ext.workload.gpt_shapes import MicroBatch, keeps_gradients, p2p_bytes
+    from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
+    from megatron_ext.workload.whole_gradients import options_with_whole_gradients
 
     args = of_run()
     for chunk in chunks:
@@ -326,7 +327,7 @@ def _described(chunks: list) -> Described:
         ),
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
-        keeps_gradients=keeps_gradients(workload.parallel, args.sequence_parallel, args.qk_layernorm),
+        keeps_gradients=bool(options_with_whole_gradients(vars(args), args.tensor_model_parallel_size > 1)),
     )
     return Described(workload=workload, layer_options=options_of_layers(args))
 

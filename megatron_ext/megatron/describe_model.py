@@ -19,8 +19,9 @@ from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.saved_activations import balance_experts, with_activations
 from megatron_ext.megatron.workload_of_run import experts_of
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
-from megatron_ext.workload.gpt_shapes import keeps_gradients, p2p_bytes
+from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.whole_gradients import options_with_whole_gradients
 from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_workload
 
 
@@ -105,7 +106,7 @@ def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
         optimizer=optimizer_settings(args),
         experts=experts_of(args),
         ramp=tuple(args.ramp),
-        keeps_gradients=keeps_gradients(parallel, args.sequence_parallel, args.qk_layernorm),
+        keeps_gradients=bool(options_with_whole_gradients(vars(args), parallel.tensor_model_parallel_size > 1)),
     )
 
 

@@ -22,13 +22,12 @@ FLAGS = """
     auto-detect-ckpt-format calculate-per-token-loss check-for-large-grads check-for-spiky-loss
     ckpt-assume-constant-structure ckpt-fully-parallel-load ckpt-fully-parallel-save cross-entropy-loss-fusion
     data-parallel-random-init ddp-average-in-collective ddp-pad-buckets-for-high-nccl-busbw
-    decrease-batch-size-if-needed defer-embedding-wgrad-compute deterministic-mode disable-gloo-process-groups
-    dist-ckpt-optim-fully-reshardable distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint
-    exit-signal-handler fim-data finetune flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16
-    init-model-with-meta-device log-device-memory-used log-energy log-max-attention-logit log-memory-to-tensorboard
-    log-num-zeros-in-grad log-params-norm log-progress log-straggler log-throughput log-timers-to-tensorboard
-    log-validation-ppl-to-tensorboard log-world-size-to-tensorboard manual-gc mock-data
-    no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
+    decrease-batch-size-if-needed deterministic-mode disable-gloo-process-groups dist-ckpt-optim-fully-reshardable
+    distribute-saved-activations eod-mask-loss exit-on-missing-checkpoint exit-signal-handler fim-data finetune
+    flash-decode fp16-lm-cross-entropy grad-reduce-in-bf16 init-model-with-meta-device log-device-memory-used log-energy
+    log-max-attention-logit log-memory-to-tensorboard log-num-zeros-in-grad log-params-norm log-progress log-straggler
+    log-throughput log-timers-to-tensorboard log-validation-ppl-to-tensorboard log-world-size-to-tensorboard manual-gc
+    mock-data no-async-tensor-model-parallel-allreduce no-bias-dropout-fusion no-bias-gelu-fusion no-bias-swiglu-fusion
     no-check-for-nan-in-loss-and-grad no-ckpt-fully-parallel-save no-create-attention-mask-in-dataloader
     no-gradient-accumulation-fusion no-load-optim no-load-rng no-log-loss-scale-to-tensorboard no-manual-gc-eval
     no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-optim

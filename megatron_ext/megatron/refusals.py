@@ -9,6 +9,7 @@ from megatron_ext.formats.errors import InputError, flag, option_error
 from megatron_ext.megatron.releases import ramps_up
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.workload import whole_gradients
 
 _OWN_SHARDS = "shards and gathers parameters in its own way"
 _SCALED = "gathers values with scales that Transformer Engine keeps apart; groups and host copies have no scales"
@@ -29,6 +30,7 @@ REASONS = {
     "use_tp_pp_dp_mapping": "numbers ranks in another way",
     "hybrid_context_parallel": "divides sequences differently for each micro-batch",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "adds some parameters' gradients in separate buffers",
+    "defer_embedding_wgrad_compute": "Megatron adds these gradients after --overlap-grad-reduce has sent the others",
     "cuda_graph_impl": _GRAPH,
     "enable_cuda_graph": _GRAPH,
     "external_cuda_graph": _GRAPH,
@@ -155,15 +157,6 @@ def refuse_checkpoints(args, schedule: Schedule) -> None:
             raise option_error(option, why, value)
 
 
-NEUTRAL_FOR_GRADIENTS = {
-    "save_wgrads_interval": None,
-    "delay_wgrad_compute": False,
-    "defer_embedding_wgrad_compute": False,
-    "mtp_num_layers": None,
-}
-"""Options under which gradients are read or written at other times than in their layer's backward."""
-
-
 def refuse_with_gradients(args, config, on_host: bool) -> None:
     """Refuse options that cannot be combined with a schedule in which gradients come and go.
 
@@ -175,20 +168,12 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
     Raises:
         InputError: naming the option.
     """
-
-    def refuse(name: str, why: str, value=True):
-        raise option_error(name, f"{why}; keep `gradients` whole", value)
-
-    for name, neutral in NEUTRAL_FOR_GRADIENTS.items():
-        value = getattr(args, name, getattr(config, name, neutral))
-        if value not in (neutral, None, 0):
-            refuse(name, "needs gradients at a time when the schedule may not have them", value)
-    if getattr(config, "tensor_model_parallel_size", 1) > 1:
-        for name in ("sequence_parallel", "qk_layernorm"):
-            if getattr(config, name, False):
-                refuse(name, "tensor-parallel ranks add up whole gradients of norms after the last reduce")
-    if on_host and getattr(config, "fp16", False) and getattr(args, "optimizer_cpu_offload", False):
-        refuse("fp16", "gradients in host memory would not be unscaled")
+    options = {**vars(args), **vars(config)}
+    tensor_parallel = getattr(config, "tensor_model_parallel_size", 1) > 1
+    for name in whole_gradients.options_with_whole_gradients(options, tensor_parallel):
+        raise option_error(name, f"{whole_gradients.REASONS[name]}; keep `gradients` whole", options[name])
+    if on_host and options.get("fp16") and options.get("optimizer_cpu_offload"):
+        raise option_error("fp16", "gradients in host memory would not be unscaled; keep `gradients` whole", True)
 
 
 def refuse_without_stream_flags(schedule: Schedule, why_no_flags: str, delayed: bool, *, file) -> None:

@@ -122,7 +122,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``p2p_bytes`` is the size of one activation message between two pipeline stages, 0 if it is not known; with one
     stage nothing is sent. ``ramp``: when the batch grows in the course of training, the numbers of micro-batches that
     iterations have before ``parallel.num_microbatches``. ``keeps_gradients``: whole gradients must stay on the device,
-    because tensor-parallel ranks add the gradients of norms after the last reduce.
+    because of the options in :mod:`whole_gradients`.
     """
 
     schema_version: int

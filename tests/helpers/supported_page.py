@@ -11,6 +11,7 @@ from places import ROOT
 
 from megatron_ext.checkout.patchset import manifest
 from megatron_ext.megatron import refusals
+from megatron_ext.workload import whole_gradients
 
 PAGE = ROOT / "docs" / "supported.md"
 
@@ -67,8 +68,7 @@ def _models() -> list[str]:
 def _refused() -> list[str]:
     rows = [[_option(name), refusals.REASONS[name]] for name in sorted(refusals.NEUTRAL)]
     rows += [
-        [_option(name), "with gradients that come and go: it needs gradients when the schedule does not have them"]
-        for name in refusals.NEUTRAL_FOR_GRADIENTS
+        [_option(name), f"with gradients that come and go: {why}"] for name, why in whole_gradients.REASONS.items()
     ]
     return _table(["option", "why not"], rows)
 

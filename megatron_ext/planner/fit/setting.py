@@ -49,7 +49,7 @@ class Setting(NamedTuple):
     @property
     def keeps_gradients(self) -> bool:
         """Whether whole gradients must stay on the device."""
-        return keeps_gradients(self.parallel, self.batch.sequence_parallel, self.shape.qk_norm)
+        return keeps_gradients(self.shape, self.parallel, self.batch)
 
     @property
     def counts_ends(self) -> bool:

@@ -94,3 +94,10 @@ def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
     args = parse(options)
     (counted,) = gpt_workload(shape_of(args), parallel_of(args), batch_of(args), zero_stage=1).chunks
     assert sum(described.activation_bytes) == pytest.approx(sum(counted.activation_bytes), rel=0.01)
+
+
+def test_gradients_that_have_to_stay_whole(clone):
+    options = f"{LLAMA} --mock-data --tokenizer-type NullTokenizer --mtp-num-layers 1".split()
+    assert describe_command_line(clone, options).workload.keeps_gradients
+    with pytest.raises(InputError, match="--defer-embedding-wgrad-compute = True: cannot be combined"):
+        describe_command_line(clone, [*options, "--defer-embedding-wgrad-compute"])

@@ -80,6 +80,7 @@ def test_a_usual_run_is_accepted():
         ("enable_cuda_graph", True),
         ("external_cuda_graph", True),
         ("qk_clip", True),
+        ("defer_embedding_wgrad_compute", True),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(name, value):

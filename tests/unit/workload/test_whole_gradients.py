@@ -1,0 +1,29 @@
+"""Options with which gradients stay whole: what a description says and what a run refuses is the same."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.refusals import refuse_with_gradients
+from megatron_ext.workload.whole_gradients import REASONS, options_with_whole_gradients
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("name", REASONS)
+def test_what_is_described_is_what_is_refused(name, tensor_parallel):
+    args, config = SimpleNamespace(**{name: 1}), SimpleNamespace(tensor_model_parallel_size=tensor_parallel)
+    found = options_with_whole_gradients(vars(args), tensor_parallel > 1)
+    assert found == [name] * (tensor_parallel > 1 or "norms" not in REASONS[name])
+    if not found:
+        return refuse_with_gradients(args, config, on_host=True)
+    for given in ((args, config), (SimpleNamespace(), SimpleNamespace(**vars(args), **vars(config)))):
+        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} = 1: .*; keep `gradients` whole"):
+            refuse_with_gradients(*given, on_host=False)
+
+
+def test_unscaled_gradients_stay_off_the_host():
+    args = SimpleNamespace(fp16=True, optimizer_cpu_offload=True)
+    refuse_with_gradients(args, SimpleNamespace(), on_host=False)
+    with pytest.raises(InputError, match="--fp16 = True: gradients in host memory"):
+        refuse_with_gradients(args, SimpleNamespace(), on_host=True)
