@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 _LATE = "tensor-parallel ranks add whole gradients of norms after the last reduce"
-_TIME = "needs gradients at another time than the schedule has them"
+_TIME = "it needs gradients at a time when the schedule may not have them"
 REASONS = {"save_wgrads_interval": _TIME, "delay_wgrad_compute": _TIME, "mtp_num_layers": _TIME}
 REASONS |= {"sequence_parallel": _LATE, "qk_layernorm": _LATE}
 """Each option, and why."""
 
 
 def options_with_whole_gradients(options: Mapping[str, object], tensor_parallel: bool) -> list[str]:
-    """Those of the options that are given; none where gradients may come and go."""
+    """The given options with which whole gradients stay on the device, in the order of :data:`REASONS`."""
     return [name for name, why in REASONS.items() if options.get(name) and (tensor_parallel or why != _LATE)]
