@@ -42,7 +42,7 @@ def _check_whole_gradients(schedule: Schedule, workload: Workload, check: Checke
     for index, group in enumerate(schedule.groups):
         shared = workload.keeps_gradients or any(p.shared_embedding for p in members_of(group, workload))
         if group.gradients is not None and shared:
-            said = "the group keeps its gradient whole: it is changed or read at a time when the schedule may not have it"
+            said = "the group keeps its gradient whole: it is changed or read when the schedule may not have it"
             check.refuse(said, f"groups[{index}].gradients", group.gradients)
 
 
