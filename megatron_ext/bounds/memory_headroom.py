@@ -10,7 +10,7 @@ from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.memory_bill import resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.workload import Chunk, Workload
+from megatron_ext.workload.workload import Workload
 
 
 def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None) -> Workload:
@@ -116,13 +116,10 @@ def _what_helps(workload: Workload, held: dict[str, int], largest_layer: int) ->
         freed = held["whole_parameters"] - largest_layer - shards
         if freed > 0:
             settings.append(f"--zero-stage 3 frees up to {size_text(freed)}")
-    if held["activations"] and not any(map(_recomputes_layers, workload.chunks)):
+    # Whole layers are recomputed if a backward recomputes more bytes than any layer has saved.
+    anew = any(chunk.recompute_bytes > max(chunk.activation_bytes, default=0) for chunk in workload.chunks)
+    if held["activations"] and not anew:
         part = f"a part of the activations' {size_text(held['activations'])}"
         settings.append(f"--recompute-granularity full for every layer frees {part}")
     settings.append("with more pipeline or tensor parallel ranks each rank holds less")
     return "; " + ", ".join(settings) + "; `megatron-ext fit` finds the fastest settings that fit"
-
-
-def _recomputes_layers(chunk: Chunk) -> bool:
-    """Whether whole layers are recomputed: a backward recomputes more bytes than any layer has saved."""
-    return chunk.recompute_bytes > max(chunk.activation_bytes, default=0)

@@ -128,8 +128,7 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
 def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:
     """Inequality 3 of [Note: From the last backward on]; ``waiting`` are pairs ``(c_i, r_i)``."""
     slower = 1.0 + timing.slowdowns.least_excess(REDUCE, COMPUTE)
-    after = max(reduce_us - left / slower for left, reduce_us in waiting)
-    return compute_us + max(after, tail_us)
+    return compute_us + max(max(reduce_us - left / slower for left, reduce_us in waiting), tail_us)
 
 
 def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
@@ -146,5 +145,4 @@ def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:
     if forced <= 0 or not least:
         return 0.0
     per_byte = min(us / (p.bytes // ITEM_BYTES[p.dtype] * item_bytes) for p, us in least)
-    visits = workload.parallel.num_microbatches
-    return (visits - 1) * forced * per_byte + sum(us for _, us in least)
+    return (workload.parallel.num_microbatches - 1) * forced * per_byte + sum(us for _, us in least)

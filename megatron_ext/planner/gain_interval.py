@@ -15,6 +15,7 @@ import numpy
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.perturbed_table import PerturbedTables
+from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import Result, run
 from megatron_ext.simulator.timing import Timing
@@ -133,8 +134,7 @@ def _same(plan: Schedule, other: Schedule) -> bool:
 
 
 def tables_to_draw(workload: Workload, *schedules: Schedule) -> int:
-    parallel = workload.parallel
-    steps = 2 * parallel.pp * parallel.vp * parallel.num_microbatches
+    steps = number_of_steps(workload)
     unshards = sum(len(schedule.unshards) for schedule in schedules)
     return max(FEWEST, min(MOST, EFFORT // (len(schedules) * steps + 4 * unshards)))
 

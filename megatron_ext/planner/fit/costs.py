@@ -124,7 +124,6 @@ def _drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]
             if field not in strata:
                 return figure.value
             part = (strata[field][number] + draw.random()) / count
-            end = figure.ends[part > 0.5]
-            return figure.value * (end / figure.value) ** abs(2 * part - 1)
+            return figure.value * (figure.ends[part > 0.5] / figure.value) ** abs(2 * part - 1)
 
         yield drawn(sheet, choose)
