@@ -1,6 +1,7 @@
 """How many bytes ``limits.host_bytes`` leaves for host copies, staging slots, and shards that rest in host memory."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -14,6 +15,7 @@ from megatron_ext.workload.state_layout import gradient_slot_bytes, region_bytes
 from megatron_ext.workload.workload import Workload
 
 
+@lru_cache(maxsize=4)
 def optimizer_on_host(workload: Workload, *, on_drive: bool) -> list[int]:
     """Bytes of host memory that the optimizer takes on each node; 0 if it steps on the device.
 

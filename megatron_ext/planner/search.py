@@ -5,7 +5,7 @@ The effort is counted in simulated steps and not in seconds, so the same inputs 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, lru_cache, partial
 from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
@@ -87,6 +87,7 @@ class Search:
         if workload.streamed_bytes is not None or limits.pinned_host_bytes is not None:
             self.divides.append(by_parameter)
         self.horizons, self.sets = horizons(workload, timing), route_sets(routes)
+        self.middle = min(6, len(self.horizons) - 1)  # looks about eight layers ahead
         orders = 5 if limits.host_bytes is not None and workload.optimizer.on_host else 4
         limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
         copied = any(kind_of(route).reads_host_copy for route in routes)
@@ -97,18 +98,15 @@ class Search:
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
-        self._blocks: dict[tuple[int, int], Blocks | None] = {}
-        self._placers: list[tuple[Blocks, Workload, GatherPlacer]] = []
+        self._blocks, self._grouped = cache(self._cut), cache(self._group)
+        self._equal: dict[Blocks, Blocks] = {}
+        self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
+        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of settings along each axis."""
         return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
-
-    @property
-    def middle(self) -> int:
-        """Index of the horizon that looks about eight layers ahead."""
-        return min(6, len(self.horizons) - 1)
 
     def also_halved(self) -> None:
         """Also try every division with each of its groups cut into two of about equal bytes."""
@@ -116,25 +114,28 @@ class Search:
 
     def made(self, settings: Settings) -> Grouping | None:
         """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
-        workload, key, allowed = self.workload, settings[:2], self.sets[settings.routes]
-        if key not in self._blocks:
-            blocks = cut_groups(workload, self.timing, self.cuts[settings.cut], self.divides[settings.divide])
-            groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
-            self._blocks[key] = None if groups is None else blocks._replace(groups=groups)
-        blocks = self._blocks[key]
-        if blocks is None:
-            return None
-        choices = choices_of(workload, blocks, self.horizons[settings.horizon], allowed, settings.hosts)
-        return grouping_of(workload, blocks, choices)
+        made = self._grouped(settings._replace(horizon=0))[0]
+        return made and made._replace(choices=made.choices._replace(horizon_us=self.horizons[settings.horizon]))
+
+    def _group(self, settings: Settings) -> tuple[Grouping | None, list[tuple[float, float, float]]]:
+        """What :meth:`made` returns, but for the horizon; and what is known of settings that give the placement pass
+        the same groups with the same routes: two horizons, and the estimated end with any horizon between them."""
+        blocks, made = self._blocks(settings.cut, settings.divide), None
+        if blocks is not None:
+            choices = choices_of(self.workload, blocks, 0.0, self.sets[settings.routes], settings.hosts)
+            made = grouping_of(self.workload, blocks, choices)
+        ways = made and tuple(map(made.choices.ways, range(len(made.blocks.groups))))
+        return made, self._ends.setdefault((id(blocks), ways), [])
+
+    def _cut(self, cut: int, divide: int) -> Blocks | None:
+        """The same object for all ways to cut and to divide that give the same blocks."""
+        blocks = cut_groups(self.workload, self.timing, self.cuts[cut], self.divides[divide])
+        groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
+        return None if groups is None else self._equal.setdefault(kept := blocks._replace(groups=groups), kept)
 
     def _place(self, given: Grouping, workload: Workload) -> Plan:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
-        for blocks, work, placer in self._placers:
-            if blocks is given.blocks and work is workload:
-                return placer.place(given.choices)
-        placer = GatherPlacer(workload, self.timing, given.blocks)
-        self._placers = [(given.blocks, workload, placer), *self._placers[: PLACERS - 1]]
-        return placer.place(given.choices)
+        return self._placer(given.blocks, workload is self.rough).place(given.choices)
 
     def estimate(self, settings: Settings) -> float:
         """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload."""
@@ -143,8 +144,12 @@ class Search:
             if given is not None:
                 blocks = sum(map(len, given.blocks.of_stage))
                 self.effort -= number_of_steps(rough) + 2 * blocks * rough.parallel.num_microbatches
+                horizon_us, ends = given.choices.horizon_us, self._grouped(settings._replace(horizon=0))[1]
                 try:
-                    us = self._place(given, rough).end_us
+                    us = next((us for least, most, us in ends if least <= horizon_us <= most), inf)
+                    if us == inf:
+                        _, _, us, alike = self._place(given, rough)
+                        ends.append((*alike, us))
                 except InputError as error:  # the size of a group was not measured
                     self.refused = self.refused or error
             self.estimates[settings] = us
@@ -268,10 +273,8 @@ def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
     well than the simulator. Of settings with the same estimate, cut, division and host copies only one is kept."""
     by_routes: dict[int, dict[tuple, Settings]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
-        by_routes.setdefault(settings.routes, {}).setdefault(
-            (us, settings.cut, settings.divide, settings.hosts), settings
-        )
-    interleaved = zip_longest(
-        *(found.values() for found in sorted(by_routes.values(), key=lambda found: min(found)[0]))
-    )
+        key = us, settings.cut, settings.divide, settings.hosts
+        by_routes.setdefault(settings.routes, {}).setdefault(key, settings)
+    ranked = sorted(by_routes.values(), key=lambda found: min(found)[0])
+    interleaved = zip_longest(*(found.values() for found in ranked))
     return [settings for row in interleaved for settings in row if settings is not None][:SIMULATED]

@@ -129,8 +129,7 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 def _estimate(state: Search) -> float:
     """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
-    settings = [Settings(cut, 0, state.middle, 0) for cut in cuts]
-    best = min(settings, key=state.estimate)
+    best = min((Settings(cut, 0, state.middle, 0) for cut in cuts), key=state.estimate)
     if state.steps > SMALL_STEPS:
         return state.estimate(best)
     if state.estimate(best) < inf and (made := state.made(best)) is not None:

@@ -98,7 +98,7 @@ class Offloader:
         assert limit is not None
         self.limit = limit
         unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits
-        self.fixed, self.optimizer = _fixed_bytes(unlimited), _least_of_optimizer(unlimited)
+        self.fixed, self.optimizer = _fixed_bytes(unlimited), optimizer_on_host(unlimited, on_drive=True)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, dict[Residency, float]] = {}
@@ -367,9 +367,6 @@ def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int)
         for size in ends.get(layer, ()):
             there, on_its_way = there - size, size
     return peak
-
-
-_least_of_optimizer = lru_cache(maxsize=4)(partial(optimizer_on_host, on_drive=True))
 
 
 @lru_cache(maxsize=4)

@@ -34,14 +34,18 @@ from megatron_ext.workload.route import Copy, Route, RouteKind, kind_of, shard_p
 from megatron_ext.workload.step_order import run_in_order, steps_of_ranks
 from megatron_ext.workload.workload import Workload
 
+ROUNDING = 1e-12
+"""What additions may round off, as a part of the sums."""
+
 
 class Plan(NamedTuple):
     """Unshards and reshards by rank, and the estimated times at which the last step and the reduces end
-    (microseconds)."""
+    (microseconds). ``alike``: all horizons between these two (microseconds) give the same plan."""
 
     placed: list[list[Placed]]
     freed: list[list[Freed]]
     end_us: float
+    alike: tuple[float, float]
 
 
 class Choices(NamedTuple):
@@ -70,6 +74,10 @@ class Choices(NamedTuple):
             return kind.shard_from_host == (group in self.from_host)
         return group in (self.staged if kind.staged else self.hosted)
 
+    def ways(self, group: int) -> tuple[Route, ...]:
+        """The routes that a group may take."""
+        return tuple(route for route in self.routes if self.may_take(route, group))
+
 
 def _queue(kind: RouteKind) -> int | str:
     """The queue of a gather: its link, or a queue of its own if it crosses several links."""
@@ -91,7 +99,7 @@ class RankPlacement:
         self.whole: dict[int, int] = {}  # group -> the use until which it must stay whole
         self.arrives: dict[int, float] = {}  # group -> estimated time at which it is whole
         self.possible: dict[int, list[_Way]] = {}  # group -> routes that it may take
-        self.uses_to_come = {group: list(uses) for group, uses in given.uses.items()}
+        self.uses_to_come = {group: [inf, *uses] for group, uses in given.uses.items()}  # the next one last
         self.front = 0  # every use before this one has its block whole or in flight
         self.link_free: dict[int | str, float] = {}  # by queue
         self.reduced = 0.0  # when everything that was issued to be reduced is reduced
@@ -103,10 +111,8 @@ class RankPlacement:
         self.freed: list[Freed] = []
         self.number = 0
         self.now = 0.0
-
-    def start(self) -> None:
-        """Actions before the first step."""
-        self._look_ahead(-1)
+        self.within_us, self.beyond_us = 0.0, inf  # farthest use within the horizon, nearest use beyond it
+        self._look_ahead(-1)  # actions before the first step
 
     def run_step(self, step: int, begin: float) -> float:
         """Place what the uses of one step need. The step may begin at ``begin``. Returns the estimated end of the
@@ -122,7 +128,7 @@ class RankPlacement:
                 for group in groups:
                     uses = self.uses_to_come[group]
                     uses.pop()
-                    if not uses and self.blocks.groups[group].gradients is None:
+                    if len(uses) == 1 and self.blocks.groups[group].gradients is None:
                         done.append(group)
                 if self.front <= number:
                     # Groups that are still whole stay whole. Then memory is freed for those that are not.
@@ -152,14 +158,14 @@ class RankPlacement:
     def _reduce_visit(self, group: int) -> None:
         """Reduce a gradient that comes and goes. The previous one must be finished first."""
         self.now = max(self.now, self.freed_at)
-        self._reduce([group])
+        self._reduce((group,))
         self.freed_at = max(self.now, self.reduced)
         if self.blocks.groups[group].gradients == "host":
             self.freed_at += self.times.to_host(group)
 
     def _reduce(self, groups: Iterable[int]) -> None:
         """Reduce the gradients of ``groups``, after everything that was issued before."""
-        us = sum(map(self.times.reduce, groups))
+        us = sum([self.times.reduce(group) for group in groups])
         if us:
             self.reduced = max(self.now, self.reduced, self.link_free.get(GPU, 0.0)) + us
 
@@ -167,11 +173,14 @@ class RankPlacement:
         """Prefetch the blocks of later uses, as far as the horizon and the memory limit allow."""
         given, whole, stays = self.given, self.whole, self.stays
         ideal, longest, last = given.ideal, given.longest, len(self.block_uses)
-        reach = ideal[max(number, 0)] + self.choices.horizon_us
+        reach = (begin := ideal[max(number, 0)]) + self.choices.horizon_us
         current = given.groups_of[number] if number >= 0 else ()
-        # ends: each turn raises front or returns
-        while self.front < last and ideal[self.front] <= reach:
-            front = self.front
+        while self.front < last:  # ends: each turn raises front or returns
+            front, ahead = self.front, ideal[self.front] - begin
+            if ideal[front] > reach:
+                self.beyond_us = min(self.beyond_us, ahead)
+                return
+            self.within_us = max(self.within_us, ahead)
             missing = []
             for group in longest[front]:
                 if group in whole:
@@ -198,22 +207,18 @@ class RankPlacement:
         Returns:
             Whether they fit. If not, everything that may be freed is freed.
         """
-        sizes, to_come = self.sizes, self.uses_to_come
+        sizes, to_come, whole = self.sizes, self.uses_to_come, self.whole
         short = sum([sizes[group] for group in missing]) - self.free
         if short <= 0:
             return True
-        usable: dict[float, list[int]] = {}
-        for other, until in self.whole.items():
-            if until < number and other not in keep:
-                uses = to_come[other]
-                use = uses[-1] if uses else inf
-                if use > beyond:
-                    usable.setdefault(use, []).append(other)
-        for use in sorted(usable, reverse=True):
-            others = sorted(usable[use])
-            own = [sizes[other] for other in others]
-            if sum(own) > short:
-                others = [others[index] for index in least_cover(tuple(own), int(short))]
+        usable = sorted((to_come[one][-1], one) for one, until in whole.items() if until < number and one not in keep)
+        while usable and usable[-1][0] > beyond:  # ends: each turn shortens usable
+            use, others = usable[-1][0], []
+            while usable and usable[-1][0] == use:  # ends: likewise
+                others.insert(0, usable.pop()[1])
+            own = tuple([sizes[other] for other in others])
+            if len(own) > 1 and sum(own) > short:
+                others = [others[index] for index in least_cover(own, int(short))]
             for other in others:
                 self._release(number, other)
                 short -= sizes[other]
@@ -225,8 +230,8 @@ class RankPlacement:
         """Free ``group`` right after the use before ``number``. If the step of that use needs the group again, free it
         right after its own last use, because a group may be freed in a step only after its use."""
         previous, until = self.block_uses[number - 1], self.whole.pop(group)
-        to_come = self.uses_to_come[group]
-        if to_come and self.block_uses[to_come[-1]].step == previous.step:
+        use = self.uses_to_come[group][-1]
+        if use < inf and self.block_uses[use].step == previous.step:
             previous = self.block_uses[until]
         self.free += self.sizes[group]
         self.freed.append(Freed(group, previous.step, previous.after))
@@ -234,12 +239,12 @@ class RankPlacement:
     def _bring(self, number: int, group: int, use: int) -> None:
         """Unshard ``group`` just before use ``number`` (-1: at the start), to be whole for ``use``."""
         issue, at = (-1, -1) if number < 0 else (self.block_uses[number].step, self.block_uses[number].before)
-        self.whole[group] = self.stays.get((group, use), use)
+        self.whole[group] = self.stays.get((group, use), use) if self.stays else use
         self.free -= self.sizes[group]
         (kind, queue, link, _), arrival = self._route(group, issue)
         if kind.shard_from_host:
-            copied = max(self.now, self.link_free.get(CPU, 0.0)) + self.times.shard_copy(group)
-            self.link_free |= {CPU: copied, GPU: arrival}
+            self.link_free[CPU] = max(self.now, self.link_free.get(CPU, 0.0)) + self.times.shard_copy(group)
+            self.link_free[GPU] = arrival
         slot = -1
         if kind.staged:
             slots = self.staged.setdefault(issue, [])
@@ -258,7 +263,7 @@ class RankPlacement:
             forced = self.choices.forced.get((self.pp_rank, len(self.placed)))
         ways = self.possible.get(group)
         if ways is None:
-            kinds = [kind_of(route) for route in self.choices.routes if self.choices.may_take(route, group)]
+            kinds = map(kind_of, self.choices.ways(group))
             one = self.blocks.groups[group].algorithm is None
             ways = [(kind, _queue(kind), link_of(kind.name), kind.needs_device_shard and one) for kind in kinds]
             self.possible[group] = ways
@@ -266,10 +271,9 @@ class RankPlacement:
             kind, queue, _, waits = way
             if kind.staged and not self._has_slot(group, issue):
                 continue
-            begin = self.now
+            begin = max(self.now, self.link_free.get(queue, 0.0))
             if kind.copy is not None and not kind.staged:
                 begin = max(begin, self._published_at(group, kind.copy))
-            begin = max(begin, self.link_free.get(queue, 0.0))
             if waits and self.reduced > begin:
                 begin = self.reduced
             shard = kind.shard_from_host
@@ -311,17 +315,18 @@ class GatherPlacer:
         """Run the placement pass of all ranks through one iteration."""
         parallel = self.workload.parallel
         placements = [RankPlacement(given, self.times, choices) for given in self.ranks]
-        for one in placements:
-            one.start()
 
         def run(rank: int, index: int, _, arrival: float) -> float:
             return placements[rank].run_step(index, arrival)
 
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
+        rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us
+        within, beyond = max(one.within_us for one in placements), min(one.beyond_us for one in placements)
         return Plan(
             [one.placed for one in placements],
             [one.freed for one in placements],
             max(max(one.now, one.reduced) for one in placements),
+            (min(within + rounding, us), max(beyond - rounding, us)),
         )
 
 

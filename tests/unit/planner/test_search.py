@@ -10,8 +10,9 @@ from variations import some
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, search_note
+from megatron_ext.planner.passes.place_gathers import GatherPlacer, place_gathers
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import search
+from megatron_ext.planner.search import Search, search
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
 
@@ -85,3 +86,20 @@ def test_two_routes_over_one_link_are_not_mixed_where_that_only_slows_both():
         for action in entry.unshard
     ]
     assert routes.count("cpu") > 0.9 * len(routes)
+
+
+@pytest.mark.parametrize(("pp", "order"), [(1, "no_pipeline"), (2, "1f1b")])
+def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
+    """An estimate is that of a placement pass with the setting's own horizon, though most horizons share a pass."""
+    shape = dict(pp=pp, vp=1, microbatches=3, order=order, layers=6, zero_stage=3)
+    layer = make_workload(**shape).chunks[0].bytes // 6
+    work = make_workload(**shape, whole_parameter_bytes=3 * layer + 4096)
+    table = make_table(work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 200.0), forward=200.0, backward=400.0)
+    timing, passes, place = Timing(work, table), [], GatherPlacer.place
+    monkeypatch.setattr(GatherPlacer, "place", lambda self, choices: passes.append(choices) or place(self, choices))
+    state = Search(Problem(work, timing, ("gpu", "cpu")))
+    state.descend()
+    assert len(passes) < 0.6 * len(state.estimates)
+    for settings, us in state.estimates.items():
+        made = state.made(settings)
+        assert us == (place_gathers(work, timing, *made).end_us if made else float("inf")), settings
