@@ -54,7 +54,7 @@ def test_reading_beyond_the_file_is_an_error(tmp_path):
 
 
 def test_bad_places(tmp_path):
-    with pytest.raises(InputError, match="--nvme-path = .*missing.*: is no directory"):
+    with pytest.raises(InputError, match="--nvme-path = .*missing.*: is not a directory"):
         opened(tmp_path / "missing")
     with pytest.raises(InputError, match="--nvme-path = '/proc': cannot be written"):
         opened("/proc")

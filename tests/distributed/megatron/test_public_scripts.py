@@ -86,7 +86,7 @@ LLAMA = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
     --data-parallel-size 2 --transformer-impl transformer_engine"""
 
 
-@pytest.mark.parametrize("unfused", ["", "--no-bias-swiglu-fusion"])
+@pytest.mark.parametrize("unfused", some(["", "--no-bias-swiglu-fusion"], 1))
 def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
     options = f"{LLAMA} {unfused}".split()
     mocked = [*options, "--mock-data", "--tokenizer-type", "NullTokenizer"]
@@ -96,8 +96,11 @@ def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
     assert sum(described.activation_bytes) == pytest.approx(sum(counted.activation_bytes), rel=0.01)
 
 
-def test_gradients_that_have_to_stay_whole(clone):
+@pytest.mark.parametrize("deferred", some([False, True], 1))
+def test_gradients_that_have_to_stay_whole(clone, deferred):
     options = f"{LLAMA} --mock-data --tokenizer-type NullTokenizer --mtp-num-layers 1".split()
-    assert describe_command_line(clone, options).workload.keeps_gradients
+    if not deferred:
+        assert describe_command_line(clone, options).workload.keeps_gradients
+        return
     with pytest.raises(InputError, match="--defer-embedding-wgrad-compute = True: cannot be combined"):
         describe_command_line(clone, [*options, "--defer-embedding-wgrad-compute"])
