@@ -126,8 +126,9 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
     if found and min(need for need, _ in found) <= limit:
         least = [schedule for model in models if (schedule := model.solved("device", workload.limits))]
         found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in least]
-        field = "host_bytes" if workload.limits.pinned_host_bytes is None else "pinned_host_bytes"
-        within, short_of = "within it ", f"more than limits.device_bytes = {limit}"
+        given = (name for name in ("pinned_host_bytes", "host_bytes") if getattr(workload.limits, name) is not None)
+        if field := next(given, ""):
+            within, short_of = "within it ", f"more than limits.device_bytes = {limit}"
     if found:
         need, schedule = min(found, key=lambda item: item[0])
         rank, memory = _fullest(schedule, workload)
@@ -136,8 +137,8 @@ def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> Input
                 f"cannot fit: {within}pipeline rank {rank} holds at least {need} bytes on its device "
                 f"({kinds_text(memory.device_bytes)}) by groups of layers or large parameters, {need - limit} bytes "
                 f"{short_of}{advice}",
-                field=f"limits.{field}",
-                value=getattr(workload.limits, field),
+                field=f"limits.{field or 'device_bytes'}",
+                value=getattr(workload.limits, field or "device_bytes"),
             )
     return InputError("cannot fit: no route can bring every group within the limits", field="limits")
 

@@ -12,6 +12,7 @@ from megatron_ext.schedule.rest_checks import check_rests_of_run
 from megatron_ext.schedule.user_defined_schedule import Group, Reshard, Schedule, Unshard
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step import Step
+from megatron_ext.workload.whole_gradients import may_rest_on_host
 from megatron_ext.workload.workload import Parameter, Workload, fingerprint, group_bytes, group_ranks
 
 
@@ -40,9 +41,13 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
 
 def _check_whole_gradients(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
-        shared = workload.keeps_gradients or any(p.shared_embedding for p in members_of(group, workload))
+        members = members_of(group, workload)
+        shared = workload.keeps_gradients or any(p.shared_embedding for p in members)
         if group.gradients is not None and shared:
             said = "the group keeps its gradient whole: it is changed or read when the schedule may not have it"
+            check.refuse(said, f"groups[{index}].gradients", group.gradients)
+        if group.gradients == "host" and not may_rest_on_host(members[0].dtype, workload.optimizer.on_host):
+            said = "gradients of float16 in host memory would not be unscaled by the host's optimizer"
             check.refuse(said, f"groups[{index}].gradients", group.gradients)
 
 

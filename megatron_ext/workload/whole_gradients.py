@@ -9,6 +9,12 @@ REASONS |= {"sequence_parallel": _LATE, "qk_layernorm": _LATE}
 """Each option, and why."""
 
 
+def may_rest_on_host(dtype: str, optimizer_on_host: bool) -> bool:
+    """Whether gradients of parameters of ``dtype`` may be added up in host memory. Megatron's host optimizer would not
+    unscale those of float16."""
+    return not (optimizer_on_host and dtype == "float16")
+
+
 def options_with_whole_gradients(options: Mapping[str, object], tensor_parallel: bool) -> list[str]:
     """The given options with which whole gradients stay on the device, in the order of :data:`REASONS`."""
     return [name for name, why in REASONS.items() if options.get(name) and (tensor_parallel or why != _LATE)]

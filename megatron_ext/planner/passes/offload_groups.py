@@ -31,6 +31,7 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.nodes import ranks_of_copy
 from megatron_ext.workload.route import HOST_COPY, SHARD_GATHER, piece_buffer_bytes
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
+from megatron_ext.workload.whole_gradients import may_rest_on_host
 from megatron_ext.workload.workload import Limits, Workload
 
 Relief = Literal["sharded", "host", "alone", "shards"]
@@ -187,7 +188,8 @@ class Offloader:
         gradient = gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding and not self.workload.keeps_gradients:
-            gradients += ["sharded", "host"] if group.ranks > 1 else ["host"]
+            gradients += ["sharded"] * (group.ranks > 1)
+            gradients += ["host"] * may_rest_on_host(first.dtype, self.workload.optimizer.on_host)
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         rests = (False, True) if on_host else (False,)
         key = group.bytes, group.ranks, gradient, len(gradients), on_host  # layers are alike

@@ -130,6 +130,22 @@ def test_gradients_stay_where_tensor_parallel_ranks_add_them_later():
     assert not any(group.gradients for group in plan(kept, table).groups)
 
 
+def test_gradients_of_float16_are_not_added_up_where_the_hosts_optimizer_would_not_unscale_them():
+    shape = dict(pp=1, vp=1, dp=2, order="no_pipeline", layers=6, microbatches=2)
+    works = [make_workload(**shape, dtypes=(dtype,)) for dtype in ("bfloat16", "float16")]
+    table = make_table(works[0], host_add=line(1.0, 1e4))
+    stock = max(bill.memory.device_total_bytes for bill in evaluate(limited(works[0], None), table).memory)
+    wide, narrow = ([limited(work, stock * percent // 100) for work in works] for percent in (70, 40))
+    assert "host" in {group.gradients for group in plan(narrow[0], table).groups}
+    with pytest.raises(InputError, match="limits.device_bytes = .*bytes short"):
+        plan(narrow[1], table)
+    planned = plan(wide[1], table)
+    assert {group.gradients for group in planned.groups} == {"sharded"}
+    groups = tuple(replace(group, gradients="host") for group in planned.groups)
+    with pytest.raises(InputError, match="float16 in host memory would not be unscaled"):
+        match(replace(planned, groups=groups, predicted=None), wide[1])
+
+
 def test_shards_that_rest_in_host_memory_count_as_pinned():
     """They leave room for few host copies: the plan brings the other groups by shards."""
     work, table, stock = case("DP 4")
