@@ -21,9 +21,9 @@ from megatron_ext.cli.script_command import ScriptCommand, entry_option
 from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.measure.options import LINKS, Options
 
-READ_BY = {"nccl-tests": ("placement", "collective", "algorithm"), "curves": ("placement", "system"), "nvbandwidth": ()}
+READ_BY = {"nccl-tests": ("collective", "algorithm"), "curves": ("system",), "nvbandwidth": ()}
 """Options of ``measure`` that each format of ``--import`` reads; measuring itself reads none of them."""
-OF_IMPORTS = ("system", "placement", "collective", "algorithm")
+OF_IMPORTS = ("system", "collective", "algorithm")
 """All options that only imports read."""
 SIXTEEN_BITS = {"--bf16", "--fp16"}
 """Options of a training script that give its parameters 16 bits; without them they have 32."""
@@ -88,13 +88,6 @@ def option(name: str, *short: str, help: str | None = None):
     help="Read another tool's log instead of measuring: nccl-tests, nvbandwidth, curves.",
 )
 @click.option("--system", help="With --import curves: which of the file's systems.")
-@click.option(
-    "--placement",
-    type=click.Choice(["in_place", "out_of_place"]),
-    default="in_place",
-    show_default=True,
-    help="With --import: the column to read; gathers work in place.",
-)
 @click.option("--collective", help="With --import nccl-tests: what was measured, if the log does not say.")
 @click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several curves.")
 @option("data_parallel_size", "--dp")

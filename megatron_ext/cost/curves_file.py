@@ -36,7 +36,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     world_size: int | None = None
 
 
-def read(path, *, system: str | None = None, placement: str = "in_place") -> CostTable:
+def read(path, *, system: str | None = None) -> CostTable:
     """Read a file. Curves that are named by ``algorithm`` become one curve that chooses by size. If there are several
     systems, one of them must be named.
 
@@ -61,7 +61,7 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     points, algorithms, notes = (), {}, []
     for index in chosen:
         curve, field = content.curves[index], f"curves[{index}]"
-        read_points = _points(curve, field, placement, check)
+        read_points = _points(curve, field, check)
         falls = [after.size_bytes for before, after in pairwise(read_points) if after.p50_us < before.p50_us]
         if falls:
             name = curve.algorithm or curve.system or content.collective
@@ -79,7 +79,7 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     check.at_least(1, first.world_size, f"curves[{chosen[0]}].world_size")
     world_size = first.world_size or content.world_size
     placed = any(row.us is None for index in chosen for row in content.curves[index].points)
-    source = content.source + (f"; {placement.replace('_', ' ')}" if placed else "")
+    source = content.source + ("; in place" if placed else "")
     return table_of(
         path,
         content.collective,
@@ -91,15 +91,15 @@ def read(path, *, system: str | None = None, placement: str = "in_place") -> Cos
     )
 
 
-def _points(curve: _Curve, field: str, placement: str, check: Checker) -> tuple[Point, ...]:
+def _points(curve: _Curve, field: str, check: Checker) -> tuple[Point, ...]:
     if not curve.points:
         check.refuse("is empty", f"{field}.points")
     points = []
     for index, row in enumerate(curve.points):
-        us = row.us if row.us is not None else getattr(row, f"{placement}_us")
+        us = row.us if row.us is not None else row.in_place_us
         where = f"{field}.points[{index}]"
         if us is None:
-            check.refuse(f"has neither us nor {placement}_us", where)
+            check.refuse("has neither us nor in_place_us", where)
         check.positive(us, f"{where}.us")
         if points and row.size_bytes <= points[-1].size_bytes:
             check.refuse(f"does not grow from {points[-1].size_bytes}", f"{where}.size_bytes", row.size_bytes)

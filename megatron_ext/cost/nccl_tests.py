@@ -26,7 +26,7 @@ seen). A log in which a time falls further is broken."""
 
 
 class Row(NamedTuple):
-    """One line of the table, with time (``us``) and rates (GB/s) of the placement that is read."""
+    """One line of the table, with the time (``us``) and the rates (GB/s) of operations in place."""
 
     number: int
     size: int
@@ -36,29 +36,24 @@ class Row(NamedTuple):
     redop: str
 
 
-def read(
-    path, *, placement: str = "in_place", collective: str | None = None, algorithm: str | None = None
-) -> CostTable:
-    """Read one log. Raises InputError naming the line that is wrong.
+def read(path, *, collective: str | None = None, algorithm: str | None = None) -> CostTable:
+    """Read the times of operations in place from one log; Megatron gathers in place. Raises InputError naming the line that is wrong.
 
     Args:
-        placement: ``in_place`` or ``out_of_place``.
         collective: what was measured, if the log does not say.
         algorithm: name of the curve, so that tables of several algorithms can be combined.
     """
     if collective is not None and collective not in COLLECTIVES:
         raise InputError(f"known: {', '.join(COLLECTIVES)}", file="--collective", value=collective)
     log = Log(path)
-    rows = _rows(log, placement)
+    rows = _rows(log)
     _check_complete(log, rows)
     devices = _devices(log)
     _check_rising(log, rows)
     collective = collective or _collective(log, rows)
     points = tuple(Point(size_bytes=row.size, p50_us=row.us) for row in rows)
     ranks, whole = _ranks(rows, collective, len(devices))
-    source = (
-        f"nccl-tests {collective}_perf, {placement.replace('_', ' ')}, mean times, {ranks or 'unknown number of'} ranks"
-    )
+    source = f"nccl-tests {collective}_perf, in place, mean times, {ranks or 'unknown number of'} ranks"
     notes = [f"{source}: mean times without percentiles"]
     hardware: dict | None = {"device": devices[0][1]} if devices else None
     if not whole:
@@ -126,11 +121,10 @@ def _header(log: Log) -> tuple[int, list[str]]:
     raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=log.path)
 
 
-def _rows(log: Log, placement: str) -> list[Row]:
+def _rows(log: Log) -> list[Row]:
     """Every row with bytes in it."""
     units, columns = _header(log)
-    first = columns.index("time")
-    time_column = first + (columns[first + 1 :].index("time") + 1 if placement == "in_place" else 0)
+    time_column = columns.index("time", columns.index("time") + 1)  # behind the one out of place
     rows = []
     for number, line in enumerate(log.lines[units:], units + 1):
         if line.startswith("#") or not line.strip():

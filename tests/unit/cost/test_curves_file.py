@@ -13,15 +13,14 @@ from megatron_ext.formats.errors import InputError
 DATA = DATA_DIR
 
 
-@pytest.mark.parametrize("placement", ["in_place", "out_of_place"])
-def test_best_algorithm_changes_where_the_seed_notes_say(placement):
+def test_best_algorithm_changes_where_the_seed_notes_say():
     path = DATA / "seed_allreduce_8gpu.json"
-    table = importers.read("curves", path, placement=placement)
+    table = importers.read("curves", path)
     curves = json.loads(path.read_text())["curves"]
     best = []
     for size in sorted({row["size_bytes"] for curve in curves for row in curve["points"]}):
         times = {
-            curve["algorithm"]: row[f"{placement}_us"]
+            curve["algorithm"]: row["in_place_us"]
             for curve in curves
             for row in curve["points"]
             if row["size_bytes"] == size
