@@ -37,7 +37,8 @@ class Row(NamedTuple):
 
 
 def read(path, *, collective: str | None = None, algorithm: str | None = None) -> CostTable:
-    """Read the times of operations in place from one log; Megatron gathers in place. Raises InputError naming the line that is wrong.
+    """Read the times of operations in place from one log, because Megatron gathers in place. Raises InputError naming
+    the line that is wrong.
 
     Args:
         collective: what was measured, if the log does not say.
