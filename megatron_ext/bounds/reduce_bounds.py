@@ -128,7 +128,8 @@ def least_cost_of_groups(workload: Workload, chunk: Chunk, timing: Timing):
 def _from_start_us(compute_us: float, waiting: list[tuple[float, float]], timing: Timing, tail_us: float) -> float:
     """Inequality 3 of [Note: From the last backward on]; ``waiting`` are pairs ``(c_i, r_i)``."""
     slower = 1.0 + timing.slowdowns.least_excess(REDUCE, COMPUTE)
-    return compute_us + max(max(reduce_us - left / slower for left, reduce_us in waiting), tail_us)
+    after = max(reduce_us - left / slower for left, reduce_us in waiting)
+    return compute_us + max(after, tail_us)
 
 
 def forced_reduce_us(workload: Workload, timing: Timing, pp_rank: int) -> float:

@@ -52,7 +52,10 @@ NEUTRAL = dict.fromkeys(REASONS, False) | {
 }
 """The values of these options that change none of this."""
 
-SHARDED_WEIGHTS = {f"{of}gtp_weight_remat_size": f"{of}tensor_parallel_num_weight_shards" for of in ("", "expert_")}
+SHARDED_WEIGHTS = {
+    "gtp_weight_remat_size": "tensor_parallel_num_weight_shards",
+    "expert_gtp_weight_remat_size": "expert_tensor_parallel_num_weight_shards",
+}
 """The number of ranks, besides tensor-parallel ranks, that share a weight, and the option from which it follows; this
 option counts both."""
 
