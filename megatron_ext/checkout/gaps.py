@@ -55,11 +55,11 @@ def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **
     return _gap(hook, statement, (first, last, first), lines, **names)
 
 
-def _gap(hook: Hook, beside: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
-    text = lines[_first_line(beside) - 1]
+def _gap(hook: Hook, neighbour: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
+    text = lines[_first_line(neighbour) - 1]
     indentation = text[: len(text) - len(text.lstrip())]
-    if len(indentation) != beside.col_offset:
-        raise PlaceError(f"line {beside.lineno} holds several statements")
+    if len(indentation) != neighbour.col_offset:
+        raise PlaceError(f"line {neighbour.lineno} holds several statements")
     return Gap(hook, indentation + hook.line(**names), *bounds)
 
 

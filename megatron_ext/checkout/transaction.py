@@ -160,12 +160,12 @@ def _move(staged: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        beside = target.with_name(f".{target.name}{STAGE}")
+        temporary = target.with_name(f".{target.name}{STAGE}")
         try:
-            _write(beside, staged.read_bytes(), like=target)
-            os.replace(beside, target)
+            _write(temporary, staged.read_bytes(), like=target)
+            os.replace(temporary, target)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         staged.unlink()
 
 

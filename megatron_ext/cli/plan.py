@@ -37,14 +37,14 @@ def _workload(path: str | None, checkout: str | None, entry: str | None, words, 
 
 def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
     from megatron_ext import planner
-    from megatron_ext.cost.device_reserve import beside_the_bill
+    from megatron_ext.cost.device_reserve import reserve_note
     from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 
     return {
         "search_note": planner.search_note(planned),
         "step_note": planner.step_note(planned),
         "limit_note": LIMIT_UNKNOWN if work.limits.host_bytes is not None else None,
-        "reserve_note": None if work.limits.device_bytes is None else beside_the_bill(work),
+        "reserve_note": None if work.limits.device_bytes is None else reserve_note(work),
     }
 
 

@@ -37,7 +37,7 @@ def predicted(
     costs = Costs(table, extrapolate=extrapolate, file=file)
     if route in ROUTES:
         alone = costs.estimate(f"routes.{route}", size_bytes)
-        estimate = costs.beside(route, size_bytes, busy, alone)
+        estimate = costs.while_busy(route, size_bytes, busy, alone)
     elif route in OTHERS:
         if busy:
             raise InputError("--busy needs a route", file="--route", value=route)
@@ -117,7 +117,7 @@ def text(table: CostTable) -> str:
         lines += ["", "contention: how many times longer the first takes while the second is busy"]
         for row in sorted(table.contention, key=lambda row: (row.measured, row.busy)):
             size = f" at {row.size_bytes} bytes" if row.size_bytes is not None else ""
-            lines.append(f"  {row.measured:8} beside {row.busy:8} {row.slowdown:6.2f}{size}")
+            lines.append(f"  {row.measured:8} while {row.busy:8} is busy {row.slowdown:6.2f}{size}")
     if table.compute:
         lines += ["", "compute, one micro-batch"]
         for row in table.compute:

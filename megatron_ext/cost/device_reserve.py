@@ -66,7 +66,7 @@ def temporary_bytes(workload: Workload) -> int:
     return int(TEMPORARY * max(layers, default=0))
 
 
-def beside_the_bill(workload: Workload) -> str:
+def reserve_note(workload: Workload) -> str:
     """A text for users who plan within the bytes of a card."""
     fixed, layer = (size / 1e9 for size in (CONTEXT_BYTES + LIBRARY_BYTES, temporary_bytes(workload)))
     return f"beyond the memory bill a device needs {fixed:.1f} GB for CUDA, {layer:.1f} GB in a layer, and NCCL buffers"

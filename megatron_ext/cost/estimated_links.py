@@ -176,20 +176,20 @@ class Links:
     def contention(self) -> tuple[Contention, ...]:
         """Slowdowns of activities by each other: from the links that they share, or else from the sheet."""
         sheet, given = self.sheet, self.sheet.disturbance
-        beside_copy, network = given.collective_beside_copy.value, sheet.network
+        during_copy, network = given.collective_beside_copy.value, sheet.network
         crosses, on_host_link = self.nodes > 1, sheet.nvlink is None and self.parallel.dp > self.nodes
-        copy_beside = 1.0
+        during_collective = 1.0
         if on_host_link:  # they share one link evenly
-            beside_copy = copy_beside = 2.0
+            during_copy = during_collective = 2.0
         elif crosses and network is not None and network.shares_host_link:
             # The card's bytes have priority. A copy gets the rest of the link, at least half of it.
-            copy_beside = 1 / max(1 - self.host_copy().us_per_byte / self._network().us_per_byte, 0.5)
+            during_collective = 1 / max(1 - self.host_copy().us_per_byte / self._network().us_per_byte, 0.5)
         publishing = 2.0 if crosses or on_host_link else given.collective_beside_copy.value
         rows = [(*pair, given.copy_beside_publish.value) for pair in (("cpu", "publish"), ("publish", "cpu"))]
         for collective in ("gpu", "reduce"):
             rows += [
-                (collective, "cpu", beside_copy),
-                ("cpu", collective, copy_beside),
+                (collective, "cpu", during_copy),
+                ("cpu", collective, during_collective),
                 (collective, "publish", publishing),
                 ("publish", collective, 2.0 if crosses or on_host_link else 1.0),
                 ("compute", collective, given.compute_beside_collective.value),

@@ -48,7 +48,7 @@ class Costs:
             known[-1].issued_us if known else None,
         )
 
-    def beside(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
+    def while_busy(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
         """A transfer while the links named in ``busy`` work. ``alone`` is the same transfer without them.
 
         Raises:
@@ -57,9 +57,7 @@ class Costs:
         factors = []
         for name in busy:
             if (route, name) not in self._contention:
-                raise InputError(
-                    f"no row for {route} beside {name}: it was not measured", file=self.file, field="contention"
-                )
+                raise InputError(f"not measured: {route} while {name} is busy", file=self.file, field="contention")
             factors.append(self.slowdown(route, name, size_bytes))
         if not factors:
             return alone

@@ -127,7 +127,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Disturbance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The factor by which one activity takes longer while another one runs, if they do not share a link; 1 means no
+    """Contention without a shared link: in ``A_beside_B``, the factor by which A takes longer while B runs; 1 means no
     slowdown."""
 
     collective_beside_copy: Figure

@@ -109,7 +109,7 @@ def _contention(table: CostTable, kinds: Sequence[str]) -> Iterator[MissingRange
         if pair[0] != pair[1] and set(kinds).issuperset(pair) and pair not in present:
             by_most.setdefault(1 + _excess(*pair, 1.0), []).append(pair)
     for most, pairs in sorted(by_most.items()):
-        said = f"contention, taken as 1.0 to {most:g}: {', '.join(map(' beside '.join, pairs))}"
+        said = f"contention, taken as 1.0 to {most:g}: {', '.join(map('{0[0]} while {0[1]} is busy'.format, pairs))}"
         yield MissingRange(MISSING_CONTENTION, said, partial(_with_rows, pairs))
 
 

@@ -181,7 +181,7 @@ def notes(raw: dict) -> list[str]:
         lines.append(f"given up in: {raw['given_up']}, which had not ended; later measurements are missing")
     if raw.get("symmetric_refused"):
         lines.append(f"all-gathers by copy engines not measured: {raw['symmetric_refused']}")
-    unmeasured = [f"{measured} beside {busy}" for measured, busy in raw.get("unmeasured_pairs", [])]
+    unmeasured = [f"{measured} while {busy} is busy" for measured, busy in raw.get("unmeasured_pairs", [])]
     if unmeasured:
         lines.append(f"out of time, contention not measured: {', '.join(unmeasured)}")
     if raw.get("unsafe_pairs"):

@@ -44,7 +44,7 @@ busy once an iteration, and not reduces, which run during every backward if grad
 COLLECTIVES = ("gpu", "p2p", "reduce")
 """Links whose transfers are collectives of a communicator."""
 
-BESIDE_HOST_STEP = {"compute", "publish", "reduce"}
+BUSY_DURING_HOST_STEP = {"compute", "publish", "reduce"}
 """Links that are busy while the host steps a group at the end of a backward."""
 
 KINDS = OPERATIONS | {NvmeStage.name: NvmeStage, HostStep.name: HostStep}
@@ -70,7 +70,7 @@ def pairs(fabric: Fabric) -> list[tuple[str, str]]:
         present.remove("publish")
         present.insert(present.index("cpu"), "publish")
     left_out = {*unsafe_pairs(fabric.torch_device.type)}
-    near = BESIDE_HOST_STEP - ({"publish"} if fabric.torch_device.type == "cuda" else set())
+    near = BUSY_DURING_HOST_STEP - ({"publish"} if fabric.torch_device.type == "cuda" else set())
     left_out |= {pair for pair in permutations(present, 2) if "host_step" in pair and not near.intersection(pair)}
     together = [(measured, busy) for busy in present for measured in present if measured != busy]
     return [pair for pair in together if pair not in left_out]
@@ -136,7 +136,7 @@ def _measured(
     operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
-    beside: dict[tuple[str, str], list[float]] = {}
+    while_busy: dict[tuple[str, str], list[float]] = {}
 
     def slot(still: int) -> float:
         return max(deadline - monotonic(), 0.0) / max(still, 1)
@@ -176,25 +176,25 @@ def _measured(
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                beside[pair] = sample(
+                while_busy[pair] = sample(
                     fabric, measured[pair[0]], size_of(fabric, pair[0], most), slot(visits), warmups=1
                 ).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
-        so_far(_rows(sizes, fabric, before, beside))
+        so_far(_rows(sizes, fabric, before, while_busy))
     after = each_alone(most)
     alone = {name: before[name] + after[name] for name in measured}
     for operation in measured.values():
         operation.close()
-    return _rows(sizes, fabric, alone, beside)
+    return _rows(sizes, fabric, alone, while_busy)
 
 
-def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, beside: dict) -> list[dict]:
-    """The table's rows of the pairs that were measured, from this rank's times ``alone`` and ``beside`` another link.
+def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, while_busy: dict) -> list[dict]:
+    """The table's rows of the pairs that were measured, from this rank's times ``alone`` and ``while_busy``, by pair.
     Collective."""
-    rows, everyone = [], gather_objects((alone, beside))
-    for measured, busy in beside:
+    rows, everyone = [], gather_objects((alone, while_busy))
+    for measured, busy in while_busy:
         us, slowdown = slowed((measured, busy), fabric.options, everyone)
         row = {"measured": measured, "busy": busy, "size_bytes": sizes[measured], "p50_us": us, "slowdown": slowdown}
         rows.append(row)
@@ -208,11 +208,11 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
         everyone: for every rank, microseconds in every round: alone by name, and while another is busy by pair.
     """
     together = sets_of_ranks(pair[0], options)
-    alone, beside = (
+    alone, contended = (
         median(us for round_us in until_last(together, times) for us in round_us)
         for times in ([one[pair[0]] for one, _ in everyone], [one[pair] for _, one in everyone])
     )
-    return beside, beside / alone
+    return contended, contended / alone
 
 
 def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:

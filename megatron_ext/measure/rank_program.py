@@ -200,13 +200,13 @@ class Measurement:
     def _contention(self, so_far: Callable[[Sequence[dict]], None]) -> list[dict]:
         self._say("contention, each link alone")
 
-        def beside(pair: tuple[str, str]) -> None:
-            self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} beside {pair[1]}")
+        def say_pair(pair: tuple[str, str]) -> None:
+            self.report(self.done + self.pairs.index(pair), self.total, f"{pair[0]} while {pair[1]} is busy")
 
         begun = monotonic()
         # No longer than the time that the curves have left.
         seconds = min(self.contention_seconds, self.end - begun)
-        rows = contention.run(self.fabric, self.pairs, seconds, beside, self._expected_us, so_far)
+        rows = contention.run(self.fabric, self.pairs, seconds, say_pair, self._expected_us, so_far)
         self.spent["contention"] = monotonic() - begun
         self.done += len(self.pairs)
         return rows
@@ -214,7 +214,7 @@ class Measurement:
     def _result(self, found: dict, registered: int) -> dict | None:
         """The whole result, with what was ``found`` after the curves; None on other ranks than 0. Collective."""
         fabric = self.fabric
-        set_up = set_up_of(fabric) | beside_allocator(fabric, registered)
+        set_up = set_up_of(fabric) | outside_allocator(fabric, registered)
         if fabric.rank != 0:
             return None
         known = {(row["measured"], row["busy"]) for row in found["contention"]}
@@ -356,7 +356,7 @@ def set_up_of(fabric: Fabric) -> dict[str, float]:
     return {"pages_us_per_gib": pages} | ({"pin_us_per_gib": pin} if on_cuda else {})
 
 
-def beside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
+def outside_allocator(fabric: Fabric, registered: int = 0) -> dict[str, int]:
     """Bytes of a device that a rank holds in addition to PyTorch's blocks, for the rank that holds the most. Ranks on
     one device count alike. ``registered`` is subtracted: bytes of our own buffers, which plans count. Empty without
     CUDA. Collective."""

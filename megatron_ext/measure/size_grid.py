@@ -36,7 +36,7 @@ def factor_2(min_bytes: int, max_bytes: int, factor: int = 2) -> list[int]:
     return sizes
 
 
-def beside_powers(sizes: list[int]) -> list[int]:
+def off_powers(sizes: list[int]) -> list[int]:
     """``sizes`` with all but the two ends a sixteenth smaller, see [Note: No powers of two]."""
     return [sizes[0], *(size * 15 // 16 for size in sizes[1:-1]), *sizes[1:][-1:]]
 
@@ -81,7 +81,7 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = factor_2(max(low, min(SMALL_BYTES, high)), high)
         if low < sizes[0]:
             sizes = [low, *sizes]  # below that size the time of a call does not depend on the bytes
-        sizes = beside_powers(sizes)
+        sizes = off_powers(sizes)
     if name in GATHERS:
         sizes = [*sizes, *options.also_sizes]
     if name in ("publish", "internode") and shards > high:

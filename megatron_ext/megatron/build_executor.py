@@ -55,10 +55,10 @@ def ready_the_host(own: OwnRank) -> None:
         return
     numa_node = host_threads.numa_node(torch.device("cuda", torch.cuda.current_device()))
     # A launcher may have given each rank processors of its own, as srun does.
-    nodes = gather_objects(beside := (dist.get_rank() // own.schedule.parallel.node_size, os.sched_getaffinity(0)))
+    nodes = gather_objects(place := (dist.get_rank() // own.schedule.parallel.node_size, os.sched_getaffinity(0)))
     adds = any(group.gradients == "host" for group in own.schedule.groups)
     if adds or _steps_on_host(own.schedule) or any(map(steps_on_the_host, own.optimizers)):
-        for line in host_threads.use(nodes.count(beside), sum(node == beside[0] for node, _ in nodes)):
+        for line in host_threads.use(nodes.count(place), sum(node == place[0] for node, _ in nodes)):
             _say_once(line)
     with_memory = block_pages.memory_nodes()
     if numa_node is not None and with_memory and numa_node not in with_memory:

@@ -167,7 +167,7 @@ class _Explained:
         return [a for a in self.schedule.ranks[self.group.pp_rank].unshards if a.group == self.index]
 
     def _gathers(self) -> Iterator[str]:
-        """When each gather is issued, needed and released."""
+        """When each gather is issued, needed and resharded."""
         rank = self.schedule.ranks[self.group.pp_rank]
         steps = [entry.step for entry in rank.steps]
         issued = [(i, a) for i, e in enumerate(rank.entries, -1) for a in e.unshard if a.group == self.index]
@@ -175,8 +175,8 @@ class _Explained:
         for (index, action), end in list(zip_longest(issued, freed))[:SHOWN]:
             begins = "before the first step" if index < 0 else f"at step {steps[index]}{_at(action, 'before')}"
             need_by = steps[action.need_by if action.need_by >= 0 else index]
-            ends = f"at step {steps[end[0]]}{_at(end[1], 'behind')}" if end else "with the iteration"
-            yield f"by {action.route}, issued {begins}, needed by step {need_by}, released {ends}"
+            ends = f"at step {steps[end[0]]}{_at(end[1], 'after')}" if end else "with the iteration"
+            yield f"by {action.route}, issued {begins}, needed by step {need_by}, resharded {ends}"
         if len(issued) > SHOWN:
             yield f"and {len(issued) - SHOWN} more"
 

@@ -15,13 +15,13 @@ from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Parameter, group_ranks
 
 
-def finish_us(timing: Timing, route: str, size: int, beside: int) -> float:
-    """Microseconds of a gather by ``route`` while ``beside`` other links are busy."""
+def finish_us(timing: Timing, route: str, size: int, others_busy: int) -> float:
+    """Microseconds of a gather by ``route`` while ``others_busy`` other links are busy."""
     if size <= 0:
         return 0.0
     us = timing.fastest_us(route, size)
     link = link_of(route)
-    if beside and not kind_of(route).staged and timing.slowdowns.disturbed[link]:
+    if others_busy and not kind_of(route).staged and timing.slowdowns.disturbed[link]:
         us *= 1.0 + timing.slowdowns.excess(link, size)[OTHER_LINK[link]]
     return us
 

@@ -155,8 +155,8 @@ def stream(
         if before is not None:
             # Bytes that are whole while the previous layer computes: the groups that it uses, and all groups that this
             # layer is the first to use.
-            beside = sum(sizes[g] for g in spans if first_at[g] <= before <= last_at[g] or first_at[g] == place)
-            place = before if limit is None or beside <= limit else place
+            whole = sum(sizes[g] for g in spans if first_at[g] <= before <= last_at[g] or first_at[g] == place)
+            place = before if limit is None or whole <= limit else place
         unshards.append((place, Unshard(group, ALL_GATHER, -1, position(place) if place else -1)))
     unshards.sort(key=lambda item: item[0])
     return tuple(action for _, action in unshards), tuple(

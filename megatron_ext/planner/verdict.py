@@ -38,7 +38,7 @@ HELPS, HELPS_NOT, CANNOT_TELL = "helps", "does not help", "cannot tell"
 ONLY_A_RUN = "The simulator's own error is larger than that of the costs: measure iterations of both"
 """The advice if measuring costs better is unlikely to turn ``cannot tell`` into an answer."""
 
-LAYERS_ANEW = "every layer gathered anew, as FSDP does"
+LAYERS_ANEW = "every layer gathered again, as FSDP does"
 """The rule of :func:`megatron_ext.planner.stock.stock_schedule` at zero stage 3, where stock Megatron has no rule."""
 
 

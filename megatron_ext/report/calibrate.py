@@ -153,9 +153,9 @@ def _factors(measured: Times, predicted: Times, workload: Workload, timing: Timi
     for pp_rank in range(workload.parallel.pp):
         step, reduce, wait = ((part, pp_rank, 0) for part in (OPTIMIZER, "reduce", "reduce_wait"))
         if step in predicted:
-            besides = timing.optimizer_us(optimizer_bytes(workload, pp_rank)) - predicted[step]
-            predicted[step] += besides
-            measured[step] = measured.get(step, 0.0) + besides
+            rest_us = timing.optimizer_us(optimizer_bytes(workload, pp_rank)) - predicted[step]
+            predicted[step] += rest_us
+            measured[step] = measured.get(step, 0.0) + rest_us
         us, waits = predicted.get(reduce, 0.0), (measured.get(wait, 0.0), predicted.get(wait, 0.0))
         if wait in measured and reduce not in measured and max(waits) > SYSTEMATIC * us:
             measured[reduce] = us + waits[0] - waits[1]

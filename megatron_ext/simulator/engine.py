@@ -309,7 +309,7 @@ class Engine:
     def _send(self, sender: RankState, receiver: RankState, slot: int) -> None:
         # A message is short: it has the slowdown of the moment at which it leaves.
         slowing, active = self.slowdowns.slowing(P2P, self.workload.p2p_bytes), sender.active
-        excess = sum(excess / beside.slack for other, excess in slowing if (beside := active[other]) is not None)
+        excess = sum(excess / busy.slack for other, excess in slowing if (busy := active[other]) is not None)
         us = self.timing.p2p_us * (1.0 + excess)
         edge = (sender.pp_rank, receiver.pp_rank)
         start = max(self.now, self.edge_free.get(edge, 0.0))
@@ -359,8 +359,8 @@ class Engine:
             if len(running) > 1 or rank.messages:
                 slower = 1.0
                 for other, excess in self.slowdowns.slowing(activity.kind, activity.size):
-                    if (beside := active[other]) is not None:
-                        slower += excess / beside.slack
+                    if (busy := active[other]) is not None:
+                        slower += excess / busy.slack
                     elif other == P2P and rank.messages:
                         slower += excess
                 rate /= slower

@@ -88,7 +88,7 @@ def test_contention_is_measured_both_ways_or_said_not_to_be(run):
     wanted = {(a, b) for a in names for b in names if a != b}
     said = " ".join(run.metadata.notes)
     assert pairs <= wanted
-    assert all(pair in pairs or f"{pair[0]} beside {pair[1]}" in said for pair in wanted)
+    assert all(pair in pairs or f"{pair[0]} while {pair[1]} is busy" in said for pair in wanted)
     assert all(row.slowdown > 0 and row.p50_us > 0 for row in run.contention)
 
 

@@ -74,7 +74,7 @@ def test_predict_verb_refuses(path, arguments, capsys):
 def test_show_verb(path, tmp_path, capsys):
     assert cli.main(["cost", "show", path]) == 0
     shown = capsys.readouterr().out
-    assert "SYNTHETIC" in shown and "routes.cpu" in shown and "gpu      beside cpu        1.10" in shown
+    assert "SYNTHETIC" in shown and "routes.cpu" in shown and "gpu      while cpu      is busy   1.10" in shown
     assert cli.main(["cost", "show", path, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["curves"]["routes.gpu"]["points"] == 12
     assert [entry.name for entry in tmp_path.iterdir()] == ["T.json"]

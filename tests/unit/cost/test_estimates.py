@@ -94,11 +94,11 @@ def test_slowdown_by_size_and_contended_gather():
     assert costs.slowdown("cpu", "gpu") == 1.0  # never a speed-up
     assert costs.slowdown("gpu", "nvme") == 1.0
     alone = costs.estimate("routes.gpu", 1000)
-    assert costs.beside("gpu", 1000, ["cpu"], alone).us == pytest.approx(12)
-    both = costs.beside("gpu", 1000, ["cpu", "compute"], alone)
+    assert costs.while_busy("gpu", 1000, ["cpu"], alone).us == pytest.approx(12)
+    both = costs.while_busy("gpu", 1000, ["cpu", "compute"], alone)
     assert both.us == pytest.approx(10 * (1 + 0.2 + 1.0)) and both.low_us <= both.us <= both.high_us
-    with pytest.raises(InputError, match="contention: no row for gpu beside nvme"):
-        costs.beside("gpu", 1000, ["nvme"], alone)
+    with pytest.raises(InputError, match="contention: not measured: gpu while nvme is busy"):
+        costs.while_busy("gpu", 1000, ["nvme"], alone)
 
 
 def test_compute_by_place_wins_over_layer_kinds():

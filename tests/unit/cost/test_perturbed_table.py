@@ -91,9 +91,9 @@ def test_a_missing_row_of_contention_is_a_range_and_is_said():
     ]
     assert 1.0 <= min(slowdowns) < 1.05 and 1.8 < max(slowdowns) <= 2.0
     assert sum(by <= 1.3 for by in slowdowns) == pytest.approx(0.8 * len(slowdowns), abs=1)
-    assert any("gpu beside cpu" in text for text in tables.missing) and MISSING_CONTENTION in tables.costs
+    assert any("gpu while cpu is busy" in text for text in tables.missing) and MISSING_CONTENTION in tables.costs
     measured = PerturbedTables(make_table(WORK, contention=(("gpu", "cpu", 1.0),)), KINDS)
-    assert not any("gpu beside cpu" in text for text in measured.missing)
+    assert not any("gpu while cpu is busy" in text for text in measured.missing)
 
 
 def test_what_does_not_occur_needs_no_row():

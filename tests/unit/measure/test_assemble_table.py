@@ -57,7 +57,7 @@ def test_a_table_says_where_two_passes_disagree(first, second, said):
 
 
 def test_a_table_says_what_there_was_no_time_for():
-    assert "gpu beside cpu" in assemble_table.notes(raw(1.0, 1.0, unmeasured_pairs=[("gpu", "cpu")]))[0]
+    assert "gpu while cpu is busy" in assemble_table.notes(raw(1.0, 1.0, unmeasured_pairs=[("gpu", "cpu")]))[0]
     once = {"curves": {"gpu": [{"size_bytes": 2 << 20, "medians_us": [1.0], "passes": 1}]}}
     assert "only one pass" in assemble_table.notes(once)[0]
     assert (

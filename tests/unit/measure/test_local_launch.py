@@ -15,10 +15,10 @@ def at(what: str, measures: bool = True) -> dict:
 
 
 def test_what_is_there_becomes_the_table_where_the_rest_does_not_end(capsys):
-    told = [at("ready"), {"so_far": {"a": 1}}, {"so_far": {"a": 2}}, at("gpu beside compute")]
-    assert found(told, STACKS, OPTIONS) == {"a": 2, "given_up": "gpu beside compute"}
+    told = [at("ready"), {"so_far": {"a": 1}}, {"so_far": {"a": 2}}, at("gpu while compute is busy")]
+    assert found(told, STACKS, OPTIONS) == {"a": 2, "given_up": "gpu while compute is busy"}
     said = capsys.readouterr().err
-    assert "in gpu beside compute:" in said and "File contention.py" in said
+    assert "in gpu while compute is busy:" in said and "File contention.py" in said
 
 
 def test_where_nothing_is_there_yet_it_is_said_what_hangs():

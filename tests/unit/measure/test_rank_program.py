@@ -87,12 +87,12 @@ def test_a_device_holds_more_than_pytorchs_blocks(monkeypatch):
     monkeypatch.setattr(rank_program.torch.cuda, "mem_get_info", lambda device: (70 * 10**9, 80 * 10**9))
     monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 4 * 10**9)
     as_ranks_do(monkeypatch, lambda own: [own, 3 * 10**9])
-    assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 3 * 10**9}
+    assert rank_program.outside_allocator(fabric) == {"beside_allocator_bytes": 3 * 10**9}
     monkeypatch.setattr(rank_program.torch.cuda, "memory_reserved", lambda device: 10**9)
-    assert rank_program.beside_allocator(fabric) == {"beside_allocator_bytes": 4 * 10**9}
-    assert rank_program.beside_allocator(fabric, 5 * 10**8) == {"beside_allocator_bytes": 35 * 10**8}
+    assert rank_program.outside_allocator(fabric) == {"beside_allocator_bytes": 4 * 10**9}
+    assert rank_program.outside_allocator(fabric, 5 * 10**8) == {"beside_allocator_bytes": 35 * 10**8}
     fabric.torch_device.type = "cpu"
-    assert rank_program.beside_allocator(fabric) == {}
+    assert rank_program.outside_allocator(fabric) == {}
 
 
 @pytest.mark.parametrize(("links", "share"), [(("compute",), 1.0), (("compute", "cpu"), rank_program.COMPUTE_SHARE)])

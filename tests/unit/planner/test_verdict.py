@@ -108,8 +108,8 @@ def test_a_missing_row_of_contention_widens_the_interval_and_is_said():
     known, unknown = (gain_interval(work, given, planned, stock) for given in (table, without))
     assert unknown.high - unknown.low > known.high - known.low and unknown.low < known.low
     assert known.on_table == pytest.approx(unknown.on_table)
-    assert not known.missing and any("cpu beside gpu" in text for text in unknown.missing)
-    assert "cpu beside gpu" in verdict(work, without, planned).text
+    assert not known.missing and any("cpu while gpu is busy" in text for text in unknown.missing)
+    assert "cpu while gpu is busy" in verdict(work, without, planned).text
 
 
 def test_cannot_tell_names_the_cost_that_matters():
@@ -211,7 +211,7 @@ def test_zero_stage_3_is_compared_with_the_best_of_all_gathers_alone():
     assert figures["compared_with_us"] == min(baselines[name] for name in by_gathers if name in baselines)
     assert figures["compared_with_us"] == figures["gathers_only_us"] < figures["layers_anew_us"] == baselines["all-gpu"]
     assert figures["stock_us"] is None and "stock Megatron gathers" not in answer.text
-    assert "every layer gathered anew" in answer.text and "stock Megatron has no zero stage 3" in answer.text
+    assert "every layer gathered again" in answer.text and "stock Megatron has no zero stage 3" in answer.text
     assert figures["gain_on_table"] == pytest.approx(figures["gain_of_routes"])
 
 
