@@ -151,7 +151,7 @@ class _Explained:
             with contextlib.suppress(InputError):  # the size was not measured
                 alone[route] = self.own.unshard_us(route, self.group.bytes)
         said = [f"{counts[route]} by {route} ({us:.0f} us)" for route, us in alone.items() if counts[route]]
-        lines = [f"gathers an iteration: {', '.join(said) or 'none'}: {self._us}"]
+        lines = [f"gathers per iteration: {', '.join(said) or 'none'}: {self._us}"]
         for route, us in alone.items():
             if counts.keys() != {route} and not kind_of(route).staged:
                 lines.append(f"all by {route} ({us:.0f} us): {self._tried(self._by(self.schedule, route))}")
@@ -175,7 +175,7 @@ class _Explained:
         for (index, action), end in list(zip_longest(issued, freed))[:SHOWN]:
             begins = "before the first step" if index < 0 else f"at step {steps[index]}{_at(action, 'before')}"
             need_by = steps[action.need_by if action.need_by >= 0 else index]
-            ends = f"at step {steps[end[0]]}{_at(end[1], 'after')}" if end else "with the iteration"
+            ends = f"at step {steps[end[0]]}{_at(end[1], 'after')}" if end else "when the iteration ends"
             yield f"by {action.route}, issued {begins}, needed by step {need_by}, resharded {ends}"
         if len(issued) > SHOWN:
             yield f"and {len(issued) - SHOWN} more"

@@ -25,7 +25,7 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     assert cli.main(["plan", *files, "--json", "--explain", "0"]) == 0
     out, error = capsys.readouterr()
     explained = json.loads(out)["explained"]["0"]
-    assert explained in error and "\n  place: gathers an iteration: " in explained
+    assert explained in error and "\n  place: gathers per iteration: " in explained
     figures, (*said, fastest, host, add, last) = json.loads(out), error.splitlines()
     assert (
         last.startswith(f"verdict: {figures['answer']}") and sum("verdict" in line for line in error.splitlines()) == 1
