@@ -1,4 +1,4 @@
-"""An answer of ``fit`` together with the request: settings, the options that set them, commands that plan them."""
+"""What ``fit`` found for a request: settings, the options that set them, commands. Its verdict is in ``answer.py``."""
 
 import shlex
 from collections.abc import Iterator
