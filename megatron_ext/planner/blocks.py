@@ -58,17 +58,15 @@ def cut_within(workload: Workload, chunk: Chunk, limit: float) -> list[int]:
 
     Layers are added to a block as long as they fit. For a fixed order of layers this gives the fewest blocks.
     """
-    starts = [0]
+    starts, later = [0], [(p.layer, p.uses[-1], p) for p in chunk.parameters]
     for layer in range(1, chunk.num_layers):
-        if _padded_bytes(workload, chunk, starts[-1], layer) > limit:
+        # A block needs its own parameters and those that it borrows from other layers.
+        inside = [p for first, _, p in later if first <= layer]
+        parts = _by_kind(inside, lambda p: bool(p.borrowed_by))
+        if sum(group_bytes(part, workload.parallel) for part in parts) > limit:
             starts.append(layer)
+            later = [use for use in later if use[1] >= layer]
     return starts
-
-
-def _padded_bytes(workload: Workload, chunk: Chunk, first: int, last: int) -> int:
-    """Bytes of one block of these layers, including the parameters that they borrow from other layers."""
-    inside = [p for p in chunk.parameters if p.uses[-1] >= first and p.layer <= last]
-    return sum(group_bytes(part, workload.parallel) for part in _by_kind(inside, lambda p: bool(p.borrowed_by)))
 
 
 def _by_kind(parameters: Iterable[Parameter], alone: Callable[[Parameter], bool]) -> list[list[Parameter]]:

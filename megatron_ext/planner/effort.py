@@ -9,7 +9,7 @@ from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
-EFFORT = {1: 400_000, 2: 400_000, 3: 600_000}
+EFFORT = {1: 400_000, 2: 400_000, 3: 300_000}
 """By zero stage: the number of steps, block uses, gathers and visits of gradients that one search may place and
 simulate."""
 

@@ -8,6 +8,8 @@ the given table may lie outside the interval. The ends of the interval are the 5
 outwards by the simulator's own error, which was calibrated on measured runs.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from math import hypot
 from typing import NamedTuple
 
@@ -15,7 +17,9 @@ import numpy
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.perturbed_table import PerturbedTables
-from megatron_ext.planner.effort import number_of_steps
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner.effort import number_of_steps, visits_of_gradients
+from megatron_ext.planner.in_processes import in_processes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.simulation import Result, run
 from megatron_ext.simulator.timing import Timing
@@ -33,9 +37,9 @@ WIDTH = 1.645
 MARGIN = 2.33
 """The same for the 98 % interval, whose lower end must be above zero for the answer "helps"."""
 
-EFFORT = 3_000_000
-"""Steps and gathers that may be simulated. As in the search, the effort is not measured by a clock, so that the same
-files give the same answer everywhere."""
+EFFORT = 1_000_000
+"""Steps, gathers and visits of gradients that may be simulated. As in the search, the effort is not measured by a
+clock, so that the same files give the same answer everywhere."""
 FEWEST, MOST = 24, 128
 """Fewest and most perturbed tables. The larger the workload, the fewer tables are used."""
 
@@ -97,7 +101,7 @@ def gain_interval(
         return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, (), False)
     tables = _tables(table, ours, theirs)
     samples = tables_to_draw(workload, plan, other)
-    drawn = numpy.array([gains.on(each) for each in tables.draw(samples)])
+    drawn = _on_all(gains, tables.draw(samples))
     centre, lowest, highest = (float(value) for value in numpy.quantile(drawn, (0.5, 0.05, 0.95)))
     up, down = model_error(ours, theirs)
     few = 1 + 2 / samples
@@ -114,12 +118,21 @@ def dominant_cost(
     """The cost whose standard deviation moves the gain most, one cost at a time; None where none moves it."""
     gains = GainOnTables(workload, plan, other, extrapolate)
     tables = _tables(table, *gains.results(table))
-    moves = {
-        cost: abs(gains.on(tables.shifted(cost, 1.0)) - gains.on(tables.shifted(cost, -1.0)))
-        for cost in dict.fromkeys(tables.costs)
-    }
+    costs = [*dict.fromkeys(tables.costs)]
+    shifted = _on_all(gains, [tables.shifted(cost, by) for cost in costs for by in (1.0, -1.0)])
+    moves = dict(zip(costs, abs(shifted[::2] - shifted[1::2]).tolist()))
     cost = max(moves, key=lambda name: moves[name], default=None)
     return cost if cost is not None and moves[cost] > 0 else None
+
+
+def _on_all(gains: GainOnTables, tables: Sequence[CostTable]) -> numpy.ndarray:
+    """The gains on all ``tables``. Raises InputError if one of them lacks a figure."""
+    effort = len(tables) * effort_of(gains.workload, gains.plan, gains.other)
+    found = in_processes([partial(gains.on, each) for each in tables], effort)
+    for gain in found:
+        if isinstance(gain, InputError):
+            raise gain
+    return numpy.array(found)
 
 
 def _tables(table: CostTable, ours: Result, theirs: Result) -> PerturbedTables:
@@ -134,9 +147,13 @@ def _same(plan: Schedule, other: Schedule) -> bool:
 
 
 def tables_to_draw(workload: Workload, *schedules: Schedule) -> int:
-    steps = number_of_steps(workload)
-    unshards = sum(len(schedule.unshards) for schedule in schedules)
-    return max(FEWEST, min(MOST, EFFORT // (len(schedules) * steps + 4 * unshards)))
+    return max(FEWEST, min(MOST, EFFORT // effort_of(workload, *schedules)))
+
+
+def effort_of(workload: Workload, *schedules: Schedule) -> int:
+    """What simulating all ``schedules`` once counts as, in steps."""
+    visits = sum(len(each.unshards) + visits_of_gradients(workload, each.groups) for each in schedules)
+    return len(schedules) * number_of_steps(workload) + 4 * visits
 
 
 def model_error(ours: Result, theirs: Result) -> tuple[float, float]:

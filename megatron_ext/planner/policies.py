@@ -11,8 +11,9 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked
+from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked, number_of_steps
 from megatron_ext.planner.finish import finished, rest_states, those_that_can
+from megatron_ext.planner.in_processes import in_processes
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
 from megatron_ext.planner.problem import Problem, problem_of
@@ -140,14 +141,14 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     ways["hybrid"] = lambda: _searched(problem)
     for name, made in quick.items():
         ways.setdefault(name, lambda made=made: made)
-    found: dict[str, tuple[float, Schedule]] = {}
-    reasons: dict[str, InputError] = {}
-    for name, make in ways.items():
-        try:
-            schedule = make()
-            found[name] = judged_us(workload, timing, schedule), schedule
-        except InputError as error:
-            reasons[name] = error
+
+    def judged(make: Callable[[], Schedule]) -> tuple[float, Schedule]:
+        return judged_us(workload, timing, schedule := make()), schedule
+
+    # The first task runs in this process, where the verdict finds the plan by all-gathers alone.
+    made = in_processes([partial(judged, make) for make in ways.values()], _simulated(problem))
+    reasons = {name: one for name, one in zip(ways, made) if isinstance(one, InputError)}
+    found = {name: one for name, one in zip(ways, made) if not isinstance(one, InputError)}
     if not found:
         raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
     marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
@@ -161,6 +162,13 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
         options = PlanOptions(rule=name if name in BASELINES else None, search_failed=failed)
         schedules[name] = replace(each, metadata=replace(each.metadata, options=options))
     return Found(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
+
+
+def _simulated(problem: Problem) -> int:
+    """About how many steps and gathers the searches within ``limits.device_bytes`` simulate: some hundred schedules,
+    with a gather per layer and step. 0 without that limit, where there is one search."""
+    layers = max(chunk.num_layers for chunk in problem.workload.chunks)
+    return 500 * number_of_steps(problem.workload) * layers * problem.offloads
 
 
 def _quick(problem: Problem) -> dict[str, Schedule]:
@@ -260,15 +268,18 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
     leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases."""
     best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
     limit = workload.limits.device_bytes or 0
-    for size in bytes_to_reserve(best) if is_small(workload) else ():
+
+    def with_room(size: int) -> Candidate:
         less = workload.with_limits(device_bytes=limit - size)
-        with contextlib.suppress(InputError):  # no plan leaves this much room
-            made = plan_within_memory(problem._replace(workload=less), or_least=False)
-            whole = replace(made, limits=replace(made.limits, device_bytes=limit))
-            tried = finished(given[0]._replace(schedule=whole))
-            said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
-            best = min(best, tried.decided(rest_states.NAME, said), key=Candidate.simulated_us)
-    return best
+        made = plan_within_memory(problem._replace(workload=less), or_least=False)
+        whole = replace(made, limits=replace(made.limits, device_bytes=limit))
+        said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
+        return finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)
+
+    sizes = bytes_to_reserve(best) if is_small(workload) else []
+    tried = in_processes([partial(with_room, size) for size in sizes], _simulated(problem))
+    # An InputError: no plan leaves this much room.
+    return min([best, *(one for one in tried if isinstance(one, Candidate))], key=Candidate.simulated_us)
 
 
 def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:

@@ -40,6 +40,9 @@ SIMULATED = 8
 REROUTED = 4
 """How many of the best simulated settings are improved by sending gathers by other routes, one at a time."""
 
+FRUITLESS = 3
+"""After this many starts in a row that led to nothing better, no further one is tried."""
+
 PLACERS = 4
 """Number of groupings whose placement passes are kept for reuse."""
 
@@ -157,10 +160,11 @@ class Search:
 
     def descend(self) -> None:
         """Start from every way to cut with every division, the best first. Look for better settings one axis at a time,
-        until nothing changes or the effort is spent."""
+        until nothing changes. End if :data:`FRUITLESS` starts have found nothing better, or if the effort is spent."""
         starts = [Settings(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
         for start in starts:
             self.estimate(start)
+        lowest_us, fruitless = inf, 0
         for start in sorted(starts, key=lambda s: (self.estimates[s], s)):
             best, changed = start, True
             while changed:  # ends: each change has a lower estimate, and there are finitely many settings
@@ -172,6 +176,10 @@ class Search:
                         other = best._replace(**{Settings._fields[axis]: value})
                         if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
                             best, changed = other, True
+            fruitless = 0 if self.estimates[best] < lowest_us * (1 - 1e-9) else fruitless + 1
+            lowest_us = min(lowest_us, self.estimates[best])
+            if fruitless == FRUITLESS:
+                return
 
     def _values(self, axis: int, settings: Settings) -> Sequence[int]:
         """Indices to try along one axis: all of them, but of the many horizons only nearby ones and the last one."""

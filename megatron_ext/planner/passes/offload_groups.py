@@ -248,13 +248,14 @@ class Offloader:
                 for number, index in enumerate(usable, 1)
                 if number == len(usable) or weighed[index].group.bytes != weighed[usable[number]].group.bytes
             ]
-            least, begin = kept, 0
+            least, least_held, begin = kept, self.held(rank, weighed, kept), 0
             for end in ends:
-                if self._fits(rank, weighed, first(end)):
+                if (held := self.held(rank, weighed, first(end))) <= self.limit:
                     fits = partial(self._fits, rank, weighed)
-                    least = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
-                    return self._given_back(rank, weighed, first(least))
-                least = min(least, first(end), key=lambda way: self.held(rank, weighed, way))
+                    number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
+                    return self._given_back(rank, weighed, first(number))
+                if held < least_held:
+                    least, least_held = first(end), held
                 begin = end
             kept = least
         return None

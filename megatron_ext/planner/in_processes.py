@@ -1,0 +1,74 @@
+"""Independent parts of planning, divided among processors.
+
+Each part is a pure function of its inputs, so results do not depend on the number of processors.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from megatron_ext.formats.errors import InputError
+
+T = TypeVar("T")
+
+WORTH = 100_000
+"""With at least this many steps and gathers to simulate in all tasks, forking processes takes little in comparison."""
+
+
+def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | InputError]:
+    """The results of ``tasks`` in their order. An InputError that a task raises is its result.
+
+    This process runs a part of the tasks, and forked processes run the others. Nothing is forked if there is little to
+    do, or if this process has several threads: a lock that one of them holds would stay locked in a forked process.
+    If a forked process is killed, this process runs its tasks.
+
+    Args:
+        simulated: about how many steps and gathers the tasks simulate.
+    """
+    workers = min(len(os.sched_getaffinity(0)), len(tasks))
+    if workers < 2 or simulated < WORTH or threading.active_count() > 1:
+        return _run(tasks)
+    parts = [tasks[number::workers] for number in range(workers)]
+    forked = [_forked(part) for part in parts[1:]]
+    try:
+        results = [_run(parts[0])]
+        for part, (_, receiver) in zip(parts[1:], forked):
+            try:
+                results.append(receiver.recv())
+            except (EOFError, OSError):
+                results.append(_run(part))
+    finally:
+        for process, receiver in forked:
+            receiver.close()
+            process.kill()
+            process.join()
+    return [results[number % workers][number // workers] for number in range(len(tasks))]
+
+
+def _forked(tasks: Sequence[Callable[[], T]]):
+    """A forked process that runs ``tasks``, and the connection by which it sends their results."""
+    fork = multiprocessing.get_context("fork")
+    receiver, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_run_and_send, args=(tasks, sender), daemon=True)
+    process.start()
+    sender.close()  # so that recv() ends if the process is killed
+    return process, receiver
+
+
+def _run_and_send(tasks: Sequence[Callable[[], T]], sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that forked this one, which ends this one
+    sender.send(_run(tasks))
+
+
+def _run(tasks: Sequence[Callable[[], T]]) -> list[T | InputError]:
+    results: list[T | InputError] = []
+    for task in tasks:
+        try:
+            results.append(task())
+        except InputError as error:
+            results.append(error)
+    return results

@@ -1,0 +1,75 @@
+"""Parts of planning that run in forked processes give what they give in one process."""
+
+import os
+import signal
+import threading
+from functools import partial
+
+import pytest
+
+from megatron_ext.formats.errors import InputError
+from megatron_ext.planner import in_processes as module
+from megatron_ext.planner.in_processes import WORTH, in_processes
+
+
+@pytest.fixture(autouse=True)
+def three_processors(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(module.threading, "active_count", lambda: 1)  # pytest's workers have threads that hold no lock
+
+
+def _task(number: int) -> tuple[int, int]:
+    if number == 3:
+        raise InputError("does not fit", field="limits.host_bytes", value=number)
+    return number, os.getpid()
+
+
+def _results(count: int = 7, simulated: int = WORTH) -> list:
+    return in_processes([partial(_task, number) for number in range(count)], simulated)
+
+
+def test_tasks_are_divided_among_processors_and_results_keep_their_order():
+    found = _results()
+    refused = found.pop(3)
+    assert isinstance(refused, InputError) and str(refused) == "limits.host_bytes = 3: does not fit"
+    assert refused.field == "limits.host_bytes" and refused.value == 3
+    assert [number for number, _ in found] == [0, 1, 2, 4, 5, 6]
+    assert len({pid for _, pid in found}) == 3 and found[0][1] == os.getpid()
+
+
+@pytest.mark.parametrize("why", ["little to do", "threads", "one processor", "no task"])
+def test_nothing_is_forked(why, monkeypatch):
+    monkeypatch.setattr(module, "_forked", lambda _: pytest.fail("a process was forked"))
+    if why == "threads":
+        monkeypatch.setattr(threading, "active_count", lambda: 2)
+    if why == "one processor":
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
+    found = _results(0 if why == "no task" else 2, WORTH - 1 if why == "little to do" else WORTH)
+    assert found == [(number, os.getpid()) for number in range(len(found))]
+
+
+def test_the_tasks_of_a_killed_process_run_here():
+    ours = os.getpid()
+
+    def task(number: int) -> int:
+        if os.getpid() != ours:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number
+
+    assert in_processes([partial(task, number) for number in range(5)], WORTH) == [0, 1, 2, 3, 4]
+
+
+def test_no_process_is_left_behind_when_a_task_here_fails():
+    here, forked = os.getpid(), []
+    start = module._forked
+
+    def fail_here(number: int) -> int:
+        assert os.getpid() != here, "a defect"
+        threading.Event().wait()  # until it is killed
+        return number
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_forked", lambda tasks: forked.append(start(tasks)) or forked[-1])
+        with pytest.raises(AssertionError, match="a defect"):
+            in_processes([partial(fail_here, number) for number in range(3)], WORTH)
+    assert len(forked) == 2 and not any(process.is_alive() for process, _ in forked)
