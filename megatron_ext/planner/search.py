@@ -37,7 +37,7 @@ from megatron_ext.workload.workload import Workload
 SIMULATED = 8
 """How many of the best settings by estimate the simulator judges."""
 
-REROUTED = 0
+REROUTED = 4
 """How many of the best simulated settings are improved by sending gathers by other routes, one at a time."""
 
 FRUITLESS = 3
