@@ -91,7 +91,8 @@ def test_a_run_takes_the_host_memory_that_it_says(megatron_tree, tmp_path):
     cases = some(["nvme,device", "memory", "memory,host", "nvme", "nvme,host"], 1)
     for case, found in figures("taken_memory.py", str(tmp_path), *cases).items():
         for run_of_case in (found["anew"], found["loaded"]):
-            assert abs(run_of_case["took"] - run_of_case["said"]) < found["whole"] / 3, (case, found)
+            more = run_of_case["took"] - run_of_case["said"]
+            assert -found["whole"] / 3 < more < found["whole"] / 3 + found["comes"], (case, found)
 
 
 @pytest.mark.nightly
