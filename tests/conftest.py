@@ -21,8 +21,8 @@ from variations import ALL
 
 pytest_plugins = ["checkout_fixtures", "little_effort"]
 
-TOGETHER = ("tests/end_to_end/adopting/", "tests/unit/project/")
-"""Directories whose files share what takes long: a session fixture, and all of the product's files parsed."""
+TOGETHER = "tests/unit/project/"
+"""A directory whose files share what takes long: all of the product's files parsed."""
 
 if MEGATRON.is_dir():
     sys.path.insert(0, str(MEGATRON))
@@ -57,12 +57,12 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """With ``--dist loadfile``, files of :data:`TOGETHER` are for the scheduler as one."""
+    """With ``--dist loadfile``, the files of :data:`TOGETHER` are for the scheduler as one."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return next((place for place in TOGETHER if nodeid.startswith(place)), super()._split_scope(nodeid))
+            return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
@@ -114,10 +114,10 @@ def made_once(shared_folder):
 @pytest.fixture(scope="session")
 def corpus_prefix(megatron_tree, made_once) -> Path:
     """An indexed dataset of the standard library's source."""
-    from training import run
+    from training import run_warm
 
     def build(folder: Path) -> None:
-        result = run([sys.executable, "examples/corpus.py", str(folder / "stdlib")])
+        result = run_warm([sys.executable, "examples/corpus.py", str(folder / "stdlib")])
         assert result.returncode == 0, result.stderr
 
     return made_once("corpus", build) / "stdlib"

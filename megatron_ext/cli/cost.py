@@ -117,7 +117,7 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     from megatron_ext import report as reports
     from megatron_ext.report.calibrate import NOT_CORRECTED, calibrate
 
-    run = reports.load_measured(run_dir)
+    run = reports.load(run_dir)
     path = out or os.path.join(run_dir, "calibrated.cost_table.json")
     json_files.check_writable(path)
     of_run, workload_path = (os.path.join(run_dir, f"{name}.json") for name in ("cost_table", "workload"))

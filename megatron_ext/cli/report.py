@@ -14,16 +14,8 @@ from megatron_ext.formats.errors import InputError
 def report(run_dir: str, extrapolate: bool, as_json: bool) -> None:
     """Compare a scheduled run with stock Megatron and with its prediction; draw a timeline."""
     from megatron_ext import report as reports
-    from megatron_ext.report.run_dir import COMPARED, READ
 
-    run = reports.load_measured(run_dir)
-    if not isinstance(run, reports.RunDir):
-        said = _fit_again(run, extrapolate)
-        if said is None:
-            lacks = next(path for key in COMPARED if not (path := run.path / READ[key]).exists())
-            why = "cannot be read: only the example writes it; `megatron-ext cost calibrate` needs only a trace"
-            raise InputError(why, file=lacks)
-        return emit(as_json, {"fit": said[0]}, said[1])
+    run = reports.load(run_dir)
     with naming_files(str(run.file("cost_table")), str(run.file("workload"))):
         built = reports.build(run, extrapolate=extrapolate)
         said = _fit_again(run, extrapolate)

@@ -14,6 +14,7 @@ from megatron_ext.workload import whole_gradients
 _OWN_SHARDS = "shards and gathers parameters in its own way"
 _SCALED = "gathers values with scales that Transformer Engine keeps apart; groups and host copies have no scales"
 _GRAPH = "a replayed graph does not run the forward of its layers, where a schedule waits for parameters"
+_AFTER_REDUCE = "Megatron adds these gradients after --overlap-grad-reduce has sent the others"
 _ACTIVATIONS = "its copies of activations use the same link as host copies, and no bill or simulation counts them"
 
 REASONS = {
@@ -30,7 +31,8 @@ REASONS = {
     "use_tp_pp_dp_mapping": "numbers ranks in another way",
     "hybrid_context_parallel": "divides sequences differently for each micro-batch",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "adds some parameters' gradients in separate buffers",
-    "defer_embedding_wgrad_compute": "Megatron adds these gradients after --overlap-grad-reduce has sent the others",
+    "defer_embedding_wgrad_compute": _AFTER_REDUCE,
+    "overlap_dispatch_backward_with_experts_wgrad": _AFTER_REDUCE,
     "cuda_graph_impl": _GRAPH,
     "enable_cuda_graph": _GRAPH,
     "external_cuda_graph": _GRAPH,
@@ -104,9 +106,7 @@ def replaced_options(args) -> list[str]:
         option = "--overlap-param-gather-with-optimizer-step"
         lines.append(f"{option}: ignored, because the schedule says when gathers begin")
     if getattr(args, "rampup_batch_size", None) and not ramps_up():
-        lines.append(
-            "--rampup-batch-size: this release of Megatron ignores it (--step-batch-size-schedule is in place)"
-        )
+        lines.append("--rampup-batch-size: this release of Megatron ignores it; use --step-batch-size-schedule")
     return lines
 
 

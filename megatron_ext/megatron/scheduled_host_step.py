@@ -50,6 +50,7 @@ from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.schedule.host_slots import cast_part_bytes
+from megatron_ext.schedule.user_defined_schedule import StepSlots
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.state_layout import ITEM_BYTES, LINE_BYTES, region_bytes, tensor_bytes
 
@@ -81,8 +82,10 @@ class HostStep:
             require_steps_on_host(own.optimizers, own.delay[1])
         chosen = [index for index in own.groups if self._has_units(index)]
         self._buckets = [(bucket, group) for bucket, group in own.buckets if group.index in chosen]
-        self.link = self._make_link(chosen)
-        self.rooms = self._make_rooms(chosen)
+        through_slots = any(self._schedule.groups[index].states_rest is None for index in chosen)
+        slots = self._schedule.step_slots if through_slots else None
+        self.link = self._make_link(chosen, slots)
+        self.rooms = self._make_rooms(slots)
         self._after_norm = AfterNorm(self.link)
         self.states: list[DriveStates] = []
         self._pieces: dict[torch.Tensor, Piece] = {}  # by the host's parameter
@@ -116,9 +119,8 @@ class HostStep:
 
     # Memory.
 
-    def _make_link(self, chosen: list[int]) -> Link:
-        slots, buckets = self._schedule.step_slots, self._own.bucket_groups
-        casting = slots.slot_bytes if slots is not None and slots.cast == "device" else 0
+    def _make_link(self, chosen: list[int], slots: StepSlots | None) -> Link:
+        casting, buckets = slots.slot_bytes if slots and slots.cast == "device" else 0, self._own.bucket_groups
         outward = 0
         if any(one.buckets[0].grad_data.dtype is not torch.float32 for one in buckets.values()):
             rest = [index for index in chosen if self._later or self._schedule.groups[index].states_rest == "nvme"]
@@ -131,12 +133,9 @@ class HostStep:
         parameters, shard = self._own.bucket_groups[index].params, self._own.groups[index].shard
         return tensor_bytes(min(max(parameter.numel() for parameter in parameters), shard.numel()))
 
-    def _make_rooms(self, chosen: list[int]) -> OwnRooms | SharedRooms | None:
-        slots = self._schedule.step_slots
+    def _make_rooms(self, slots: StepSlots | None) -> OwnRooms | SharedRooms:
         if slots is None:
             return OwnRooms(self.link)
-        if all(self._schedule.groups[index].states_rest is not None for index in chosen):
-            return None
         return SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
 
     # Units.
@@ -186,7 +185,6 @@ class HostStep:
         slots = self._schedule.step_slots
 
         def make(group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]) -> HostUnit:
-            assert self.rooms is not None
             locked = slots is not None and slots.cast == "device"
             if locked or isinstance(optimizer, FlatAdamW):
                 lay_out(optimizer, self.device.host_tensor if locked else large_tensor)
@@ -272,8 +270,7 @@ class HostStep:
     def held_bytes(self) -> Counter[str]:
         """Bytes of host memory by kind, without memory that the optimizers list themselves."""
         held = Counter({"staging_slots": sum(states.slots_bytes for states in self.states)})
-        if self.rooms is not None:
-            held[self.rooms.kind] += self.rooms.bytes
+        held[self.rooms.kind] += self.rooms.bytes
         if self.early is not None:
             held["previous_states"] += self.early.memory.nbytes
         return held

@@ -1,6 +1,7 @@
 """Computes the figures of a report from the files of a run."""
 
 from collections import Counter
+from collections.abc import Sequence
 from statistics import median
 from typing import Generic, NamedTuple, TypeVar
 
@@ -39,21 +40,27 @@ class Pair(NamedTuple, Generic[T]):
     scheduled: T
 
 
+class Measured(NamedTuple):
+    """One measured figure of both runs; None if stock training was not measured."""
+
+    stock: Spread | None
+    scheduled: Spread
+
+
 class Report(NamedTuple):
     """Figures of one run directory; times in microseconds. ``stock`` of a pair is the run that the schedule is compared
     with (:class:`megatron_ext.report.run_dir.RunDir`): at zero stage 3 the best plan by all-gathers alone.
 
-    ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured, pairs of :class:`Spread`; the
-    first two are, per iteration, the largest over ranks. ``period_us``: the time from the end of
-    one iteration to the end of the next; None if no two iterations follow each other.
-    ``predicted_iteration_time_us``: a pair of numbers. The scheduled one is stored in the schedule, the other one is
-    simulated from the same table. ``loss_difference``: the largest relative difference of scheduled from stock;
-    None if no loss is a number. ``measured_ratio``: the ratio of iteration times, if the runs took turns.
-    ``verdict_was``: whether this ratio confirms the verdict (:func:`megatron_ext.report.turn_ratio.check_verdict`).
-    ``routes``: the number of groups that the schedule brings by each route. ``simulated``: events of the simulated
-    iteration. ``memory``: by pipeline rank, the bill and the census of the data-parallel rank whose device held the
-    most; empty if the run took no census. ``links_busy``: ``measured`` and ``simulated`` shares of the scheduled
-    iteration in which each link carries bytes and in which all links do
+    ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured; the first two are, per iteration, the largest over
+    ranks. ``period_us``: the time from the end of one iteration to the end of the next; None if no two iterations
+    follow each other. ``predicted_iteration_time_us``: a pair of numbers. The scheduled one is stored in the schedule,
+    the other one is simulated from the same table. ``loss_difference``: the largest relative difference of scheduled
+    from stock; None if no loss is a number, or a run has no metrics. ``measured_ratio``: the ratio of iteration times,
+    if the runs took turns. ``verdict_was``: whether this ratio confirms the verdict
+    (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: the number of groups that the schedule brings by
+    each route. ``simulated``: events of the simulated iteration. ``memory``: by pipeline rank, the bill and the census
+    of the data-parallel rank whose device held the most; empty if the run took no census. ``links_busy``: ``measured``
+    and ``simulated`` shares of the scheduled iteration in which each link carries bytes and in which all links do
     (:func:`megatron_ext.report.links_busy.shares`). ``hidden``: ``measured`` and ``simulated`` work that was hidden
     behind compute (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the billed and the counted bytes; empty
     if the trace has no counts. ``parts``: of the scheduled iteration, measured and simulated
@@ -63,9 +70,9 @@ class Report(NamedTuple):
     run: RunDir
     equality: Equality
     warm_up: int
-    gather_us: Pair[Spread]
-    exposed_us: Pair[Spread]
-    iteration_time_us: Pair[Spread]
+    gather_us: Measured
+    exposed_us: Measured
+    iteration_time_us: Measured
     period_us: Pair[Spread | None]
     predicted_iteration_time_us: Pair[float]
     verdict: Verdict
@@ -85,10 +92,11 @@ class Report(NamedTuple):
         """Microseconds by which the scheduled iteration took longer than predicted."""
         return self.iteration_time_us.scheduled.median_us - self.predicted_iteration_time_us.scheduled
 
-    def relative_error(self, which: str) -> float:
+    @property
+    def relative_error(self) -> Pair[float | None]:
         """The difference of the prediction from the measured median, relative to the measured median."""
-        measured = getattr(self.iteration_time_us, which).median_us
-        return getattr(self.predicted_iteration_time_us, which) / measured - 1.0
+        both = zip(self.predicted_iteration_time_us, self.iteration_time_us)
+        return Pair(*(measured and predicted / measured.median_us - 1.0 for predicted, measured in both))
 
 
 def build(run: RunDir, *, extrapolate: bool = False) -> Report:
@@ -103,28 +111,29 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
     judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
-    measured = {"stock": run.stock_trace, "scheduled": run.scheduled_trace}
-    turn_iterations = run.turn_iterations
+    traces, turn_iterations = (run.stock_trace, run.scheduled_trace), run.turn_iterations
     indices = counted(run.iterations, turn_iterations)
     windows = [run.scheduled_trace.window(index + 1) for index in indices]
 
-    def spread(values) -> Spread:
+    def spread(values: Sequence[float]) -> Spread:
         return summarize([values[index] for index in indices])
 
-    def lanes(*names: str) -> Pair[Spread]:
-        return Pair(*(spread(measured[which].thread_us(names)) for which in Pair._fields))
+    def lanes(*names: str) -> Measured:
+        found = run.stock_trace and spread(run.stock_trace.thread_us(names))
+        return Measured(found, spread(run.scheduled_trace.thread_us(names)))
 
-    times, us = [window.events for window in windows], spread(run.scheduled.iteration_us).median_us
+    took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
+    times, us = [window.events for window in windows], spread(took).median_us
     found = parts(ours.events, ours.iteration_time_us, times, us, *_grouped(run), on_device=run.on_device)
-    ratio = turn_ratio(run.stock.iteration_us, run.scheduled.iteration_us, turn_iterations) if turn_iterations else None
+    ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
         run=run,
         equality=compare(run.reference, run.scheduled),
         warm_up=warm_up(run.iterations),
         gather_us=lanes(*GATHER_LANES),
         exposed_us=lanes("wait"),
-        iteration_time_us=Pair(spread(run.stock.iteration_us), spread(run.scheduled.iteration_us)),
-        period_us=Pair(*(_periods(measured[which], indices) for which in Pair._fields)),
+        iteration_time_us=Measured(spread(of_stock) if of_stock else None, spread(took)),
+        period_us=Pair(*(trace and _periods(trace, indices) for trace in traces)),
         predicted_iteration_time_us=Pair(stock.iteration_time_us, schedule.predicted.iteration_time_us),
         verdict=judged,
         measured_ratio=ratio,
@@ -164,7 +173,7 @@ def _workload_of_stock(run: RunDir) -> Workload:
 
 
 def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:
-    census, parallel = run.scheduled.census, run.workload.parallel
+    census, parallel = run.scheduled and run.scheduled.census, run.workload.parallel
     if not census:
         return ()
     ranks = parallel.world_size // parallel.pp  # of one pipeline rank, next to each other

@@ -33,7 +33,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, launches, part_of
-from megatron_ext.report.run_dir import TracedRun
+from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.turn_ratio import counted
 from megatron_ext.simulator.thread_path import LAUNCHES
 from megatron_ext.simulator.timing import Timing
@@ -81,7 +81,7 @@ class Calibrated(NamedTuple):
     error_after: float
 
 
-def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
+def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool = False) -> Calibrated:
     """The table (by default the run's own), corrected by the scheduled training of ``run``.
 
     Raises:
@@ -127,7 +127,7 @@ def calibrate(run: TracedRun, table: CostTable | None = None, *, extrapolate: bo
     return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
 
 
-def _times(events: Iterable[Event], run: TracedRun) -> Times:
+def _times(events: Iterable[Event], run: RunDir) -> Times:
     """Times of all parts, means over the ranks of a pipeline rank. A transfer counts from when all of its ranks have
     issued it."""
     parallel = run.workload.parallel

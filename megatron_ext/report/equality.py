@@ -33,9 +33,9 @@ class Equality(NamedTuple):
         return f"NOT equal to the reference, {REFERENCE}: " + "; ".join(self.differences)
 
 
-def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
+def compare(reference: Metrics | None, scheduled: Metrics | None) -> Equality:
     """Compare losses, gradient norms, evaluation losses and parameter hashes bit by bit."""
-    if reference is None:
+    if reference is None or scheduled is None:
         return Equality(None, ())
     differences = []
     for name, what in (("loss", "loss"), ("grad_norm", "gradient norm"), ("eval_loss", "evaluation loss")):
@@ -46,8 +46,10 @@ def compare(reference: Metrics | None, scheduled: Metrics) -> Equality:
     return Equality(not differences, tuple(differences))
 
 
-def largest_loss_difference(stock: Metrics, scheduled: Metrics) -> float | None:
+def largest_loss_difference(stock: Metrics | None, scheduled: Metrics | None) -> float | None:
     """The largest relative difference over iterations in which both losses are numbers; None if there is none."""
+    if stock is None or scheduled is None:
+        return None
     both = [(a, b) for a, b in zip(stock.loss, scheduled.loss) if a is not None and b is not None]
     return max((abs(b - a) / (abs(a) or 1.0) for a, b in both), default=None)
 

@@ -7,7 +7,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.planner.fit.found import Found, judge
 from megatron_ext.planner.fit.request import Request, ready
 from megatron_ext.report.calibrate import calibrate
-from megatron_ext.report.run_dir import TracedRun
+from megatron_ext.report.run_dir import RunDir
 
 FILE = "fit.json"
 """The request of ``fit`` in a run directory, written by ``prepare --fit``."""
@@ -37,7 +37,7 @@ class FitAgain(NamedTuple):
         return f"fit, with the costs of this run: faster: {winner.us / 1e3:.0f} ms{now} with {winner.setting.text()}"
 
 
-def of_run(run: TracedRun, *, extrapolate: bool = False) -> FitAgain | None:
+def of_run(run: RunDir, *, extrapolate: bool = False) -> FitAgain | None:
     """Search again for the request in the run directory; None if there is no request.
 
     Raises:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from megatron_ext.formats.trace import WAITS, Event, Lane
 from megatron_ext.report.links_busy import Intervals, moving, union
-from megatron_ext.report.run_dir import TracedRun
+from megatron_ext.report.run_dir import RunDir
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import Result
 from megatron_ext.simulator.thread_path import LAUNCHES, visits_us
@@ -131,7 +131,7 @@ def parts(
     return tuple(Part(name, own.get(name, 0.0), found.get(name)) for name in PARTS if name in own or name in found)
 
 
-def launches(run: TracedRun, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[Part, ...]:
+def launches(run: RunDir, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[Part, ...]:
     """The part of [Note: Launches]; empty if the table has no launches, or the run did not record them."""
     thread_us = predicted.busy_us.get(LAUNCHES, 0.0)
     found = run.scheduled_trace.launches(indices) if run.on_device and thread_us else None

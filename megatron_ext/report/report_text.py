@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_ext.formats.facts import CAUTION, RANKS_PER_DEVICE, shared_device
+from megatron_ext.formats.metrics import Metrics
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
 from megatron_ext.planner.last_lines import Run, last_lines, training_by
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
-from megatron_ext.report.build_report import Pair, Report
+from megatron_ext.report.build_report import Report
 from megatron_ext.report.links_busy import NAMES, Hidden
-from megatron_ext.report.run_dir import GATHERS_ONLY, READ, WRITTEN
+from megatron_ext.report.run_dir import COMPARED, GATHERS_ONLY, READ, WRITTEN
 from megatron_ext.report.spread import Spread
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
@@ -24,6 +25,10 @@ MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time"
 
 MUCH_LONGER = 1.25
 """If a run took this many times its prediction, the line of the verdict says so."""
+
+NOT_KNOWN = (
+    "a gain is predicted and not measured; losses, equality and memory need metrics, which only the example writes"
+)
 
 OTHER_LAYOUT = (
     "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault"
@@ -47,14 +52,14 @@ EXPLAINED = {
 
 def as_json(report: Report) -> dict:
     """The object that ``report --json`` prints: medians, and their spread."""
-    spread = {name: getattr(report, name)._asdict() for name in MEASURED}
+    spread = {name: {k: v and v._asdict() for k, v in getattr(report, name)._asdict().items()} for name in MEASURED}
     return {
         "iterations": report.run.iterations,
         "bitwise_equal": report.equality.bitwise,
-        **{name: {which: each.median_us for which, each in pair.items()} for name, pair in spread.items()},
+        **{name: {k: v and v["median_us"] for k, v in pair.items()} for name, pair in spread.items()},
         "predicted_iteration_time_us": report.predicted_iteration_time_us._asdict(),
-        "predicted_relative_error": {which: report.relative_error(which) for which in Pair._fields},
-        "spread": {name: {which: each._asdict() for which, each in pair.items()} for name, pair in spread.items()},
+        "predicted_relative_error": report.relative_error._asdict(),
+        "spread": spread,
         "differences": list(report.equality.differences),
         "compared_with": compared_with(report),
         "measured_ratio": report.measured_ratio._asdict() if report.measured_ratio else None,
@@ -96,6 +101,9 @@ def memory_rows(report: Report) -> list[tuple[str, str, str, str]]:
 def compared_with(report: Report) -> str:
     """A description of the run that the schedule is compared with."""
     run = report.run
+    if run.stock is None:
+        lacks = [READ[key] for key in COMPARED if not run.file(key).exists()]
+        return f"nothing, without {', '.join(lacks)}: {NOT_KNOWN}"
     if run.gathers_only is not None:
         rule = run.gathers_only.metadata.planner
         return f"the best plan by all-gathers alone ({rule}); stock Megatron has no zero stage 3"
@@ -108,34 +116,37 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
     """All rows of the table: ``(what, compared run, scheduled run, scheduled / compared)``."""
     run, equal = report.run, {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise]
 
-    def times(title: str, stock: float, ours: float) -> tuple[str, str, str, str]:
+    def times(title: str, stock: float | None, ours: float) -> tuple[str, str, str, str]:
         return title, _ms(stock), _ms(ours), _ratio(ours, stock)
 
     lines = [
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
-        ("loss, first", _loss(run.stock.loss[0]), _loss(run.scheduled.loss[0]), ""),
-        ("loss, last", _loss(run.stock.loss[-1]), _loss(run.scheduled.loss[-1]), ""),
+        ("loss, first", _loss(run.stock, 0), _loss(run.scheduled, 0), ""),
+        ("loss, last", _loss(run.stock, -1), _loss(run.scheduled, -1), ""),
         ("  largest relative difference", "", _difference(report.loss_difference), ""),
         ("equal to the reference", "", equal, ""),
     ]
     for name, title in MEASURED.items():
         stock, ours = getattr(report, name)
-        lines.append(times(f"{title}, ms, median", stock.median_us, ours.median_us))
+        lines.append(times(f"{title}, ms, median", stock and stock.median_us, ours.median_us))
         lines.append(("  p10 - p90", _range(stock), _range(ours), ""))
     stock, ours = report.period_us
     if stock is not None and ours is not None:
         lines.append(times("  with the pause before it, ms", stock.median_us, ours.median_us))
     stock, ours = report.predicted_iteration_time_us
     lines.append(times("iteration time, ms, predicted", stock, ours))
-    errors = [f"{100 * report.relative_error(which):+.1f} %" for which in Pair._fields]
+    errors = ["-" if error is None else f"{100 * error:+.1f} %" for error in report.relative_error]
     return [*lines, ("  error of the prediction", errors[0], errors[1], "")]
 
 
-def _range(spread: Spread) -> str:
-    return f"{_ms(spread.p10_us)} - {_ms(spread.p90_us)}"
+def _range(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{_ms(spread.p10_us)} - {_ms(spread.p90_us)}"
 
 
-def _loss(value: float | None) -> str:
+def _loss(run: Metrics | None, index: int) -> str:
+    if run is None:
+        return "-"
+    value = run.loss[index]
     return "not a number" if value is None else f"{value:.7f}"
 
 
@@ -143,11 +154,11 @@ def _difference(relative: float | None) -> str:
     return "-" if relative is None else f"{relative:.1e}"
 
 
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.3f}"
+def _ms(us: float | None) -> str:
+    return "-" if us is None else f"{us / 1e3:.3f}"
 
 
-def _ratio(ours: float, stock: float) -> str:
+def _ratio(ours: float, stock: float | None) -> str:
     return f"{ours / stock:.3f}" if stock else ""
 
 
@@ -167,29 +178,39 @@ def _routes(report: Report) -> str:
 
 def verdict_line(report: Report) -> str:
     """The plan's verdict next to the measured ratio."""
-    answer, ratio = report.verdict.conclusion, report.measured_ratio
-    stock, ours = report.iteration_time_us
-    took = ours.median_us / stock.median_us if ratio is None else ratio.ratio
-    if ratio is None:
-        turns = "too few turns" if report.run.turn_iterations else "no turns"
-        line = f"{answer}; not checked by the measured ratio: the runs took {turns}, so it includes the machine's drift"
+    run, (stock, ours) = report.run, report.iteration_time_us
+    line, without_limit, others = f"{report.verdict.conclusion}; ", False, 0.0
+    of_stock_us, of_ours_us = report.predicted_iteration_time_us
+    by = ours.median_us / of_ours_us
+    if stock is None:
+        line += "not checked: training without this schedule was not measured"
     else:
-        was = f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
-        measured = f"{ratio.ratio:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
-        line = f"{answer}; measured {measured} (standard error, {ratio.turns} turns){was}"
-    if took > 1:
-        line += f"; this run took LONGER, {took:.2f} times {_whose(report)} iteration time"
-    limits = [_limit_text(run.host_limit_bytes) for run in (report.run.scheduled, report.run.stock)]
-    if limits[0] != limits[1]:
-        line += f"; measured {limits[0]}, {_whose(report)} {limits[1]}"
-    others, by = (run.median_us / us for run, us in zip(report.iteration_time_us, report.predicted_iteration_time_us))
+        line += _measured_ratio(report, ours.median_us / stock.median_us)
+        others = stock.median_us / of_stock_us
+        limits = [one and one.host_limit_bytes for one in (run.scheduled, run.stock)]
+        if limits[0] != limits[1]:
+            line += f"; measured {_limit_text(limits[0])}, {_whose(report)} {_limit_text(limits[1])}"
+            without_limit = limits[1] is None
     if by > MUCH_LONGER:
-        line += f"; it took {by:.2f} times the predicted time, {_whose(report)} {others:.2f} times its own"
-        if limits[0] != limits[1] and report.run.stock.host_limit_bytes is None and by < MUCH_LONGER * others:
+        line += f"; it took {by:.2f} times the predicted time"
+        line += f", {_whose(report)} {others:.2f} times its own" if others else ""
+        if without_limit and by < MUCH_LONGER * others:
             line += ", without a limit: the limit explains little of it"
-        elif report.run.workload.limits.host_bytes is not None:
+        elif run.workload.limits.host_bytes is not None:
             line += f". {LIMIT_UNKNOWN}"
     return line
+
+
+def _measured_ratio(report: Report, took: float) -> str:
+    ratio = report.measured_ratio
+    if ratio is None:
+        turns = "too few turns" if report.run.turn_iterations else "no turns"
+        line = f"not checked by the measured ratio: the runs took {turns}, so it includes the machine's drift"
+    else:
+        took, was = ratio.ratio, f", so the verdict is {report.verdict_was}" if report.verdict_was else ""
+        measured = f"{took:.3f} +- {ratio.standard_error:.3f} of {_whose(report)} iteration time"
+        line = f"measured {measured} (standard error, {ratio.turns} turns){was}"
+    return line + (f"; this run took LONGER, {took:.2f} times {_whose(report)} iteration time" if took > 1 else "")
 
 
 def _limit_text(limit_bytes: int | None) -> str:
@@ -198,15 +219,16 @@ def _limit_text(limit_bytes: int | None) -> str:
 
 def ending(report: Report) -> list[str]:
     """The last lines: what was measured, and what the plan said."""
-    stock, ours = (each.median_us for each in report.iteration_time_us)
+    stock, ours = report.iteration_time_us
     planned, *without = report.verdict.runs
-    by_schedules = report.run.gathers_only is not None
-    host_bytes = None if by_schedules or not without else without[0].host_bytes
-    runs = [planned._replace(iteration_time_us=ours, by="measured by this schedule")]
-    runs.append(Run(f"measured by {compared_with(report)}", stock, host_bytes))
+    by_schedules, faster = report.run.gathers_only is not None, stock is None or ours.median_us < stock.median_us
+    runs = [planned._replace(iteration_time_us=ours.median_us, by="measured by this schedule")]
+    if stock is not None:
+        host_bytes = None if by_schedules or not without else without[0].host_bytes
+        runs.append(Run(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
     plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
-    name, schedule = plans[ours < stock]
-    needed = by_schedules or (report.verdict.is_needed and ours < stock)
+    name, schedule = plans[faster]
+    needed = by_schedules or (report.verdict.is_needed and faster)
     add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""
     return last_lines(verdict_line(report), runs, add=add)
 
@@ -313,9 +335,8 @@ def as_markdown(report: Report) -> str:
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     lines += [f"Perfetto (ui.perfetto.dev) opens `{READ['stock_trace']}` and `{READ['scheduled_trace']}`."]
     lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
-    reference = run.reference.loss if run.reference is not None else None
-    for index, (stock, ours) in enumerate(zip(run.stock.loss, run.scheduled.loss)):
-        theirs = _loss(reference[index]) if reference is not None else "-"
-        lines.append(f"| {index + 1} | {_loss(stock)} | {_loss(ours)} | {theirs} |")
+    for index in range(run.iterations if run.scheduled is not None else 0):
+        losses = (_loss(each, index) for each in (run.stock, run.scheduled, run.reference))
+        lines.append(f"| {index + 1} | {' | '.join(losses)} |")
     lines += ["", "## Files", "", *(f"- `{name}`" for name in READ.values() if (run.path / name).exists()), ""]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_ext.cost import cost_table as cost
@@ -27,11 +27,10 @@ READ = {
     "scheduled_metrics": "scheduled.metrics.json",
     "reference_metrics": "reference.metrics.json",
 }
-"""The files of a run directory. Only the reference may be missing."""
+"""The files of a run directory. Metrics and the trace of stock training may be missing."""
 
 COMPARED = ("scheduled_metrics", "stock_metrics", "stock_trace")
-"""Files that a comparison needs in addition to the trace of the scheduled training. To correct a cost table, that trace
-is enough."""
+"""Files that a comparison with stock training needs in addition to the trace of the scheduled training."""
 
 GATHERS_ONLY = "gathers_only.schedule.json"
 """At zero stage 3, the file with the schedule by which the run of ``stock_trace`` trained."""
@@ -41,15 +40,24 @@ WRITTEN = {"report": "report.md", "timeline": "timeline.png"}
 
 
 @dataclass(frozen=True)
-class TracedRun:
-    """The files of ``prepare``, and the trace of a training by them. Nothing else of the training is read: scripts
-    other than the example write no metrics, and a model that does not fit without a schedule has no stock run."""
+class RunDir:
+    """The files of ``prepare``, the trace of a training by them, and what else there is. Scripts other than the example
+    write no metrics, and a model that does not fit without a schedule has no stock run.
+
+    ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only`` or, if that is None, as
+    stock Megatron does, at zero stage 1. ``stock`` and ``stock_trace`` are None if a file of ``COMPARED`` is missing.
+    """
 
     path: Path
     table: cost.CostTable
     workload: Workload
     schedule: Schedule
     scheduled_trace: MeasuredTrace
+    gathers_only: Schedule | None = None
+    scheduled: Metrics | None = None
+    reference: Metrics | None = None
+    stock: Metrics | None = None
+    stock_trace: MeasuredTrace | None = None
 
     @property
     def on_device(self) -> bool:
@@ -63,29 +71,18 @@ class TracedRun:
 
     @property
     def iteration_us(self) -> Sequence[float]:
-        """The time of each iteration, from the start of its first step to the end of the optimizer step."""
+        """The time of each iteration of the scheduled run, from its metrics; without them, from the start of the first
+        step to the end of the optimizer step."""
+        if self.scheduled is not None:
+            return self.scheduled.iteration_us
         windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
         return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
 
     @property
     def turn_iterations(self) -> int | None:
         """The number of iterations in a turn, if stock and scheduled training took turns."""
-        return None
-
-
-@dataclass(frozen=True)
-class RunDir(TracedRun):
-    """All inputs of a report. ``reference`` is None if no reference was trained.
-
-    ``stock`` is the run that the schedule is compared with. It trained by ``gathers_only`` or, if that is None, as
-    stock Megatron does, at zero stage 1.
-    """
-
-    stock: Metrics
-    scheduled: Metrics
-    reference: Metrics | None
-    stock_trace: MeasuredTrace
-    gathers_only: Schedule | None
+        turns = {run and run.turn_iterations for run in (self.stock, self.scheduled)}
+        return turns.pop() if len(turns) == 1 else None
 
     @property
     def stock_name(self) -> str:
@@ -94,48 +91,9 @@ class RunDir(TracedRun):
             return "all-gathers alone"
         return "stock" if self.workload.zero_stage < 3 else "zero stage 1"
 
-    @property
-    def iteration_us(self) -> Sequence[float]:
-        """The time of each iteration of the scheduled run, from its metrics."""
-        return self.scheduled.iteration_us
-
-    @property
-    def turn_iterations(self) -> int | None:
-        return self.scheduled.turn_iterations if self.stock.turn_iterations == self.scheduled.turn_iterations else None
-
     def file(self, name: str) -> Path:
         """Path of a file by its key in ``READ`` or ``WRITTEN``."""
         return self.path / {**READ, **WRITTEN}[name]
-
-
-def load_measured(directory) -> TracedRun:
-    """Read a run directory. If the stock run's files or metrics are missing, read only the plan and the trace of the
-    scheduled training.
-
-    Raises:
-        InputError: as :func:`load`.
-    """
-    path = Path(directory)
-    trace, lacks = path / READ["scheduled_trace"], [key for key in COMPARED if not os.path.exists(path / READ[key])]
-    if os.path.isdir(path) and "scheduled_metrics" in lacks and not os.path.exists(trace):  # a name may be too long
-        raise InputError(f"holds no measured run: train with --user-defined-schedule-trace {trace}", file=path)
-    if not lacks or not os.path.exists(trace):
-        return load(directory)
-    table, workload, schedule = _load_planned(path)
-    return TracedRun(path, table, workload, schedule, MeasuredTrace(trace, workload.parallel))
-
-
-def _load_planned(path: Path) -> tuple[cost.CostTable, Workload, Schedule]:
-    at = {key: path / name for key, name in READ.items()}
-    table = cost.load(at["cost_table"])
-    workload = workload_file.load(at["workload"])
-    schedule = validate.load(at["schedule"])
-    match.match(schedule, workload, file=at["schedule"])
-    planned_by = schedule.metadata.cost_table_sha256
-    if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
-        said = "planned with another cost table than the one in this directory"
-        Checker(at["schedule"]).refuse(said, "metadata.cost_table_sha256", planned_by[:12])
-    return table, workload, schedule
 
 
 def load(directory) -> RunDir:
@@ -145,23 +103,35 @@ def load(directory) -> RunDir:
         InputError: a file is missing or damaged, or two files are not from the same run.
     """
     path = Path(directory)
-    if not os.path.isdir(path):
+    if not os.path.isdir(path):  # a name may be too long
         raise InputError("not a directory", file=path)
-    table, workload, schedule = _load_planned(path)
     at = {key: path / name for key, name in READ.items()}
+    if not at["scheduled_trace"].exists():
+        said = f"holds no measured run: train with --user-defined-schedule-trace {at['scheduled_trace']}"
+        raise InputError(said, file=path)
+    table = cost.load(at["cost_table"])
+    workload = workload_file.load(at["workload"])
+    schedule = validate.load(at["schedule"])
+    match.match(schedule, workload, file=at["schedule"])
+    planned_by = schedule.metadata.cost_table_sha256
+    if planned_by is not None and planned_by != json_files.sha256(at["cost_table"]):
+        said = "planned with another cost table than the one in this directory"
+        Checker(at["schedule"]).refuse(said, "metadata.cost_table_sha256", planned_by[:12])
     gathers_only = _gathers_only(path / GATHERS_ONLY, workload)
-    scheduled = metrics_file.load(at["scheduled_metrics"])
-    stock = _same_length(at["stock_metrics"], scheduled)
-    reference = _same_length(at["reference_metrics"], scheduled) if at["reference_metrics"].exists() else None
-    world = workload.parallel.world_size
-    for key, metrics in (("scheduled_metrics", scheduled), ("stock_metrics", stock), ("reference_metrics", reference)):
-        if metrics is not None and len(metrics.parameter_sha256) != world:
-            held = len(metrics.parameter_sha256)
-            Checker(at[key]).refuse(f"has {held} entries for {world} ranks", "parameter_sha256")
-    stock_trace, trace = (
-        MeasuredTrace(at[key], workload.parallel, scheduled.iterations) for key in ("stock_trace", "scheduled_trace")
-    )
-    return RunDir(path, table, workload, schedule, trace, stock, scheduled, reference, stock_trace, gathers_only)
+    there = {key for key, file in at.items() if file.exists()}
+
+    def metrics(key: str, scheduled: Metrics | None = None) -> Metrics | None:
+        return _metrics(at[key], workload, scheduled) if {key, "scheduled_metrics"} <= there else None
+
+    def traced(key: str) -> MeasuredTrace:
+        return MeasuredTrace(at[key], workload.parallel, scheduled and scheduled.iterations)
+
+    scheduled = metrics("scheduled_metrics")
+    reference, trace = metrics("reference_metrics", scheduled), traced("scheduled_trace")
+    found = RunDir(path, table, workload, schedule, trace, gathers_only, scheduled, reference)
+    if not there.issuperset(COMPARED):
+        return found
+    return replace(found, stock=metrics("stock_metrics", scheduled), stock_trace=traced("stock_trace"))
 
 
 def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
@@ -175,9 +145,11 @@ def _gathers_only(path: Path, workload: Workload) -> Schedule | None:
     return schedule
 
 
-def _same_length(path: Path, scheduled: Metrics) -> Metrics:
-    metrics = metrics_file.load(path)
-    if metrics.iterations != scheduled.iterations:
+def _metrics(path: Path, workload: Workload, scheduled: Metrics | None) -> Metrics:
+    metrics, world = metrics_file.load(path), workload.parallel.world_size
+    if scheduled is not None and metrics.iterations != scheduled.iterations:
         said = f"has {metrics.iterations} iterations, the scheduled run {scheduled.iterations}"
         Checker(path).refuse(said, "loss")
+    if len(metrics.parameter_sha256) != world:
+        Checker(path).refuse(f"has {len(metrics.parameter_sha256)} entries for {world} ranks", "parameter_sha256")
     return metrics

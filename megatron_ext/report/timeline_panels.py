@@ -1,12 +1,13 @@
 """The content of the timeline: the iterations and runs that it shows, their ranks, and the bars in each row."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_ext.formats.trace import LANES, WAITS, Event
 from megatron_ext.report.build_report import Report
-from megatron_ext.report.measured_trace import THREAD_LANES, Window
+from megatron_ext.report.measured_trace import THREAD_LANES, MeasuredTrace, Window
+from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import median_iteration
 from megatron_ext.report.turn_ratio import counted
 from megatron_ext.workload.parallel import Parallel
@@ -92,9 +93,8 @@ class Panel(NamedTuple):
 
 
 def panels(report: Report) -> list[Panel]:
-    """The panels from top to bottom: the scheduled iteration simulated, the same measured, and the compared run
-    measured.
-    """
+    """The panels from top to bottom: the scheduled iteration simulated, the same measured, and the compared run, if it
+    was measured."""
     run = report.run
     parallel = run.workload.parallel
     simulated = Panel(
@@ -102,30 +102,25 @@ def panels(report: Report) -> list[Panel]:
         rows(report.simulated, shown_ranks(parallel, replicas=False)),
         (0.0, report.predicted_iteration_time_us.scheduled),
     )
-    windows = representatives(report)
     found, other = [simulated], "stock Megatron" if run.stock_name == "stock" else run.stock_name
-    for which, name, replicas in (("scheduled", "by the schedule", True), ("stock", other, False)):
-        window = windows[which]
-        took = getattr(run, which).iteration_us[window.iteration - 1]
-        title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
-        shown = rows(window.events, shown_ranks(parallel, replicas=replicas))
-        found.append(Panel(title, shown, (max(window.end_us - took, 0.0), window.end_us)))
-    return found
-
-
-def representatives(report: Report) -> dict[str, Window]:
-    """For each run, the iteration of median length among those that follow neither an evaluation nor a turn of the
-    other run."""
-    run = report.run
-    in_turn = set(counted(run.iterations, run.turn_iterations))
-    found = {}
-    for which, times, trace in (
-        ("stock", run.stock, run.stock_trace),
-        ("scheduled", run.scheduled, run.scheduled_trace),
+    for name, replicas, took, trace in (
+        ("by the schedule", True, run.iteration_us, run.scheduled_trace),
+        (other, False, run.stock and run.stock.iteration_us, run.stock_trace),
     ):
-        usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
-        found[which] = trace.window(median_iteration(times.iteration_us, usable))
+        if took is not None and trace is not None:
+            window = representative(run, took, trace)
+            title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
+            shown = rows(window.events, shown_ranks(parallel, replicas=replicas))
+            begin = max(window.end_us - took[window.iteration - 1], 0.0)
+            found.append(Panel(title, shown, (begin, window.end_us)))
     return found
+
+
+def representative(run: RunDir, iteration_us: Sequence[float], trace: MeasuredTrace) -> Window:
+    """The iteration of median length among those that follow neither an evaluation nor a turn of the other run."""
+    in_turn = set(counted(run.iterations, run.turn_iterations))
+    usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
+    return trace.window(median_iteration(iteration_us, usable))
 
 
 def zoom_us(drawn: list[Panel]) -> float | None:

@@ -42,15 +42,16 @@ def cast_part_bytes(slot_bytes: int) -> int:
 
 
 def step_slots_bytes(schedule: Schedule, workload: Workload, groups: list[Group]) -> tuple[int, int]:
-    """Bytes of the step slots of a rank with ``groups``: in host memory, and on the device. On the device, parameters
-    pass in parts, and gradients that are not fp32 pass through one slot."""
+    """Bytes of the step slots of a rank with ``groups``: in host memory, and on the device. There parameters pass in
+    parts, and gradients that are not fp32 through one buffer, which states on the drive share."""
     slots = schedule.step_slots
     if slots is None or not any(group.states_rest is None for group in groups):
         return 0, 0
     gradients = slots.slots * slots.slot_bytes
     if slots.cast == "host":
         return gradients + gradients // 2, 0
-    wide = slots.slot_bytes if workload.optimizer.gradient_dtype != "float32" else 0
+    more = slots.slot_bytes - narrow_gradient_bytes(groups, workload)
+    wide = max(more, 0) if workload.optimizer.gradient_dtype != "float32" else 0
     return gradients, cast_part_bytes(slots.slot_bytes) * 3 // 2 + wide
 
 

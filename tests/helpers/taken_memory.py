@@ -3,8 +3,8 @@
 ``python taken_memory.py FOLDER CASE...``. A case: optimizer states rest in ``memory`` or on the drive (``nvme``); and,
 after a comma, where parameters never fit whole, whether shards rest on the ``host`` or on the ``device``. Bytes that a
 run says, and by which memory that the system cannot take back grew from there to where a checkpoint is written, at
-most; of one that begins anew, and of one that begins from its checkpoint. All memory is the host's here; what is the
-device's in training is there before.
+most; of one that begins anew, and of one that begins from its checkpoint. All memory is the host's here. What the
+device holds throughout training is there before. What comes and goes there, by the memory bill, is a figure of its own.
 """
 
 import json
@@ -31,8 +31,8 @@ MODEL = "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 
 MODEL += ["--untie-embeddings-and-output-weights", "--micro-batch-size", "1", "--global-batch-size", "1"]
 
 
-def write_schedule(path: Path, case: str) -> int:
-    """A schedule for the model, each layer a group; the bytes of its parameters."""
+def write_schedule(path: Path, case: str) -> dict[str, int]:
+    """A schedule for the model, each layer a group; bytes of parameters, and of what comes and goes on the device."""
     work = describe_model.describe_options(ignored_options.parse([*MODEL, "--data-parallel-size", "1"]))
     rest, _, late = case.partition(",")
     work = replace(work, zero_stage=3 if late else 1, optimizer=OptimizerSettings(on_host=True))
@@ -44,7 +44,9 @@ def write_schedule(path: Path, case: str) -> int:
     if rest == "nvme":
         schedule = states_on_drive(schedule, work, [*range(len(schedule.groups))], slots=2)
     schedule_file.save(path, with_own_peak(schedule, work) if late else validate.validate(schedule))
-    return sum(group.bytes for group in schedule.groups)
+    held = memory_bill.memory_bill(schedule, work)[0].memory.device_bytes if late else {}
+    comes = sum(held.get(kind, 0) for kind in ("whole_parameters", "gradients", "activations"))
+    return {"whole": sum(group.bytes for group in schedule.groups), "comes": comes}
 
 
 def measured(example, path: Path, iterations: int, *options: str) -> dict[str, int]:
@@ -69,7 +71,7 @@ def measured(example, path: Path, iterations: int, *options: str) -> dict[str, i
 
 def main(folder: Path, cases: list[str]) -> None:
     example, found = pretrain_gpt_hybrid, {}
-    whole = {case: write_schedule(folder / f"{case}.json", case) for case in cases}
+    sizes = {case: write_schedule(folder / f"{case}.json", case) for case in cases}
     sys.argv = ["taken", "--data-path", "none", *MODEL]
     args = example.parse_args()
     example.gpt_arguments.check(args, world_size=1)
@@ -78,7 +80,7 @@ def main(folder: Path, cases: list[str]) -> None:
         path, saved = folder / f"{case}.json", str(folder / case)
         options = ["--user-defined-schedule-nvme-path", str(folder), "--save", saved]
         anew = measured(example, path, 1, *options)
-        found[case] = {"whole": whole[case], "anew": anew}
+        found[case] = {**sizes[case], "anew": anew}
         found[case]["loaded"] = measured(example, path, 2, *options, "--load", saved)
     print(json.dumps(found))
 

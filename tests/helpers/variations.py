@@ -1,8 +1,8 @@
 """Variations of a test: some in CI, all of them in tests/nightly.
 
 A test takes ``some(values, number)`` where each variation costs seconds and the first few show most. The mark
-``nightly`` is for a test that has no short variation. With MEGATRON_EXT_TEST_ALL=1, which
-tests/nightly/test_all_variations.py sets, everything runs.
+``nightly`` is for a test that costs seconds and shows together what tests of CI show one by one. With
+MEGATRON_EXT_TEST_ALL=1, which tests/nightly/test_all_variations.py sets, everything runs.
 """
 
 import os

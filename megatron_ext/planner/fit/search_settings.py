@@ -9,7 +9,7 @@ planned.
    Settings that cannot be faster than the best are skipped.
 3. The fastest settings on the whole device are estimated by more quick plans, because a quick plan leaves out some
    decisions of a complete plan. Then the fastest are planned completely, one after another, as long as the estimate of
-   the next setting (in small cases its bound) is below the best plan.
+   the next setting (in small cases its bound) is below the best plan. A single setting is always planned completely.
 4. The frontier consists of the choices that no choice with as few bytes beats in time.
 5. A plan has to be faster than stock Megatron. Stock Megatron is simulated with the settings that it has, in the order
    of their bounds, until no further setting can be faster.
@@ -313,20 +313,20 @@ class Search:
         return sorted(known, key=lambda it: (it[0].us, it[0].device_bytes) if it[0] else (inf, it[1].bound_us))
 
     def _planned(self, candidates: list[Candidate]) -> list[Choice]:
-        """The best settings of the whole device, planned in full."""
+        """The best settings of the whole device, planned in full. A single setting always is, as ``plan`` would."""
         found: list[Choice] = []
         effort = PLAN_EFFORT
-        small = all(map(_is_small, candidates))
+        small, alone = all(map(_is_small, candidates)), len(candidates) == 1
         for choice, one in self._by_quick_plan(candidates):
             cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
             enough = cost > effort and (choice is not None or effort < PLAN_EFFORT)  # the first, if none is known
-            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small):
+            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small and not alone):
                 break
             hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
             if found and hoped >= min(each.us for each in found):
                 continue
             effort -= cost
-            choice = _whole_plan(one, compare=small or len(candidates) == 1) or choice
+            choice = _whole_plan(one, compare=small or alone) or choice
             if choice is not None:
                 found.append(choice)
         return found

@@ -157,7 +157,8 @@ def test_bad_options(options, said):
     assert str(error.value).startswith(said)
 
 
-@pytest.mark.parametrize("world_size, ranks_per_node", some([(4, 2), (2, 2), (2, 1)], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size, ranks_per_node", [(4, 2), (2, 2), (2, 1)])
 def test_under_a_launcher(tmp_path, world_size, ranks_per_node):
     """Ranks that torchrun would have started, on two nodes or on one."""
     with socket.socket() as probe:
@@ -230,7 +231,7 @@ def rank_processes(parent: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", some([signal.SIGKILL, signal.SIGINT], 1))
 def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
     shared = set(os.listdir("/dev/shm"))
     command = verb("measure", "--out", tmp_path / "T.json", "--seconds 60 --links cpu")
@@ -250,6 +251,7 @@ def test_nothing_outlives_an_interrupted_measurement(tmp_path, how):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_a_measurement_that_hangs_ends_with_what_it_has_and_says_where_it_hangs(tmp_path):
     out = tmp_path / "T.json"
     command = verb("measure", "--out", out, "--dp 1 --seconds 3 --max-bytes 8192 --links cpu,gpu,compute,contention")

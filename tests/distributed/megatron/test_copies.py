@@ -7,6 +7,7 @@ from cases import LAYOUTS, MODELS, STRICT
 from draw_schedule import hosted, prepared
 from msgspec.structs import replace
 from parity_service import Died, differences
+from variations import some
 
 from megatron_ext.workload.workload import Limits
 
@@ -48,7 +49,7 @@ def test_an_nvme_route_needs_a_drive(services, staged, given, said):
         services(STRICT).run(options=[*MODELS["fp32"], *given], schedule=staged[0], reference=False)
 
 
-@pytest.mark.parametrize("zero_stage, model", [(1, "bf16-offload"), (3, "fp32")])
+@pytest.mark.parametrize("zero_stage, model", some([(1, "bf16-offload"), (3, "fp32")], 1))
 def test_parameters_that_somebody_else_changes(workloads, services, tmp_path, zero_stage, model):
     """Told, copies on the host are made anew; untold, the change is lost: what the comparison can see."""
     hosted(workloads["interleaved", model], zero_stage, tmp_path / "s.json")
@@ -122,6 +123,7 @@ def test_layers_that_are_recomputed_together_are_not_parted(workloads):
         check_recompute(schedule, workload, together)
 
 
+@pytest.mark.nightly
 def test_the_first_iteration_computes_with_the_parameters_whatever_the_optimizer_has_loaded(
     workloads, services, tmp_path
 ):

@@ -80,6 +80,7 @@ def test_training_is_that_of_a_loop_of_plain_pytorch(megatron_tree, tmp_path):
     assert found["scheduled"] == found["plain"]
 
 
+@pytest.mark.nightly
 def test_an_iteration_that_overflows_hands_nothing_over(workloads, services, tmp_path):
     """The update of the iteration before is applied all the same."""
     write(workloads["interleaved", "fp16"], 3, tmp_path / "s.json", 2, (None, "sharded"), every=2)
@@ -104,6 +105,7 @@ def test_an_update_at_once_and_one_that_is_lost_are_seen(workloads, services, tm
     assert "parameter_sha256" in differences(answer)
 
 
+@pytest.mark.nightly
 def test_changed_parameters_and_a_loaded_checkpoint(workloads, services, tmp_path):
     """Both find every update applied."""
     write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3, every=3)
@@ -120,6 +122,7 @@ def test_changed_parameters_and_a_loaded_checkpoint(workloads, services, tmp_pat
     assert whole["parameter_sha256"] == second["parameter_sha256"]
 
 
+@pytest.mark.nightly
 def test_changed_parameters_stay_until_an_update_is_applied(workloads, services, tmp_path):
     """No update is, in the iteration behind the change: what is published comes from the shards."""
     schedule, _ = write(workloads["interleaved", "bf16-offload"], 3, tmp_path / "s.json", 3)
@@ -128,7 +131,8 @@ def test_changed_parameters_stay_until_an_update_is_applied(workloads, services,
     assert differences(services("interleaved").run(**case, meddle="told")) == []
 
 
-@pytest.mark.parametrize("zero_stage", some([3, 1], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("zero_stage", [3, 1])
 def test_an_evaluation_finds_every_update_applied_where_the_script_asks_for_none(
     workloads, services, tmp_path, zero_stage
 ):

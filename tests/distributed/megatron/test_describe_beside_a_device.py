@@ -48,6 +48,7 @@ def test_a_description_is_the_same_to_the_byte(megatron_tree, tmp_path, beside):
     assert with_device == described("without.json", command_line)
 
 
+@pytest.mark.nightly
 def test_plans_and_costs_are_the_same_to_the_byte(tmp_path, beside):
     workload = make_workload(microbatches=4, p2p_bytes=4096)
     workload_file.save(tmp_path / "w.json", workload)
@@ -69,6 +70,7 @@ def test_plans_and_costs_are_the_same_to_the_byte(tmp_path, beside):
     assert said(beside) == said(without)
 
 
+@pytest.mark.nightly
 def test_a_table_is_held_against_the_machine_by_another_process(tmp_path, beside):
     """Which is shown the device, and here fails in asking for its name."""
     path = tmp_path / "T.json"

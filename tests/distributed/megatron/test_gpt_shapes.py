@@ -3,6 +3,7 @@
 import pytest
 from cases import ALL_LAYOUTS, EXPERTS, LAYOUTS, MODELS, SHAPES, SIZES, model_options
 from msgspec.structs import replace
+from variations import some
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
@@ -36,12 +37,14 @@ def test_every_model_on_every_layout(workloads):
             assert counted == without_activations(workloads[layout, name]), (layout, name)
 
 
+@pytest.mark.nightly
 def test_grouped_queries_gates_biases_and_tied_matrices(workloads):
     for name, options in SHAPES.items():
         counted = without_activations(by_arithmetic(f"{SIZES} {options}".split()))
         assert counted == without_activations(workloads["shapes", name]), name
 
 
+@pytest.mark.nightly
 def test_activations_of_local_layers(workloads):
     """As `fit` counts them, but for moments of norms, which a GPU keeps in 32 bits."""
     for name, options in SHAPES.items():
@@ -51,7 +54,8 @@ def test_activations_of_local_layers(workloads):
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [("experts", "experts-bf16"), ("experts", "experts-fp32"), ("experts-tensor", "experts-bf16")]
+    ("layout", "name"),
+    some([("experts", "experts-bf16"), ("experts", "experts-fp32"), ("experts-tensor", "experts-bf16")], 2),
 )
 def test_layers_with_experts(workloads, layout, name):
     """Shared experts, gates, and parts of experts beside tensor parallelism; other sizes are not measured."""

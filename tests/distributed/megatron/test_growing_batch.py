@@ -30,7 +30,7 @@ def planned(workload, zero_stage: int, path) -> dict:
     return schedules.load(path)
 
 
-@pytest.mark.parametrize("zero_stage", some([3, 1, 2], 2))
+@pytest.mark.parametrize("zero_stage", some([3, 1, 2], 1))
 def test_a_growing_batch_trains_bitwise_like_megatron(workloads, services, tmp_path, zero_stage):
     found = planned(workloads["interleaved", "bf16-tied"], zero_stage, tmp_path / "s")
     assert list(found) == [2, 4, 6]

@@ -4,6 +4,7 @@ that hold the same experts: a plan for such a model needs nothing else."""
 import os
 from pathlib import Path
 
+import pytest
 from cases import ALL_LAYOUTS, EXPERTS, model_options
 from msgspec.structs import replace
 from warm_python import warm_children
@@ -28,6 +29,7 @@ def measured(options: Options, tries: int = 4):
         return measured(options, tries - 1)
 
 
+@pytest.mark.nightly
 def test_a_model_with_experts_is_described_measured_and_planned(workloads, monkeypatch, tmp_path):
     """Two of four experts on each rank: those of a rank are its own, and half of the tokens come from the other."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "helpers"), prepend=os.pathsep)

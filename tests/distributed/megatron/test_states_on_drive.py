@@ -63,7 +63,7 @@ def test_a_checkpoint_of_states_on_the_drive_is_that_of_states_in_memory(workloa
         )["scheduled"]
 
     whole = train("memory.json", 5)
-    for first, second in (("s.json", "memory.json"), ("memory.json", "s.json")):
+    for first, second in some([("s.json", "memory.json"), ("memory.json", "s.json")], 1):
         folder = str(tmp_path / first.partition(".")[0])
         begun = train(first, 2, "--save", folder)
         ended = train(second, 5, "--load", folder)
@@ -85,12 +85,14 @@ def figures(program: str, *words: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_a_run_takes_the_host_memory_that_it_says(megatron_tree, tmp_path):
     """No more, or its first checkpoint would be its end, and no less, or it would be refused for nothing."""
     cases = some(["nvme,device", "memory", "memory,host", "nvme", "nvme,host"], 1)
     for case, found in figures("taken_memory.py", str(tmp_path), *cases).items():
         for run_of_case in (found["anew"], found["loaded"]):
-            assert abs(run_of_case["took"] - run_of_case["said"]) < found["whole"] / 3, (case, found)
+            more = run_of_case["took"] - run_of_case["said"]
+            assert -found["whole"] / 3 < more < found["whole"] / 3 + found["comes"], (case, found)
 
 
 @pytest.mark.nightly

@@ -83,7 +83,8 @@ def test_training_is_that_of_the_reference_and_of_states_in_host_memory(
     assert sum(counted["device_bytes"].get("main_parameters", 0) for counted in census) > 0
 
 
-@pytest.mark.parametrize(("first", "second"), some([("s.json", "host.json"), ("host.json", "s.json")], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize(("first", "second"), [("s.json", "host.json"), ("host.json", "s.json")])
 def test_a_checkpoint_is_that_of_states_in_host_memory(workloads, services, tmp_path, first, second):
     """Saved by one run and loaded by another whose states rest elsewhere."""
     write(workloads["interleaved", MODEL], 3, tmp_path, 5, drive=True)
@@ -145,6 +146,7 @@ def test_a_fused_optimizer_goes_on_from_states_of_the_host_and_they_from_its_own
     assert begun["scheduled"]["loss"] + ended["scheduled"]["loss"] == pytest.approx(whole, rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_iterations_that_overflow_are_skipped(workloads, services, tmp_path):
     """Every third iteration; the others are clipped. Groups beside it are stepped during the backward."""
     write(workloads["interleaved", "fp16"], 3, tmp_path, 7, (None, "sharded"), drive=True, rollback_bytes=1 << 20)

@@ -67,6 +67,7 @@ def test_in_one_queue_a_wait_ahead_of_its_store_blocks_it(order, moves):
     assert word.value == moves
 
 
+@pytest.mark.nightly
 def test_steps_that_are_taken_back_are_ordered(service, workloads, tmp_path):
     answer = service.run(**strict_case(29, workloads, tmp_path))
     assert findings(answer) == [] == differences(answer)
@@ -93,6 +94,7 @@ def test_steps_from_the_drive_are_ordered(service, workloads, tmp_path, zero_sta
         assert min(taken_back for _, taken_back in answer["scheduled"]["early_steps"]) > 0
 
 
+@pytest.mark.nightly
 def test_host_copies_that_nobody_reads_are_made_before_steps_change_their_shards(service, workloads, tmp_path):
     """Of states on the drive, whose shards rest on the device: nothing of the iteration is behind such a copy."""
     case = drive_case(workloads, tmp_path, 1, 0)
@@ -198,6 +200,7 @@ def test_an_ordering_of_rooms_that_is_taken_away_is_seen(service, workloads, tmp
     assert is_seen(service, ordering(*site), lambda: slots_case(workloads, tmp_path, cast, early))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "site", some([("drive_slots.py", "wait"), ("drive_states.py", "_wait", 1), ("drive_slots.py", "wait", 1)], 1)
 )

@@ -163,6 +163,7 @@ def test_experts_that_are_not_gathered_published_or_reduced_are_seen(workloads, 
     assert differences(answer)
 
 
+@pytest.mark.nightly
 def test_a_loaded_checkpoint_goes_on_like_the_run_that_saved_it(workloads, services, tmp_path):
     name = "experts-offload"
     schedule = write_host_step(workloads["experts", name], tmp_path / "s.json", 3)

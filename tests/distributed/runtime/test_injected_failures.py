@@ -1,6 +1,6 @@
 """A background thread that fails, wherever it does, ends every rank within two seconds; so does a run that stalls.
 
-Here at every eighth call site of a thread; in tests/nightly at all of them.
+Here at every sixteenth call site of a thread; in tests/nightly at all of them.
 """
 
 import json
@@ -15,7 +15,7 @@ from variations import ALL
 
 from megatron_ext.launch.launcher import PEER_LOST_CODE
 
-EVERY = 1 if ALL else 8
+EVERY = 1 if ALL else 16
 THREADS = """publish publisher publisher-arrivals cpu-route nvme-read nvme-copy drive cpu-shard-copies cpu-shard-gathers
     hierarchical states-read gradients-arrive parameters-leave parameters-return watch""".split()
 

@@ -1,17 +1,16 @@
-"""The commands of docs/adopting.md that need no GPU, run on a checkout; as they stand there in tests/nightly."""
+"""The commands of docs/adopting.md and of the README are understood; those that need no GPU are run by
+tests/nightly."""
 
 import re
 from pathlib import Path
 
 import click
 import pytest
-from adopting_page import PAGE, check_outputs
+from adopting_page import PAGE
 from places import ROOT
 
 from megatron_ext.cli.main import cli
 from megatron_ext.formats.errors import InputError
-
-pytestmark = pytest.mark.timeout(1800)  # the first one runs all commands: minutes, where others work
 
 
 def spoken(path: Path) -> list[list[str]]:
@@ -45,7 +44,3 @@ def understand(command: click.Command, words: list[str], parent=None) -> None:
     if isinstance(command, click.Group):
         _, verb, rest = command.resolve_command(context, [*context._protected_args, *context.args])
         understand(verb, rest, context)
-
-
-def test_the_commands_of_the_page_end_with_an_equal_run(ran):
-    check_outputs(*ran)

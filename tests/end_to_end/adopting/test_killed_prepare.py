@@ -1,7 +1,4 @@
-"""``prepare`` that is killed leaves nothing, and the next call goes on from where it was.
-
-CI kills it while it measures; tests/nightly also while it describes and plans, and ends it.
-"""
+"""``prepare`` that is killed leaves nothing, and the next call goes on from where it was."""
 
 import os
 import shutil
@@ -14,7 +11,6 @@ from pathlib import Path
 import pytest
 from adopting_page import SMALLER, cpu_commands
 from places import ROOT
-from variations import ALL
 
 pytestmark = pytest.mark.timeout(1800)  # the first one runs all commands: minutes, where others work
 
@@ -77,6 +73,7 @@ def finish(work: Path, scratch: Path) -> list[str]:
     return [line.removeprefix("prepare: ") for line in errors.splitlines() if line.startswith("prepare: ")]
 
 
+@pytest.mark.nightly
 def test_killed_prepare_leaves_nothing_and_goes_on(ran, tmp_path):
     work, _ = ran
     first, out, scratch = work / "runs/first", work / "runs/killed", tmp_path / "scratch"
@@ -85,13 +82,10 @@ def test_killed_prepare_leaves_nothing_and_goes_on(ran, tmp_path):
     def there() -> set[str]:
         return {path.name for path in out.iterdir()} - {".lock"}
 
-    if ALL:
-        kill_while("describing", 3, work, scratch)  # the command, the script's process, and one rank of it
-        assert there() == set()
+    kill_while("describing", 3, work, scratch)  # the command, the script's process, and one rank of it
+    assert there() == set()
     kill_while("measuring", 3, work, scratch)  # the command and two ranks
     assert there() == {"workload.json"}
-    if not ALL:
-        return
     (out / ".cost_table.json.0123abcd").write_text("{")  # as a kill between two system calls leaves it
     shutil.copy(first / "cost_table.json", out)  # measured, so that only the plan is missing
     said = kill_while("planning", 1, work, scratch)

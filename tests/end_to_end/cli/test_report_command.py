@@ -53,18 +53,24 @@ def test_the_object_holds_medians_of_both_runs(tmp_path, capsys):
     assert found["predicted_relative_error"]["scheduled"] == pytest.approx(expected["scheduled"] / 1004.5 - 1)
 
 
-@pytest.mark.parametrize("named, kinds", [("scheduled", ("stock", "scheduled", "reference")), ("stock", ("stock",))])
-def test_a_training_that_left_its_trace_alone_is_told_what_reads_that(tmp_path, capsys, named, kinds):
+@pytest.mark.parametrize("missing", ["stock.trace", "stock.metrics", "scheduled.metrics"])
+def test_without_stock_the_parts_are_set_beside_their_predictions(tmp_path, capsys, missing):
     """A script of the user's writes no metrics, and a model that fits by a schedule alone has no stock run."""
     make_run(tmp_path, iterations=6)
-    for kind in kinds:
-        (tmp_path / f"{kind}.metrics.json").unlink()
-    code, _, err = command(capsys, tmp_path)
-    assert (
-        code == 2
-        and f"{tmp_path}/{named}.metrics.json: cannot be read" in err
-        and "`megatron-ext cost calibrate`" in err
-    )
+    whole = figures(capsys, tmp_path)
+    (tmp_path / f"{missing}.json").unlink()
+    found = figures(capsys, tmp_path)
+    same = ("explains", "hidden", "links_busy", "moved_bytes", "predicted_iteration_time_us", "iterations", "verdict")
+    assert all(found[name] == whole[name] for name in same) and found["parts"].keys() == whole["parts"].keys()
+    assert found["parts"]["forward"] == whole["parts"]["forward"] and found["parts"]["forward"]["measured_us"] > 0
+    assert found["exposed_us"] == {"stock": None, "scheduled": whole["exposed_us"]["scheduled"]}
+    assert found["iteration_time_us"]["stock"] is found["predicted_relative_error"]["stock"] is None
+    assert found["iteration_time_us"]["scheduled"] == pytest.approx(whole["iteration_time_us"]["scheduled"])
+    assert found["bitwise_equal"] is (None if missing == "scheduled.metrics" else True)
+    assert f"without {missing}.json: a gain is predicted and not measured" in found["compared_with"]
+    _, out, _ = command(capsys, tmp_path)
+    for text in (out, (tmp_path / "report.md").read_text()):
+        assert "predicted" in text and "training without this schedule was not measured" in " ".join(text.split())
     assert cli.main(["cost", "calibrate", str(tmp_path)]) == 0
 
 
@@ -162,11 +168,12 @@ def refused(capsys, path, name: str) -> str:
     return err
 
 
-@pytest.mark.parametrize("name", [name for key, name in READ.items() if key != "reference_metrics"])
+@pytest.mark.parametrize("name", ["cost_table.json", "workload.json", "schedule.json", "scheduled.trace.json"])
 def test_a_missing_file_is_named(tmp_path, capsys, name):
     make_run(tmp_path)
     (tmp_path / name).unlink()
-    assert "cannot be read" in refused(capsys, tmp_path, name)
+    said = refused(capsys, tmp_path, name)
+    assert ("holds no measured run: train with --user" if "trace" in name else "cannot be read") in said
 
 
 @pytest.mark.parametrize("name", READ.values())

@@ -117,6 +117,7 @@ def test_the_rank_that_brought_the_others_down_is_named(codes, cause):
     assert cause_of(codes) == cause
 
 
+@pytest.mark.nightly
 def test_interrupt_ends_all_ranks(training):
     process, marker = training
     process.send_signal(signal.SIGINT)
@@ -135,6 +136,7 @@ def test_a_killed_launcher_takes_its_ranks_along(training):
     assert nothing_left(marker)
 
 
+@pytest.mark.nightly
 def test_survivors_without_a_launcher_end_by_themselves(training):
     process, marker = training
     ranks = ranks_of(process)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from plans import describe, made_up_table, make_schedule
 from training import SMALL, environment
+from variations import some
 
 from megatron_ext.cost import cost_table
 
@@ -105,7 +106,9 @@ def is_free(lock: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), some([(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)], 1)
+)
 def test_a_signal_ends_the_command_that_runs(tree, number, code):
     script = start(tree, SLOW="1")
     assert wait_for(lambda: any("sleep 1000.5" in line for line in started_by(tree)))

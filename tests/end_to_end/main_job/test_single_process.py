@@ -29,6 +29,7 @@ def test_loss_equals_that_of_one_process_within_rounding(corpus_prefix, tmp_path
     assert expected[-1] < expected[0] - 0.5, "the model learns, so equal losses mean something"
 
 
+@pytest.mark.nightly
 def test_one_rank_trains_five_times_what_its_device_holds(corpus_prefix, tmp_path):
     """Parameters and gradients are five times ``limits.device_bytes``; losses are those of stock Megatron."""
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()

@@ -28,7 +28,7 @@ def trained(folder, table, corpus_prefix) -> tuple[float, list[float]]:
     assert result.returncode == 0, result.stderr
     said = command_line("cost", "calibrate", folder, "--json")
     assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)["error"][0], report.load_measured(folder).iteration_us[2:]
+    return json.loads(said.stdout)["error"][0], report.load(folder).iteration_us[2:]
 
 
 def test_the_error_falls_to_what_the_machine_repeats(corpus_prefix, tmp_path):

@@ -155,7 +155,8 @@ def test_bound_knows_that_one_rank_reduces_after_the_groups_of_another_have_come
     assert plan(work, table).predicted.iteration_time_us == pytest.approx(bound, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", some(range(3), 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_faster_where_parameters_are_gathered_again(seed):
     """Little device memory."""
     draw = random.Random(seed)

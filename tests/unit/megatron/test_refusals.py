@@ -81,6 +81,7 @@ def test_a_usual_run_is_accepted():
         ("external_cuda_graph", True),
         ("qk_clip", True),
         ("defer_embedding_wgrad_compute", True),
+        ("overlap_dispatch_backward_with_experts_wgrad", True),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(name, value):

@@ -23,7 +23,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report import parts
 from megatron_ext.report.calibrate import calibrate, scaled_routes
 from megatron_ext.report.measured_trace import Window
-from megatron_ext.report.run_dir import TracedRun
+from megatron_ext.report.run_dir import RunDir
 from megatron_ext.schedule import user_defined_schedule as schedule
 from megatron_ext.workload import workload
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -152,16 +152,15 @@ def test_of_a_run_without_metrics_or_without_stock_the_trace_is_enough(tmp_path,
     for name in ("scheduled.metrics.json", "stock.metrics.json", "stock.trace.json"):
         if name not in kept:
             (run.path / name).unlink()
-    traced = report.load_measured(run.path)
-    assert type(traced) is report.TracedRun and traced.iterations == 6
+    traced = report.load(run.path)
+    assert traced.stock is None and traced.iterations == 6
     assert calibrate(traced).factors == whole.factors
     assert traced.iteration_us[2:5] == pytest.approx(run.iteration_us[2:5], rel=0.05)
-    for name in ("scheduled.trace.json", *kept):
-        (run.path / name).unlink()
+    (run.path / "scheduled.trace.json").unlink()
     with pytest.raises(
         InputError, match="no measured run: train with --user-defined-schedule-trace .*/scheduled.trace.json"
     ):
-        report.load_measured(run.path)
+        report.load(run.path)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -172,7 +171,7 @@ def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     schedule = schedule if early else replace(schedule, rollback_bytes=None)
     made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
     trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, made.events, made.iteration_time_us))
-    found = calibrate(TracedRun(Path("runs/x"), wrong, work, schedule, trace), extrapolate=True)
+    found = calibrate(RunDir(Path("runs/x"), wrong, work, schedule, trace), extrapolate=True)
     assert found.factors.pop("routes.nvme") == found.factors.pop("publish.nvme") == pytest.approx(2.0)
     assert list(found.factors.values()) == pytest.approx([1.0] * len(found.factors)) and found.factors
     assert found.error_before < -0.1 and found.error_after == pytest.approx(0.0, abs=1e-6)
@@ -186,7 +185,7 @@ def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
     made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
     seen = [event for event in made.events if event.lane != "reduce"]
     trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, seen, made.iteration_time_us))
-    return TracedRun(Path("runs/x"), wrong, work, schedule, trace)
+    return RunDir(Path("runs/x"), wrong, work, schedule, trace)
 
 
 def test_a_reduce_that_compute_hides_is_not_corrected():
@@ -210,7 +209,7 @@ def test_a_reduce_that_one_run_tells_too_little_of_is_named(monkeypatch, capsys,
     """Of eight, the last is waited for: the waits say little of how long one takes."""
     run = run_of_reduces(150.0, 20.0)
     assert calibrate(run, extrapolate=True).moving == ("reduce",)
-    monkeypatch.setattr(report, "load_measured", lambda path: run)
+    monkeypatch.setattr(report, "load", lambda path: run)
     assert cli.main(["cost", "calibrate", "x", "--out", str(tmp_path / "t.json"), "--extrapolate"]) == 0
     assert "not settled: reduce. Plan, train, calibrate again" in capsys.readouterr().out
 
@@ -274,7 +273,7 @@ def run_of_launches(launch_us, measured_us, at_once, stretched=1.0):
         window=lambda i: Window(i, made.events, made.iteration_time_us),
         launches=lambda indices: (measured_us, at_once),
     )
-    return TracedRun(Path("runs/x"), table, work, planned, trace)
+    return RunDir(Path("runs/x"), table, work, planned, trace)
 
 
 def test_launches_that_the_device_waits_for_are_corrected_and_not_the_compute_that_waited():

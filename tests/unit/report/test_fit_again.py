@@ -22,7 +22,7 @@ def test_a_slow_device_step_makes_another_choice_better(tmp_path, monkeypatch):
     table = problem.costs.of(winner.setting, winner.setting.workload(problem.limits))
     found = {}
     monkeypatch.setattr(fit_again, "calibrate", lambda run, extrapolate: SimpleNamespace(table=found["table"]))
-    run: fit_again.TracedRun = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
+    run: fit_again.RunDir = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
     assert fit_again.of_run(run) is None  # nobody has asked
     json_files.save(tmp_path / "fit.json", replace(asked, chosen=winner.setting.options(), predicted_us=winner.us))
     found["table"] = table
