@@ -36,11 +36,13 @@ def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | I
     forked = [_forked(part) for part in parts[1:]]
     try:
         results = [_run(parts[0])]
-        for part, (_, receiver) in zip(parts[1:], forked):
+        for part, (process, receiver) in zip(parts[1:], forked):
             try:
                 results.append(receiver.recv())
             except (EOFError, OSError):
                 results.append(_run(part))
+                process.join()
+                assert process.exitcode and process.exitcode < 0, "only a signal ends a forked process early"
     finally:
         for process, receiver in forked:
             receiver.close()

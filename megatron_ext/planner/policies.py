@@ -269,17 +269,19 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
     best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
     limit = workload.limits.device_bytes or 0
 
-    def with_room(size: int) -> Candidate:
+    def with_room(size: int) -> tuple:
         less = workload.with_limits(device_bytes=limit - size)
         made = plan_within_memory(problem._replace(workload=less), or_least=False)
         whole = replace(made, limits=replace(made.limits, device_bytes=limit))
         said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
-        return finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)
+        tried = finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)
+        return tried.schedule, tried.us, tried.why
 
     sizes = bytes_to_reserve(best) if is_small(workload) else []
-    tried = in_processes([partial(with_room, size) for size in sizes], _simulated(problem))
+    made = in_processes([partial(with_room, size) for size in sizes], _simulated(problem))
     # An InputError: no plan leaves this much room.
-    return min([best, *(one for one in tried if isinstance(one, Candidate))], key=Candidate.simulated_us)
+    others = [best._replace(schedule=one[0], us=one[1], why=one[2]) for one in made if isinstance(one, tuple)]
+    return min([best, *others], key=Candidate.simulated_us)
 
 
 def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:

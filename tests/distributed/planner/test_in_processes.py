@@ -59,6 +59,11 @@ def test_the_tasks_of_a_killed_process_run_here():
     assert in_processes([partial(task, number) for number in range(5)], WORTH) == [0, 1, 2, 3, 4]
 
 
+def test_a_result_that_cannot_be_sent_is_a_defect():
+    with pytest.raises(AssertionError, match="only a signal"):
+        in_processes([lambda: threading.Lock()] * 2, WORTH)
+
+
 def test_no_process_is_left_behind_when_a_task_here_fails():
     here, forked = os.getpid(), []
     start = module._forked

@@ -10,9 +10,9 @@ from variations import some
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, search_note
+from megatron_ext.planner import search as search_module
 from megatron_ext.planner.passes.place_gathers import GatherPlacer, place_gathers
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner import search as search_module
 from megatron_ext.planner.search import Search, search
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
@@ -98,7 +98,7 @@ def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
     table = make_table(work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 200.0), forward=200.0, backward=400.0)
     timing, passes, place = Timing(work, table), [], GatherPlacer.place
     monkeypatch.setattr(GatherPlacer, "place", lambda self, choices: passes.append(choices) or place(self, choices))
-    monkeypatch.setattr(module, "FRUITLESS", 100)
+    monkeypatch.setattr(search_module, "FRUITLESS", 100)
     state = Search(Problem(work, timing, ("gpu", "cpu")))
     state.descend()
     assert len(passes) < 0.6 * len(state.estimates)
