@@ -15,7 +15,6 @@ processors, all of which compute, a transfer then took tens to hundreds of milli
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -29,6 +28,7 @@ from functools import partial
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
+from megatron_ext.formats.end_with_parent import end_with_parent
 from megatron_ext.launch import device_sharing
 
 START_SECONDS = 300.0
@@ -63,8 +63,6 @@ LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """The interface on which process groups listen, unless the user has set one. By default they take the interface of the
 host's name, on which other machines can reach them."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def _begin(parent: int, to_guard: int) -> None:
     """In the child: lead a process group, see [Note: One session], and be killed when the launcher ends, however it
@@ -73,14 +71,6 @@ def _begin(parent: int, to_guard: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # else a terminal with "stty tostop" stops ranks that write to it
     end_with_parent(parent)
-
-
-def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when ``parent``, which has started it, ends in any way (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
-        os._exit(1)
 
 
 class _Store:

@@ -29,8 +29,9 @@ import msgspec
 
 from megatron_ext.cpubench import parser_options
 from megatron_ext.formats import json_files
+from megatron_ext.formats.end_with_parent import end_with_parent
 from megatron_ext.formats.errors import InputError, option_error
-from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP, end_with_parent
+from megatron_ext.launch.launcher import START_SECONDS, TIME_IS_UP
 from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.arguments import of_run
 from megatron_ext.megatron.gpt_arguments import limits_of

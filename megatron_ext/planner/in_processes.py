@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+from megatron_ext.formats.end_with_parent import end_with_parent
 from megatron_ext.formats.errors import InputError
 
 T = TypeVar("T")
@@ -55,13 +56,14 @@ def _forked(tasks: Sequence[Callable[[], T]]):
     """A forked process that runs ``tasks``, and the connection by which it sends their results."""
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_run_and_send, args=(tasks, sender), daemon=True)
+    process = fork.Process(target=_run_and_send, args=(tasks, sender, os.getpid()), daemon=True)
     process.start()
     sender.close()  # so that recv() ends if the process is killed
     return process, receiver
 
 
-def _run_and_send(tasks: Sequence[Callable[[], T]], sender: Connection) -> None:
+def _run_and_send(tasks: Sequence[Callable[[], T]], sender: Connection, parent: int) -> None:
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that forked this one, which ends this one
     sender.send(_run(tasks))
 

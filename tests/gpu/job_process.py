@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_ext.launch.launcher import end_with_parent
+from megatron_ext.formats.end_with_parent import end_with_parent
 
 PROCESS_CHARACTERS = 8_000
 """Of the stacks of one process that are kept."""

@@ -30,7 +30,7 @@ from places import ROOT
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_for_forks, run_and_leave
-from megatron_ext.launch.launcher import end_with_parent
+from megatron_ext.formats.end_with_parent import end_with_parent
 
 IMPORTED = "parity_worker"
 """The module, beside this file, that imports what most programs need. With ``torch`` alone a program may import another

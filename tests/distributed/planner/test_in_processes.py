@@ -1,8 +1,12 @@
 """Parts of planning that run in forked processes give what they give in one process."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -10,6 +14,24 @@ import pytest
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import in_processes as module
 from megatron_ext.planner.in_processes import WORTH, in_processes
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from megatron_ext.planner.in_processes import WORTH, in_processes
+
+here, folder = os.getpid(), Path(sys.argv[1])
+os.sched_getaffinity = lambda _: {0, 1}
+
+def task():
+    if os.getpid() != here:
+        (folder / "written").touch()
+        (folder / "written").rename(folder / "forked")
+        return bytes(1 << 24)
+    time.sleep(1000)
+
+in_processes([task, task], WORTH)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +61,7 @@ def test_tasks_are_divided_among_processors_and_results_keep_their_order():
 
 @pytest.mark.parametrize("why", ["little to do", "threads", "one processor", "no task"])
 def test_nothing_is_forked(why, monkeypatch):
-    monkeypatch.setattr(module, "_forked", lambda _: pytest.fail("a process was forked"))
+    monkeypatch.setattr(module.multiprocessing, "get_context", lambda _: pytest.fail("a process was forked"))
     if why == "threads":
         monkeypatch.setattr(threading, "active_count", lambda: 2)
     if why == "one processor":
@@ -65,16 +87,27 @@ def test_a_result_that_cannot_be_sent_is_a_defect():
 
 
 def test_no_process_is_left_behind_when_a_task_here_fails():
-    here, forked = os.getpid(), []
-    start = module._forked
+    here = os.getpid()
 
-    def fail_here(number: int) -> int:
+    def fail_here() -> None:
         assert os.getpid() != here, "a defect"
         threading.Event().wait()  # until it is killed
-        return number
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_forked", lambda tasks: forked.append(start(tasks)) or forked[-1])
-        with pytest.raises(AssertionError, match="a defect"):
-            in_processes([partial(fail_here, number) for number in range(3)], WORTH)
-    assert len(forked) == 2 and not any(process.is_alive() for process, _ in forked)
+    with pytest.raises(AssertionError, match="a defect"):
+        in_processes([fail_here] * 3, WORTH)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_forked_processes_end_with_the_one_that_forked_them(number, tmp_path):
+    """Even if they have more to send than a pipe holds."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    with subprocess.Popen([sys.executable, program, tmp_path], stdout=subprocess.PIPE) as process:
+        forked = tmp_path / "forked"
+        while not forked.exists():  # ends: the process writes it
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        process.communicate(timeout=60)  # until no process has its output open
+    assert process.returncode == -number
