@@ -212,17 +212,17 @@ def answer_of(low: float, high: float, surely: float | None = None) -> str:
 def conclusion_of(figures: dict) -> str:
     """The answer and why, in a sentence or two."""
     without = figures["without_plan"]
+    needed = "needed, because without a plan these settings do not fit" if without and without["refused"] else ""
     if figures["answer"] is None:
-        does_not_fit = ", and without a plan these settings do not fit" if without and without["refused"] else ""
-        return f"none, there is nothing to compare with{does_not_fit}"
+        return needed or "none, there is nothing to compare with"
     over = f"its gain over {figures['compared_with']}"
     said = {
         HELPS: f"helps. The whole interval of {over} lies above {LEAST_GAIN:.0%}",
         HELPS_NOT: f"does not help. The whole interval of {over} lies below {LEAST_GAIN:.0%}",
         CANNOT_TELL: "cannot tell from these costs",
     }[figures["answer"]]
-    if without and without["refused"]:
-        said += ", but without a plan these settings do not fit"
+    if needed:
+        said = f"{needed}. Compared with {figures['compared_with']}: {said}"
     elif without and without["iteration_time_us"] < figures["iteration_time_us"] and figures["answer"] != HELPS_NOT:
         said += f", but {without['by']} is faster"
     better = figures["measure_better"]

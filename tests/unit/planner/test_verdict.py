@@ -9,7 +9,7 @@ from megatron_ext.planner import baselines, plan, verdict, within_memory
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH, dominant_cost, gain_interval, tables_to_draw
 from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
-from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of
+from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of, conclusion_of
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import Timing
 
@@ -253,6 +253,16 @@ def test_nor_does_a_verdict_on_a_plan_within_device_memory(monkeypatch):
     monkeypatch.setattr(within_memory, "search", lambda *given, **how: searched.append(given) or search(*given, **how))
     figures = verdict(work, table, planned).figures
     assert figures["gathers_only_us"] == planned.predicted.baselines_us["gathers-only"] and not searched
+
+
+@pytest.mark.parametrize("answer", [HELPS, HELPS_NOT, CANNOT_TELL, None])
+def test_a_verdict_says_first_that_nothing_fits_without_a_plan(answer):
+    figures = {"answer": answer, "compared_with": "other", "measure_better": "reduce", "iteration_time_us": 2.0}
+    without = {"refused": "short", "iteration_time_us": 1.0, "by": "stock"}
+    said = conclusion_of({**figures, "without_plan": without})
+    assert said.startswith("needed, because without a plan these settings do not fit")
+    assert answer is None or f". Compared with other: {answer}" in said
+    assert "needed" not in conclusion_of({**figures, "without_plan": {**without, "refused": None}})
 
 
 def test_without_measured_all_gathers_there_is_no_answer():
