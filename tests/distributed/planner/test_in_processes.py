@@ -10,10 +10,16 @@ import time
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
+from planning_cases import line, make_table, make_workload
 
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import in_processes as module
+from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.in_processes import WORTH, in_processes
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
+from megatron_ext.workload.workload import Limits
 
 PROGRAM = """
 import os, sys, time
@@ -57,6 +63,23 @@ def test_tasks_are_divided_among_processors_and_results_keep_their_order():
     assert refused.field == "limits.host_bytes" and refused.value == 3
     assert [number for number, _ in found] == [0, 1, 2, 4, 5, 6]
     assert len({pid for _, pid in found}) == 3 and found[0][1] == os.getpid()
+
+
+@pytest.mark.parametrize("device_bytes", [400_000, 600_000])
+def test_a_plan_and_its_verdict_are_the_same_in_one_process(device_bytes, monkeypatch):
+    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", layers=6, microbatches=2, dtypes=("float32",))
+    table = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), publish=(5.0, 5e3))
+    table = replace(table, reduce=line(20.0, 1.5e3), host_add=line(1.0, 1e4))
+    limits = Limits(device_bytes=device_bytes)
+    work = replace(work, zero_stage=3, optimizer=OptimizerSettings(on_host=True), limits=limits)
+    found, forked, start = [], [], os.fork
+    monkeypatch.setattr(os, "fork", lambda: forked.append(0) or start())
+    for worth in (float("inf"), 0):
+        monkeypatch.setattr(module, "WORTH", worth)
+        schedule = plan(work, table)
+        found.append((json_files.encode(schedule), verdict(work, table, schedule).figures, len(forked)))
+    in_turn, divided = found
+    assert divided[:2] == in_turn[:2] and in_turn[2] == 0 < divided[2]
 
 
 @pytest.mark.parametrize("why", ["little to do", "threads", "one processor", "no task"])
