@@ -3,9 +3,11 @@
 Each part is a pure function of its inputs, so results do not depend on the number of processors.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -20,22 +22,30 @@ WORTH = 100_000
 """With at least this many steps and gathers to simulate in all tasks, forking processes takes little in comparison."""
 
 
+MOST_PROCESSES = 8
+"""With more processes, forking takes longer than what they save. A container may also have fewer processors than are
+seen here."""
+
+
 def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | InputError]:
     """The results of ``tasks`` in their order. An InputError that a task raises is its result.
 
     This process runs a part of the tasks, and forked processes run the others. Nothing is forked if there is little to
-    do, or if this process has several threads: a lock that one of them holds would stay locked in a forked process.
-    If a forked process is killed, this process runs its tasks.
+    do, outside of Linux, in a forked process, or if this process has several Python threads: a lock that one of them
+    holds would stay locked in a forked process. Tasks must not use torch, whose threads do not survive a fork. If a
+    process cannot be forked, or if it is killed, this process runs its tasks.
 
     Args:
         simulated: about how many steps and gathers the tasks simulate.
     """
-    workers = min(len(os.sched_getaffinity(0)), len(tasks))
-    if workers < 2 or simulated < WORTH or threading.active_count() > 1:
+    alone = threading.active_count() > 1 or multiprocessing.current_process().daemon
+    if alone or simulated < WORTH or sys.platform != "linux":
         return _run(tasks)
-    parts = [tasks[number::workers] for number in range(workers)]
-    forked = [_forked(part) for part in parts[1:]]
+    workers = max(min(len(os.sched_getaffinity(0)), len(tasks), MOST_PROCESSES), 1)
+    parts, forked = [tasks[number::workers] for number in range(workers)], []
     try:
+        with contextlib.suppress(OSError):  # too many processes, or too little memory
+            forked += map(_forked, parts[1:])
         results = [_run(parts[0])]
         for part, (process, receiver) in zip(parts[1:], forked):
             try:
@@ -44,6 +54,7 @@ def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | I
                 results.append(_run(part))
                 process.join()
                 assert process.exitcode and process.exitcode < 0, "only a signal ends a forked process early"
+        results += map(_run, parts[1 + len(forked) :])
     finally:
         for process, receiver in forked:
             receiver.close()

@@ -215,14 +215,17 @@ def conclusion_of(figures: dict) -> str:
     needed = "needed, because without a plan these settings do not fit" if without and without["refused"] else ""
     if figures["answer"] is None:
         return needed or "none, there is nothing to compare with"
-    over = f"its gain over {figures['compared_with']}"
+    other = figures["compared_with"]
+    if needed and other in STOCK_RULES:  # it does not fit
+        return needed
+    over = "its gain" if needed else f"its gain over {other}"
     said = {
         HELPS: f"helps. The whole interval of {over} lies above {LEAST_GAIN:.0%}",
         HELPS_NOT: f"does not help. The whole interval of {over} lies below {LEAST_GAIN:.0%}",
         CANNOT_TELL: "cannot tell from these costs",
     }[figures["answer"]]
     if needed:
-        said = f"{needed}. Compared with {figures['compared_with']}: {said}"
+        said = f"{needed}. Compared with {other}: {said}"
     elif without and without["iteration_time_us"] < figures["iteration_time_us"] and figures["answer"] != HELPS_NOT:
         said += f", but {without['by']} is faster"
     better = figures["measure_better"]

@@ -27,7 +27,7 @@ class Equality(NamedTuple):
     def text(self) -> str:
         """The outcome as one sentence."""
         if self.bitwise is None:
-            return "equality not checked: there is no reference run"
+            return "equality not checked: there are no metrics of both this run and a reference run"
         if self.bitwise:
             return f"losses, gradient norms and parameters are bitwise those of the reference, {REFERENCE}"
         return f"NOT equal to the reference, {REFERENCE}: " + "; ".join(self.differences)

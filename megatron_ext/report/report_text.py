@@ -26,9 +26,8 @@ MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time"
 MUCH_LONGER = 1.25
 """If a run took this many times its prediction, the line of the verdict says so."""
 
-NOT_KNOWN = (
-    "a gain is predicted and not measured; losses, equality and memory need metrics, which only the example writes"
-)
+NOT_KNOWN = "a gain is predicted and not measured"
+WITHOUT_METRICS = "; losses, equality and memory need metrics, which only the example writes"
 
 OTHER_LAYOUT = (
     "Stock Megatron's own bucket layout adds gradients up in another order, so its last bits differ without any fault"
@@ -103,7 +102,7 @@ def compared_with(report: Report) -> str:
     run = report.run
     if run.stock is None:
         lacks = [READ[key] for key in COMPARED if not run.file(key).exists()]
-        return f"nothing, without {', '.join(lacks)}: {NOT_KNOWN}"
+        return f"nothing, without {', '.join(lacks)}: {NOT_KNOWN}{WITHOUT_METRICS if run.scheduled is None else ''}"
     if run.gathers_only is not None:
         rule = run.gathers_only.metadata.planner
         return f"the best plan by all-gathers alone ({rule}); stock Megatron has no zero stage 3"
@@ -333,8 +332,10 @@ def as_markdown(report: Report) -> str:
     lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
     lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
-    lines += [f"Perfetto (ui.perfetto.dev) opens `{READ['stock_trace']}` and `{READ['scheduled_trace']}`."]
-    lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
+    traces = [f"`{READ[key]}`" for key in ("stock_trace", "scheduled_trace") if run.file(key).exists()]
+    lines += [f"Perfetto (ui.perfetto.dev) opens {' and '.join(traces)}."]
+    if run.scheduled is not None:
+        lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
     for index in range(run.iterations if run.scheduled is not None else 0):
         losses = (_loss(each, index) for each in (run.stock, run.scheduled, run.reference))
         lines.append(f"| {index + 1} | {' | '.join(losses)} |")

@@ -82,6 +82,14 @@ def test_a_plan_and_its_verdict_are_the_same_in_one_process(device_bytes, monkey
     assert divided[:2] == in_turn[:2] and in_turn[2] == 0 < divided[2]
 
 
+def test_tasks_run_here_if_no_process_can_be_forked(monkeypatch):
+    def refuse() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert in_processes([os.getpid] * 4, WORTH) == [os.getpid()] * 4
+
+
 @pytest.mark.parametrize("why", ["little to do", "threads", "one processor", "no task"])
 def test_nothing_is_forked(why, monkeypatch):
     monkeypatch.setattr(module.multiprocessing, "get_context", lambda _: pytest.fail("a process was forked"))

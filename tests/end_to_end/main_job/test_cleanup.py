@@ -127,7 +127,6 @@ def test_interrupt_ends_all_ranks(training):
     assert nothing_left(marker)
 
 
-@pytest.mark.nightly
 def test_a_killed_launcher_takes_its_ranks_along(training):
     process, marker = training
     assert len(ranks_of(process)) == 2

@@ -1,6 +1,6 @@
 """How long planning takes where a model of 175 billion parameters has half of what stock Megatron holds."""
 
-import time
+import os
 
 import pytest
 from msgspec.structs import replace
@@ -29,9 +29,9 @@ def test_175_billion_parameters_are_planned_within_a_minute_of_processor_time(ca
     stock = max(bill.memory.device_total_bytes for bill in memory_bill(stock_schedule(first), first))
     host = None if host_gib is None else host_gib << 30
     limited = replace(work, limits=Limits(device_bytes=stock // 2, host_bytes=host))
-    began = time.process_time()
+    began = sum(os.times()[:4])
     planned = plan(limited, table)
-    assert time.process_time() - began <= MOST_SECONDS
+    assert sum(os.times()[:4]) - began <= MOST_SECONDS
     assert max(memory.device_total_bytes for memory in planned.predicted.memory) <= stock // 2
     assert host is None or max(host_bytes_of_nodes(planned, limited)) <= host
     assert any(group.gradients for group in planned.groups)

@@ -89,6 +89,32 @@ def test_two_routes_over_one_link_are_not_mixed_where_that_only_slows_both():
     assert routes.count("cpu") > 0.9 * len(routes)
 
 
+def test_a_search_ends_after_some_starts_that_find_nothing_better(monkeypatch):
+    work = make_workload(pp=1, vp=1, order="no_pipeline", microbatches=2, layers=12, zero_stage=3)
+    problem = Problem(work, Timing(work, make_table(work, gpu=(1.0, 2000.0), cpu=(1.0, 1000.0))), ("gpu", "cpu"))
+    found = []
+    for fruitless in (search_module.FRUITLESS, 100):
+        monkeypatch.setattr(search_module, "FRUITLESS", fruitless)
+        state = Search(problem)
+        state.descend()
+        found.append((min(state.estimates.values()), len(state.estimates)))
+    assert found[0][0] == found[1][0] and found[0][1] < found[1][1]
+
+
+def test_starts_for_which_sizes_were_not_measured_do_not_end_the_search():
+    """Groups of more than a layer, which the first starts have, cannot be gathered by either route."""
+    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", layers=8, hidden=256, zero_stage=1)
+    layer = sum(p.bytes for p in work.chunks[0].parameters if p.layer == 0)
+    table = make_table(work, gpu=(20.0, 1e4), cpu=(1.0, 5e3))
+
+    def up_to(curve, most):
+        points = [point for point in curve.points if point.size_bytes < most]
+        return replace(curve, points=(*points, replace(points[-1], size_bytes=int(most))))
+
+    routes = replace(table.routes, gpu=up_to(table.routes.gpu, 1.3 * layer), cpu=up_to(table.routes.cpu, 0.5 * layer))
+    assert search(Problem(work, Timing(work, replace(table, routes=routes)), ("gpu", "cpu")))
+
+
 @pytest.mark.parametrize(("pp", "order"), [(1, "no_pipeline"), (2, "1f1b")])
 def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
     """An estimate is that of a placement pass with the setting's own horizon, though most horizons share a pass."""
