@@ -4,13 +4,11 @@ Each part is a pure function of its inputs, so results do not depend on the numb
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from megatron_ext.formats.end_with_parent import end_with_parent
@@ -20,7 +18,6 @@ T = TypeVar("T")
 
 WORTH = 100_000
 """With at least this many steps and gathers to simulate in all tasks, forking processes takes little in comparison."""
-
 
 MOST_PROCESSES = 8
 """With more processes, forking takes longer than what they save. A container may also have fewer processors than are
@@ -38,14 +35,18 @@ def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | I
     Args:
         simulated: about how many steps and gathers the tasks simulate.
     """
-    alone = threading.active_count() > 1 or multiprocessing.current_process().daemon
-    if alone or simulated < WORTH or sys.platform != "linux":
+    if simulated < WORTH or threading.active_count() > 1 or sys.platform != "linux":
+        return _run(tasks)
+    import multiprocessing  # takes 25 ms, which every command would
+
+    if multiprocessing.current_process().daemon:
         return _run(tasks)
     workers = max(min(len(os.sched_getaffinity(0)), len(tasks), MOST_PROCESSES), 1)
     parts, forked = [tasks[number::workers] for number in range(workers)], []
     try:
         with contextlib.suppress(OSError):  # too many processes, or too little memory
-            forked += map(_forked, parts[1:])
+            for part in parts[1:]:
+                forked.append(_forked(multiprocessing.get_context("fork"), part))
         results = [_run(parts[0])]
         for part, (process, receiver) in zip(parts[1:], forked):
             try:
@@ -63,20 +64,19 @@ def in_processes(tasks: Sequence[Callable[[], T]], simulated: int) -> list[T | I
     return [results[number % workers][number // workers] for number in range(len(tasks))]
 
 
-def _forked(tasks: Sequence[Callable[[], T]]):
+def _forked(fork, tasks: Sequence[Callable[[], T]]):
     """A forked process that runs ``tasks``, and the connection by which it sends their results."""
-    fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=_run_and_send, args=(tasks, sender, os.getpid()), daemon=True)
+    process = fork.Process(target=_run_and_send, args=(tasks, sender.send, os.getpid()), daemon=True)
     process.start()
     sender.close()  # so that recv() ends if the process is killed
     return process, receiver
 
 
-def _run_and_send(tasks: Sequence[Callable[[], T]], sender: Connection, parent: int) -> None:
+def _run_and_send(tasks: Sequence[Callable[[], T]], send: Callable[[list], None], parent: int) -> None:
     end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that forked this one, which ends this one
-    sender.send(_run(tasks))
+    send(_run(tasks))
 
 
 def _run(tasks: Sequence[Callable[[], T]]) -> list[T | InputError]:

@@ -41,7 +41,8 @@ REROUTED = 4
 """How many of the best simulated settings are improved by sending gathers by other routes, one at a time."""
 
 FRUITLESS = 3
-"""After this many starts in a row that led to nothing better, no further one is tried."""
+"""After this many starts in a row that led to nothing better, no further one is tried. Starts before the first one
+that can be estimated do not count."""
 
 PLACERS = 4
 """Number of groupings whose placement passes are kept for reuse."""

@@ -92,7 +92,7 @@ def test_tasks_run_here_if_no_process_can_be_forked(monkeypatch):
 
 @pytest.mark.parametrize("why", ["little to do", "threads", "one processor", "no task"])
 def test_nothing_is_forked(why, monkeypatch):
-    monkeypatch.setattr(module.multiprocessing, "get_context", lambda _: pytest.fail("a process was forked"))
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("a process was forked"))
     if why == "threads":
         monkeypatch.setattr(threading, "active_count", lambda: 2)
     if why == "one processor":
