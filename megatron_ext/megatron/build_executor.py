@@ -11,6 +11,7 @@ from megatron_ext.megatron.boundaries import Boundaries, bare
 from megatron_ext.megatron.chunk_state import guard_state, save_copies
 from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.late_memory import make_gradients
+from megatron_ext.megatron.late_sums import add_up_shards
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.own_step_bytes import count_own_steps
 from megatron_ext.megatron.recompute import blocks_of
@@ -83,7 +84,7 @@ class _Builder:
     """The parts of an executor, each made after the parts that it needs."""
 
     def __init__(self, own: OwnRank):
-        self.own, self.schedule = own, own.schedule
+        self.own, self.schedule, self.closing = own, own.schedule, []
         self.routes = collective_routes(own.schedules, own.groups, own.process_groups, own.links)
         self.copies = Copies(own)
         # After all collectives, because a single rank may lack the memory and raise.
@@ -152,6 +153,8 @@ class _Builder:
             for index, one in kept.items()
         ]
         hold_gradients(own.optimizers, held, own.links)
+        if self.schedule.parallel.tensor_model_parallel_size > 1:
+            self.closing.append(add_up_shards(held))
         reducer = Reducer(kept, on_host, own.device, own.issuer, self.routes.order, own.links)
         early = None if self.host_step is None else self.host_step.early
         reducer.complete = None if early is None else early.reduced
@@ -228,7 +231,9 @@ class _Builder:
         it any more."""
         if self.own.device is not None:
             executor.on_close(self.own.device.close)
-        executor.on_close(self.boundaries.close, *self.copies.closing, *(one.close for one in self.routes.buffered))
+        executor.on_close(
+            *self.closing, self.boundaries.close, *self.copies.closing, *(one.close for one in self.routes.buffered)
+        )
         if self.host_step is not None:
             executor.on_close(self.host_step.close)
 

@@ -328,7 +328,7 @@ def _described(chunks: list) -> Described:
         ),
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],
-        keeps_gradients=bool(options_with_whole_gradients(vars(args), args.tensor_model_parallel_size > 1)),
+        keeps_gradients=bool(options_with_whole_gradients(vars(args))),
     )
     return Described(workload=workload, layer_options=options_of_layers(args))
 

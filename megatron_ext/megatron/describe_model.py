@@ -106,7 +106,7 @@ def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
         optimizer=optimizer_settings(args),
         experts=experts_of(args),
         ramp=tuple(args.ramp),
-        keeps_gradients=bool(options_with_whole_gradients(vars(args), parallel.tensor_model_parallel_size > 1)),
+        keeps_gradients=bool(options_with_whole_gradients(vars(args))),
     )
 
 

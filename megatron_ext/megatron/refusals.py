@@ -172,9 +172,8 @@ def refuse_with_gradients(args, config, on_host: bool) -> None:
         InputError: naming the option.
     """
     options = {**vars(args), **vars(config)}
-    tensor_parallel = getattr(config, "tensor_model_parallel_size", 1) > 1
-    for name in whole_gradients.options_with_whole_gradients(options, tensor_parallel):
-        raise option_error(name, f"{whole_gradients.REASONS[name]}; keep `gradients` whole", options[name])
+    for name in whole_gradients.options_with_whole_gradients(options):
+        raise option_error(name, f"{whole_gradients.REASON}; keep `gradients` whole", options[name])
     if on_host and options.get("fp16") and options.get("optimizer_cpu_offload"):
         raise option_error("fp16", "gradients in host memory would not be unscaled; keep `gradients` whole", True)
 

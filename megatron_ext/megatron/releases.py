@@ -15,6 +15,7 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
+| 0.13 | tensor-parallel ranks add up late gradients by a function of another name | late_sum_of | late_sums.py |
 | 0.13 | a checkpoint says the form of its optimizer states; before, an option alone does | - | checkpoint_layout.py |
 | 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has | checkpoint_states.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
@@ -47,6 +48,12 @@ def accepted(function: Callable, **arguments: Any) -> dict[str, Any]:
 def has(owner: object, *names: str) -> bool:
     """Whether a module or a class has all of ``names``."""
     return all(hasattr(owner, name) for name in names)
+
+
+def late_sum_of(module) -> str:
+    """The name of the function of ``finalize_model_grads`` with which tensor-parallel ranks add up late gradients."""
+    new = "_allreduce_non_tensor_model_parallel_grads"
+    return new if has(module, new) else "_allreduce_layernorm_grads"
 
 
 def has_microbatch_groups(args) -> bool:

@@ -15,7 +15,6 @@ from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.whole_gradients import options_with_whole_gradients
 from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Limits, Parameter, Workload, make_workload
 
 
@@ -196,14 +195,7 @@ def gpt_workload(
         limits=limits,
         optimizer=optimizer,
         experts=experts and Experts(num_experts=experts.number, router_topk=experts.topk),
-        keeps_gradients=keeps_gradients(shape, parallel, batch),
     )
-
-
-def keeps_gradients(shape: GptShape, parallel: Parallel, batch: MicroBatch) -> bool:
-    """Whether whole gradients have to stay on the device."""
-    options = {"sequence_parallel": batch.sequence_parallel, "qk_layernorm": shape.qk_norm}
-    return bool(options_with_whole_gradients(options, parallel.tensor_model_parallel_size > 1))
 
 
 def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:

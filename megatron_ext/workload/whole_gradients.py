@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping
 
-_LATE = "tensor-parallel ranks add whole gradients of norms after the last reduce"
-_TIME = "it needs gradients at a time when the schedule may not have them"
-REASONS = {"save_wgrads_interval": _TIME, "delay_wgrad_compute": _TIME, "mtp_num_layers": _TIME}
-REASONS |= {"sequence_parallel": _LATE, "qk_layernorm": _LATE}
-"""Each option, and why."""
+OPTIONS = ("save_wgrads_interval", "delay_wgrad_compute", "mtp_num_layers")
+REASON = "it needs gradients at a time when the schedule may not have them"
+"""Why gradients stay whole with these options."""
 
 
 def may_rest_on_host(dtype: str, optimizer_on_host: bool) -> bool:
@@ -15,6 +13,6 @@ def may_rest_on_host(dtype: str, optimizer_on_host: bool) -> bool:
     return not (optimizer_on_host and dtype == "float16")
 
 
-def options_with_whole_gradients(options: Mapping[str, object], tensor_parallel: bool) -> list[str]:
-    """The given options with which whole gradients stay on the device, in the order of :data:`REASONS`."""
-    return [name for name, why in REASONS.items() if options.get(name) and (tensor_parallel or why != _LATE)]
+def options_with_whole_gradients(options: Mapping[str, object]) -> list[str]:
+    """The given options with which whole gradients stay on the device, in the order of :data:`OPTIONS`."""
+    return [name for name in OPTIONS if options.get(name)]

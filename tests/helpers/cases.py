@@ -25,8 +25,12 @@ EXPERT_LAYOUTS = {name: options.split() for name, options in EXPERT_LAYOUTS.item
 INSTANCES = "two_instances"
 """The layout on which each half of four replicas has an optimizer of its own."""
 
+TENSOR = "tensor_parallel"
+"""The layout on which two replicas of a model are each cut over two ranks, which share the sequence as well."""
+
 ALL_LAYOUTS = LAYOUTS | EXPERT_LAYOUTS | {STRICT: ["--data-parallel-size", "2"]}
 ALL_LAYOUTS |= {INSTANCES: "--data-parallel-size 4 --num-distributed-optimizer-instances 2".split()}
+ALL_LAYOUTS |= {TENSOR: "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-size 2".split()}
 
 _SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
 SIZE = _SIZE.split()

@@ -37,6 +37,7 @@ class Faults(NamedTuple):
             are reduced.
         no_rollback: negative control; every step during the backward stands.
         undelayed: negative control; every delayed update is applied at once.
+        no_late_sum: negative control; gradients of norms are not added up among tensor-parallel ranks.
         connect_early: negative control; a rank connects before it knows that all have their memory.
         lose_update: negative control; the delayed update of this number, from 1, is not made.
         stale_group: this group is published as it was at first, and comes by ``cpu_shard`` from its first shard.
@@ -57,6 +58,7 @@ class Faults(NamedTuple):
     no_wait: int = 0
     no_rollback: int = 0
     undelayed: int = 0
+    no_late_sum: int = 0
     connect_early: int = 0
     # Numbers, of groups but for the first: -1 is none.
     lose_update: int = -1

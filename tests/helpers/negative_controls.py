@@ -97,6 +97,12 @@ def undelayed(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
     yield DelayedUpdate, "delays", lambda delays: property(lambda self: False)
 
 
+def no_late_sum(on: int) -> Iterator[tuple[Any, str, Wrapper]]:
+    from megatron_ext.megatron import late_sums
+
+    yield late_sums.MadeWhole, "keep", lambda keep: lambda self: None
+
+
 def lose_update(number: int) -> Iterator[tuple[Any, str, Wrapper]]:
     from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 
@@ -258,6 +264,7 @@ CONTROLS = {
     "no_wait": no_wait,
     "no_rollback": no_rollback,
     "undelayed": undelayed,
+    "no_late_sum": no_late_sum,
     "lose_update": lose_update,
     "stale_group": stale_group,
     "skip_group": skip_group,

@@ -67,9 +67,8 @@ def _models() -> list[str]:
 
 def _refused() -> list[str]:
     rows = [[_option(name), refusals.REASONS[name]] for name in sorted(refusals.NEUTRAL)]
-    rows += [
-        [_option(name), f"with gradients that come and go: {why}"] for name, why in whole_gradients.REASONS.items()
-    ]
+    why = f"with gradients that come and go: {whole_gradients.REASON}"
+    rows += [[_option(name), why] for name in whole_gradients.OPTIONS]
     return _table(["option", "why not"], rows)
 
 

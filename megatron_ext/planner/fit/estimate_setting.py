@@ -99,7 +99,7 @@ def floor_bytes(setting: Setting) -> int:
     dense, experts = (sum(n * _numel(setting.shape, parallel, kind)[there] for kind, n in kinds) for there in (0, 1))
     numel = dense + experts
     held += numel * item if setting.zero_stage < 3 else 0
-    if setting.zero_stage == 1 or setting.keeps_gradients:
+    if setting.zero_stage == 1:
         held += numel * optimizer.gradient_item_bytes
     if not optimizer.on_host:
         states = optimizer.main_item_bytes(setting.shape.dtype) + optimizer.state_item_bytes
@@ -123,7 +123,7 @@ def least_bytes(workload: Workload) -> int:
     gets all gradients on the device for its step.
     """
     zero_stage, most = workload.zero_stage, 0
-    comes_and_goes = zero_stage > 1 and not workload.keeps_gradients
+    comes_and_goes = zero_stage > 1
     for rank in range(workload.parallel.pp):
         groups = groups_of_rank(workload, rank, "host" if zero_stage == 3 else None, single=False)
         whole = sum(group.bytes for group in groups) if zero_stage < 3 else 0

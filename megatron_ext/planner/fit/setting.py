@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload, keeps_gradients
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits, Workload
@@ -45,11 +45,6 @@ class Setting(NamedTuple):
     def tokens(self) -> int:
         """Tokens of one iteration."""
         return self.samples * self.batch.seq_length
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether whole gradients must stay on the device."""
-        return keeps_gradients(self.shape, self.parallel, self.batch)
 
     @property
     def counts_ends(self) -> bool:

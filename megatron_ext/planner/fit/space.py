@@ -138,7 +138,7 @@ class Space(NamedTuple):
                 setting = Setting(
                     shape, parallel, batch, stage, replace(given.optimizer, on_host=on_host, delayed=delayed)
                 )
-                if delayed > on_host or (stage == 2 and setting.keeps_gradients):
+                if delayed > on_host:
                     continue
                 if stage == 3 and together and batch.recompute_num_layers > 1:  # megatron/recompute.py
                     continue

@@ -89,9 +89,7 @@ def test_a_drawn_schedule_trains_bitwise_like_megatron(
 ):
     """With experts on several nodes, too, and with an evaluation in between."""
     workload = sized(workloads[layout, name], zero_stage, per_node)
-    # With sequence parallelism no gradient may come and go.
-    kinds = dict(gradients=(None,)) if layout == "experts-tensor" else {}
-    schedule = prepared(random.Random(1), workload, tmp_path / "s.json", routes=routes, **kinds)
+    schedule = prepared(random.Random(1), workload, tmp_path / "s.json", routes=routes)
     assert len({group.ranks for group in schedule.groups}) == 2, "dense groups and experts"
     published = {route for entry in schedule.publish if entry.group in experts_of(schedule) for route in entry.to}
     assert published == {*routes} - {"gpu"}

@@ -78,9 +78,8 @@ class Trainer:
         workload = describe_command_line(tree, [*self.options, *own]).workload
         assert workload.counts_activations
         self.workload = workload
-        # Tensor-parallel ranks add whole gradients of norms behind the last reduce, and layers that predict further
-        # tokens use weights a second time: others are refused there.
-        kinds = (None,) if {"--sequence-parallel", "--mtp-num-layers"} & {*options} else GRADIENTS
+        # Layers that predict further tokens use weights a second time: gradients that come and go are refused there.
+        kinds = (None,) if "--mtp-num-layers" in options else GRADIENTS
         self.schedule = drawn(seed, workload, folder / "schedule.json", kinds)
         numels = {p.name: math.prod(p.shape) for chunk in workload.chunks for p in chunk.parameters}
         self.held = [shard_numels([numels[name] for name in g.parameters], g.ranks) for g in self.schedule.groups]

@@ -6,18 +6,14 @@ import pytest
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.refusals import refuse_with_gradients
-from megatron_ext.workload.whole_gradients import REASONS, options_with_whole_gradients
+from megatron_ext.workload.whole_gradients import OPTIONS, options_with_whole_gradients
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-@pytest.mark.parametrize("name", REASONS)
-def test_what_is_described_is_what_is_refused(name, tensor_parallel):
-    args, config = SimpleNamespace(**{name: 1}), SimpleNamespace(tensor_model_parallel_size=tensor_parallel)
-    found = options_with_whole_gradients(vars(args), tensor_parallel > 1)
-    assert found == [name] * (tensor_parallel > 1 or "norms" not in REASONS[name])
-    if not found:
-        return refuse_with_gradients(args, config, on_host=True)
-    for given in ((args, config), (SimpleNamespace(), SimpleNamespace(**vars(args), **vars(config)))):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_what_is_described_is_what_is_refused(name):
+    args = SimpleNamespace(**{name: 1})
+    assert options_with_whole_gradients(vars(args)) == [name]
+    for given in ((args, SimpleNamespace()), (SimpleNamespace(), args)):
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} = 1: .*; keep `gradients` whole"):
             refuse_with_gradients(*given, on_host=False)
 

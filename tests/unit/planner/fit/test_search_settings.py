@@ -75,12 +75,12 @@ def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
         assert 0 < floor_bytes(one) <= least_bytes(work)
 
 
-def test_gradients_stay_whole_beside_sequence_parallelism():
+def test_gradients_are_sharded_with_sequence_parallelism():
     words = [*SMALL, "--sequence-parallel", "--tensor-model-parallel-size", "2"]
     found = ready(request(words, search_layout=True)).space.settings()
     several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
-    assert several and all(one.keeps_gradients and one.zero_stage != 2 for one in several)
-    assert not any(one.keeps_gradients for one in found if one.parallel.tensor_model_parallel_size == 1)
+    assert {one.zero_stage for one in several} == {1, 2, 3} and all(one.batch.sequence_parallel for one in several)
+    assert not any(one.workload(Limits()).keeps_gradients for one in several)
 
 
 def test_what_only_a_whole_plan_fits_is_found_as_plan_finds_it(monkeypatch):
