@@ -5,8 +5,9 @@ planned.
 1. Settings whose least bytes exceed the device are dropped. For all others the lower bound of their iteration time is
    computed.
 2. For each part of the device in :data:`PARTS`, from the whole device downwards, quick plans estimate the settings
-   within this many bytes. The order is the best known figure of each setting: its bound, or its time with more bytes.
-   Settings that cannot be faster than the best are skipped.
+   within this many bytes. The order is that of expected times: the time of a setting with more bytes; without one, its
+   bound, multiplied by the ratio of time to bound of the last estimated setting that is cut in the same way. Settings
+   that cannot be faster than the best are skipped.
 3. The fastest settings on the whole device are estimated by more quick plans, because a quick plan leaves out some
    decisions of a complete plan. Then the fastest are planned completely, one after another, as long as the estimate of
    the next setting (in small cases its bound) is below the best plan. A single setting is always planned completely.
@@ -52,12 +53,14 @@ NEAR = 0.04
 """On the whole device, settings whose bound is this close to the best are estimated as well, because they may be equal.
 Settings whose quick plan is this close are planned, which makes them faster."""
 
-EFFORT, ON_WHOLE, OF_STEP, OF_PAIR = 30.0, 0.6, 3e-5, 3e-4
-"""The effort for quick plans, which is about the seconds that they take; the share of it for the whole device; the
-effort for one step times its layers; and above zero stage 1 the effort for one pair of groups, because the choice of
-groups to relieve compares pairs."""
+EFFORT, ON_WHOLE, ON_STOCK = 40.0, 0.5, 0.1
+"""The effort for quick plans, which is about the seconds that they take; the share of it for the whole device; and the
+effort for a simulation of stock Megatron as a share of that for a quick plan."""
 
-ON_CLOSER, CLOSER, MUCH = 0.5, 10, 0.2
+OF_LAYER, OF_STEP = {1: 0.003, 2: 0.003, 3: 0.005}, {1: 7e-5, 2: 7e-5, 3: 4e-4}
+"""The effort of a quick plan by zero stage: for a layer, and for a layer in a step of a rank."""
+
+ON_CLOSER, CLOSER, MUCH = 0.375, 10, 0.2
 """For the whole device: the share of that effort for better estimates; how many times as long as a quick plan such an
 estimate takes; and how close to the best a quick plan must be to get one. Complete plans were up to 0.2 faster than
 quick ones."""
@@ -84,7 +87,7 @@ Room = Callable[[Setting, Workload], int]
 
 
 class Candidate(NamedTuple):
-    """A setting that fits. ``room_bytes``: device bytes that its plans may hold."""
+    """A setting that fits. ``room_bytes``: device bytes that its plans may hold. ``effort``: that of a quick plan."""
 
     setting: Setting
     workload: Workload
@@ -92,6 +95,7 @@ class Candidate(NamedTuple):
     room_bytes: int
     least_bytes: int
     bound_us: float
+    effort: float
 
     def choice(self, *, closely: bool = False, **limits: int | None) -> Choice | InputError:
         """The quick plan of this setting within ``limits``, or the error that says why there is none."""
@@ -158,6 +162,7 @@ class Search:
         self.choices: dict[Setting, list[Choice]] = {}
         self.refused: dict[Setting, InputError] = {}
         self.left_out: set[Setting] = set()
+        self.slower: dict[str | None, float] = {}  # than its bound was the last setting that is cut in this way
 
     def run(self) -> Fit:
         """Run the search. Raises NothingFits if no setting fits the device, and InputError if the space is empty or no
@@ -213,7 +218,8 @@ class Search:
                 continue
             work = replace(work, limits=replace(self.limits, device_bytes=room_bytes))
             table = self.costs.of(setting, work)
-            found.append(Candidate(setting, work, table, room_bytes, need, bound_us(work, Timing(work, table))))
+            bound, effort = bound_us(work, Timing(work, table)), _quick_effort(work)
+            found.append(Candidate(setting, work, table, room_bytes, need, bound, effort))
         if not found:
             short, setting, need = least
             assert setting is not None
@@ -226,11 +232,11 @@ class Search:
         limit, effort = self.limits.host_bytes, EFFORT * ON_HOST_MEMORY
         tried = [one for one in candidates if one.setting in self.refused]
         least: tuple[int, Candidate] | None = None
-        for one in () if limit is None else sorted(tried, key=_quick_effort):
+        for one in () if limit is None else sorted(tried, key=lambda each: each.effort):
             choice = one.choice(host_bytes=None)
             if isinstance(choice, Choice) and (least is None or choice.host_bytes < least[0]):
                 least = choice.host_bytes, one
-            effort -= _quick_effort(one)
+            effort -= one.effort
             if effort < 0:
                 break
         if limit is None or least is None:
@@ -250,31 +256,39 @@ class Search:
         return min(fits, key=lambda each: each.us, default=None)
 
     def _at(self, part: float, candidates: list[Candidate]) -> None:
-        def hoped(one: Candidate) -> float:
-            larger = [each.us for each in self.choices.get(one.setting, ())]
-            return max([one.bound_us, *([min(larger)] if larger else [])])
-
-        best = inf
-        for one in sorted(candidates, key=hoped):
+        best, near = inf, 1 + (NEAR if part == 1 else 0)
+        left: list[tuple[float, str | None, Candidate]] = []
+        for one in candidates:
             if one.least_bytes > part * one.room_bytes or one.setting in self.refused:
                 continue
-            if hoped(one) > best * (1 + (NEAR if part == 1 else 0)):
-                break
-            choice = self._known(one, part) or self._estimate(one, part)
-            best = min(best, choice.us if choice is not None else inf)
+            known, larger = self._known(one, part), self.choices.get(one.setting)
+            if known is not None:
+                best = min(best, known.us)
+            else:
+                left.append(
+                    (one.bound_us, _cut(one), one) if larger is None else (min(each.us for each in larger), None, one)
+                )
+        while left := [each for each in left if each[0] <= best * near and self._affords(each[2])]:
+            chosen = min(range(len(left)), key=lambda place: left[place][0] * self.slower.get(left[place][1], 1.0))
+            choice = self._estimate(left.pop(chosen)[2], part)
+            best = min(best, inf if choice is None else choice.us)
+
+    def _affords(self, one: Candidate) -> bool:
+        if one.effort > self.effort:
+            self.left_out.add(one.setting)
+        return one.effort <= self.effort
 
     def _estimate(self, one: Candidate, part: float) -> Choice | None:
-        effort = _quick_effort(one)
-        if self.effort < effort:
-            self.left_out.add(one.setting)
+        if not self._affords(one):
             return None
-        self.effort -= effort
+        self.effort -= one.effort
         choice = one.choice(device_bytes=int(part * one.room_bytes))
         if isinstance(choice, InputError):
             if part == 1:
                 self.refused[one.setting] = choice
             return None
         self.choices.setdefault(one.setting, []).append(choice)
+        self.slower[_cut(one)] = choice.us / one.bound_us
         return choice
 
     def _look_closer(self, candidates: list[Candidate]) -> None:
@@ -286,7 +300,7 @@ class Search:
             best = min(best, choice.us)
             if one.setting.zero_stage == 1 or not is_small(one.workload) or one.bound_us >= best:
                 continue
-            effort -= CLOSER * _quick_effort(one)
+            effort -= CLOSER * one.effort
             closer = one.choice(closely=True) if effort >= 0 else None
             if isinstance(closer, Choice):
                 self.choices[one.setting].append(closer)
@@ -301,7 +315,7 @@ class Search:
             rounds = FewRounds(one.workload)
             held = stock_bytes(rounds.parts[-1][0])
             if not any(map(short_of, held, (one.room_bytes, self.limits.host_bytes))):
-                self.effort -= _quick_effort(one)
+                self.effort -= ON_STOCK * one.effort
                 stock = stock_of(rounds, rounds.timings(one.table), held)
                 found.append((one.setting, stock))
                 best = min(best, stock.us)
@@ -332,10 +346,17 @@ class Search:
         return found
 
 
-def _quick_effort(one: Candidate) -> float:
-    parallel, layers = one.workload.parallel, sum(chunk.num_layers for chunk in one.workload.chunks_of_rank(0))
-    effort = OF_STEP * FewRounds(one.workload).steps * layers / parallel.vp
-    return effort + (OF_PAIR * parallel.pp * layers**2 if one.setting.zero_stage > 1 else 0.0)
+def _quick_effort(work: Workload) -> float:
+    of_rank = sum(chunk.num_layers for chunk in work.chunks_of_rank(0)) / work.parallel.vp
+    layers = sum(chunk.num_layers for chunk in work.chunks)
+    return OF_LAYER[work.zero_stage] * layers + OF_STEP[work.zero_stage] * FewRounds(work).steps * of_rank
+
+
+def _cut(one: Candidate) -> str:
+    """How a setting is cut into pipeline ranks, tensor-parallel ranks and shards, and where its optimizer steps."""
+    parallel, optimizer = one.workload.parallel, one.setting.optimizer
+    sizes = parallel.pp, parallel.tensor_model_parallel_size, one.setting.zero_stage
+    return f"{sizes} {optimizer.on_host} {optimizer.delayed}"
 
 
 def _is_small(one: Candidate) -> bool:
