@@ -59,6 +59,27 @@ def test_what_is_fixed_stays_and_all_train_the_same_batch(experts):
     assert {one.zero_stage for one in together} <= {1, 2}
 
 
+def test_settings_wait_that_are_cut_like_a_slow_one(monkeypatch):
+    """Settings without pipelines have the lowest bound here, and take three times as long."""
+    tried: list[tuple[int, ...]] = []
+
+    def noted(setting, work, table, bound_us, **how):
+        pp = setting.parallel.pp
+        tried.append((pp, setting.parallel.tensor_model_parallel_size, setting.zero_stage))
+        if len(tried) == 40:
+            raise InterruptedError
+        return SimpleNamespace(us=bound_us * (3 if pp == 1 else 1.5), device_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr(search_settings, "bound_us", lambda work, timing: 100.0 + work.parallel.pp)
+    monkeypatch.setattr(search_settings, "quick_choice", noted)
+    fixed = ("optimizer-cpu-offload", "zero-stage")
+    with pytest.raises(InterruptedError):
+        ready(request([*SMALL, "--num-layers", "4"], search_layout=True, fixed=fixed)).search()
+    cuts = len(set(tried))
+    assert cuts == len(set(tried[:cuts])) and {pp for pp, *_ in tried[:cuts]} == {1, 2, 4}
+    assert all(pp > 1 for pp, *_ in tried[cuts:])
+
+
 @pytest.mark.parametrize("of_their_own", [[], ["--expert-tensor-parallel-size", "1"]])
 def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
     words = [*SMALL, "--num-layers", "4", *EXPERTS, *of_their_own]
