@@ -102,10 +102,9 @@ def _nccl() -> Finding:
 
 
 def _engine() -> Finding:
-    here = version("transformer_engine") or version("transformer-engine")
     if find_spec("transformer_engine") is None:
         return passed("transformer engine", "absent: Megatron needs --transformer-impl local")
-    return passed("transformer engine", f"{here or 'no version known'}")
+    return passed("transformer engine", version("transformer_engine") or "no version known")  # either spelling
 
 
 def _apex() -> Finding:
