@@ -13,6 +13,7 @@ from torch.cuda import nccl
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
+from megatron_ext.runtime.routes.symmetric_gather import LEAST_NCCL
 from megatron_ext.runtime.stream_flags import missing
 
 LEAST_TORCH = (2, 6)
@@ -96,15 +97,14 @@ def _nccl() -> Finding:
     text = ".".join(map(str, here))
     if here < (2, 18):
         return passed("nccl", f"{text}: several communicators in flight are not run in order", "use NCCL 2.18 or newer")
-    means = "" if here >= (2, 27) else ": no symmetric memory, so all-gathers use the GPU's multiprocessors"
+    means = "" if here >= LEAST_NCCL else ": no all-gathers by copy engines, so they use the GPU's multiprocessors"
     return passed("nccl", f"{text}{means}")
 
 
 def _engine() -> Finding:
-    here = version("transformer_engine") or version("transformer-engine")
     if find_spec("transformer_engine") is None:
         return passed("transformer engine", "absent: Megatron needs --transformer-impl local")
-    return passed("transformer engine", f"{here or 'no version known'}")
+    return passed("transformer engine", version("transformer_engine") or "no version known")  # either spelling
 
 
 def _apex() -> Finding:

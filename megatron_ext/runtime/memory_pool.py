@@ -7,13 +7,16 @@ the first iteration, everything that an iteration takes from the pool is taken a
 (:func:`rehearse`). The allocator's choices depend only on sizes and order, and every iteration begins and ends with an
 empty pool, so later iterations find their blocks in it. Groups that are made whole outside the program (for an
 evaluation, a checkpoint) do not use this pool: their memory is given back afterwards.
-Source: PyTorch, torch.cuda.MemPool.
+
+If the device is full, torch may take free blocks of the pool for activations. The pool then asks the driver for memory.
+Some releases of torch do not return their other free blocks to the driver for it, so we do.
+Source: PyTorch, torch.cuda.MemPool and its issue 175015.
 """
 
-import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -48,15 +51,19 @@ class MemoryPool:
             held.resize = partial(self._resize, held.resize, held.bytes)
 
     def _resize(self, resize: Callable[[int], object], bytes_held: int, size: int) -> None:
-        if not size or not self._used or self._pool is None:
-            resize(size)
-        else:
-            with torch.cuda.use_mem_pool(self._pool):
+        pool = self._pool if size and self._used else None
+        where = nullcontext if pool is None else partial(torch.cuda.use_mem_pool, pool)
+        try:
+            with where():
+                resize(size)
+        except torch.cuda.OutOfMemoryError:  # torch may still hold free blocks of other pools
+            torch.cuda.empty_cache()
+            with where():
                 resize(size)
         self._bytes += size or -bytes_held
         self._peak = max(self._peak, self._bytes)
 
-    @contextlib.contextmanager
+    @contextmanager
     def unused(self) -> Iterator[None]:
         """Within this context, resizes take their memory from the usual allocator."""
         self._used = False
@@ -87,15 +94,11 @@ class MemoryPool:
             self._pool = None
             torch.cuda.empty_cache()
             why = "the device has no room for a" if full else "with expandable_segments this PyTorch makes no"
-            return (
-                f"{why} pool of whole groups and gradients; torch's allocator may wait for the device in the first "
-                "iterations"
-            )
+            return f"{why} pool of whole groups and gradients; at first torch's allocator may wait for the device"
         if taken <= 1.1 * self._peak:
             return None
-        return (
-            f"the pool of whole groups and gradients has {taken / 1e9:.2f} GB, for a peak of {self._peak / 1e9:.2f} GB"
-        )
+        peak, taken = self._peak / 1e9, taken / 1e9
+        return f"the pool of whole groups and gradients has {taken:.2f} GB, for a peak of {peak:.2f} GB"
 
     def _take(self, rehearsal: Callable[[], None], first_bytes: int) -> int:
         """Begin a new pool with a block of ``first_bytes``; returns the bytes that the pool takes from the device."""

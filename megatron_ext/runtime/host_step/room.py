@@ -3,8 +3,7 @@
 [Note: A step through a room]
 1. The issuing thread queues copies of the unit's gradients into the room (``arrive``), followed by a flag.
 2. The thread that steps polls the flag, takes the gradients (``begin``), steps, and rounds the new parameters to 16
-bits
-   in the room (``end``). This needs only host memory and the CPU, so any thread may do it.
+   bits in the room (``end``). This needs only host memory and the CPU, so any thread may do it.
 3. The issuing thread queues copies of the parameters to the device (``leave``). These need no order of their own after
    the reads of the shards in this iteration: the gradients were computed after these reads, and have arrived. But the
    previous parameters may not have been published yet, see early.py.

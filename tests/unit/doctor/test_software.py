@@ -8,6 +8,7 @@ import torch
 
 from megatron_ext.doctor import software
 from megatron_ext.doctor.place import DoctorOptions, Place
+from megatron_ext.runtime.routes import symmetric_gather
 
 
 def here(on_cuda: bool = False) -> Place:
@@ -105,6 +106,13 @@ def test_the_driver_is_said_beside_its_device(on_cuda, version):
 def test_a_driver_without_the_function_and_an_nccl_with_a_word_behind_its_numbers(on_cuda):
     checks = on_cuda(object(), nccl=(2, 28, 9, "cuda13"))
     assert "does not report" in checks["cuda"].found and checks["nccl"].found == "2.28.9.cuda13"
+
+
+def test_an_nccl_that_cannot_gather_by_copy_engines_is_said(on_cuda, monkeypatch):
+    before = (2, 27, 7)
+    monkeypatch.setattr(symmetric_gather.nccl, "version", lambda: before)
+    assert symmetric_gather.missing("cuda", ranks=2, nodes=1)
+    assert "no all-gathers by copy engines" in on_cuda(Driver(13000), nccl=before)["nccl"].found
 
 
 def test_a_package_that_is_called_apex_is_not_taken_for_it(monkeypatch):

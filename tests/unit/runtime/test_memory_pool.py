@@ -1,5 +1,6 @@
 """The rehearsal takes and gives back what an iteration does, in its order."""
 
+from contextlib import contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -9,6 +10,7 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
 from megatron_ext.runtime import memory_pool
+from megatron_ext.runtime.gradients import Gradient
 from megatron_ext.runtime.memory_pool import rehearse
 
 SHAPES = {
@@ -71,6 +73,59 @@ def test_a_run_goes_on_without_a_pool_that_cannot_be_filled(monkeypatch, error, 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", Mock(side_effect=RuntimeError("an illegal access")))
     with pytest.raises(RuntimeError, match="illegal"):
         memory_pool.MemoryPool(Mock(kind="cuda")).fill(lambda: None)
+
+
+class FullDevice:
+    """A device without a free byte, of which torch holds ``cached`` bytes in free blocks outside of the pool. As with
+    PyTorch's issue 175015, these are not freed for an allocation within the pool."""
+
+    def __init__(self, cached: int):
+        self.cached, self.free, self.in_pool = cached, 0, False
+
+    @contextmanager
+    def use_mem_pool(self, pool):
+        self.in_pool = True
+        try:
+            yield
+        finally:
+            self.in_pool = False
+
+    def empty_cache(self):
+        assert not self.in_pool, "torch frees nothing"
+        self.free, self.cached = self.free + self.cached, 0
+
+    def resize(self, size: int):
+        if size > self.free:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        self.free -= size
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """``served(device)``: a gradient of 32 bytes that takes its memory from a pool of the device."""
+
+    def make(device: FullDevice) -> Gradient:
+        for name in ("use_mem_pool", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, getattr(device, name))
+        monkeypatch.setattr(torch.cuda, "MemPool", Mock)
+        gradient = Gradient(0, torch.zeros(8), torch.zeros(8), 0)
+        gradient.resize = device.resize
+        memory_pool.MemoryPool(Mock(kind="cuda")).serve(gradient)
+        return gradient
+
+    return make
+
+
+def test_a_pool_that_lacks_a_block_gets_it_from_the_free_blocks_of_others(served):
+    """torch may have given a block of the pool to an activation, and not have had it back."""
+    device = FullDevice(cached=40)
+    served(device).resize(32)
+    assert (device.free, device.cached) == (8, 0)
+
+
+def test_a_pool_is_out_of_memory_if_no_other_block_is_free(served):
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        served(FullDevice(cached=31)).resize(32)
 
 
 def test_a_device_that_is_full_leaves_no_group_whole():
