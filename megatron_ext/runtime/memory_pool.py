@@ -16,7 +16,7 @@ Source: PyTorch, torch.cuda.MemPool and its issue 175015.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,15 +51,17 @@ class MemoryPool:
             held.resize = partial(self._resize, held.resize, held.bytes)
 
     def _resize(self, resize: Callable[[int], object], bytes_held: int, size: int) -> None:
-        pool = self._pool if size and self._used else None
-        where = nullcontext if pool is None else partial(torch.cuda.use_mem_pool, pool)
-        try:
-            with where():
-                resize(size)
-        except torch.cuda.OutOfMemoryError:  # torch may still hold free blocks of other pools
-            torch.cuda.empty_cache()
-            with where():
-                resize(size)
+        if not size or not self._used or self._pool is None:
+            resize(size)
+        else:
+            in_pool = partial(torch.cuda.use_mem_pool, self._pool)
+            try:
+                with in_pool():
+                    resize(size)
+            except torch.cuda.OutOfMemoryError:  # torch may still hold free blocks of other pools
+                torch.cuda.empty_cache()
+                with in_pool():
+                    resize(size)
         self._bytes += size or -bytes_held
         self._peak = max(self._peak, self._bytes)
 

@@ -44,15 +44,17 @@ LAYOUTS = {
         4,
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --data-parallel-size 2",
     ),
+    # Tensor-parallel ranks add up gradients of the norms of queries and keys after the last reduce.
+    "TP2 DP2": (4, "--tensor-model-parallel-size 2 --qk-layernorm --data-parallel-size 2"),
 }
 """By name: ranks, all on one device, and options."""
 
-SECONDS = {"1 rank": 3.0, "2 ranks": 6.0, "4 ranks": 12.0, "PP2 VP2 DP2": 16.0}
+SECONDS = {"1 rank": 3.0, "2 ranks": 6.0, "4 ranks": 12.0, "PP2 VP2 DP2": 16.0, "TP2 DP2": 16.0}
 """Of a small case: its reference, and two trainings by the schedule. Processes that share a device take turns of
 milliseconds, and a collective is done when each of its ranks has had one."""
 
 FACTORS = {
-    "layout": tuple(LAYOUTS),
+    "layout": tuple(LAYOUTS)[:4],
     "route": ("gpu", "cpu", "nvme", "cpu_shard"),
     "zero_stage": ("3", "2", "1"),
     "gradients": ("whole", "sharded", "host"),
@@ -62,7 +64,8 @@ FACTORS = {
     "mode": ("plain", "overflow", "delayed", "early", "early, overflow"),
     "cast": ("none", "host", "device"),
 }
-"""``states``: of an optimizer on the device; of one on the host, in memory, with every second group on the device, or
+"""``layout``: all but that of tensor-parallel ranks, whose cases are named below.
+``states``: of an optimizer on the device; of one on the host, in memory, with every second group on the device, or
 with two of three groups on the drive. ``early``: steps during the backward; with ``clip`` active all are taken back.
 ``never whole``: with a limit that has no room for all parameters at once, not drawn with the others.
 ``cast``: step slots, and where parameters become 16-bit."""
@@ -233,6 +236,10 @@ def jobs() -> list[Job]:
         _training("medium", 15, _row(two, "cpu_shard", states="device")),
         _training("medium", 15, _row(two, "gpu", shards="device", cast="host", mode="early", clip="idle")),
     ]
+    tensor = [
+        _row("TP2 DP2", "cpu_shard"),
+        _row("TP2 DP2", "gpu", zero="2", gradients="sharded", shards="device", states="device"),
+    ]
     program = lambda name, seconds, limit: (Program(name=name, seconds=seconds, limit=limit),)
     return [
         Job(name="plans", cases=program(PLANS, 30, 120), until=0.6),  # of processors alone, beside the first trainings
@@ -243,6 +250,7 @@ def jobs() -> list[Job]:
         _small(two, rows),
         _small("PP2 VP2 DP2", rows),
         _small("4 ranks", rows),
+        _small("TP2 DP2", tensor),
         Job(name=KILL_AND_RESUME, cases=program(KILL_AND_RESUME, 60, 200), until=0.65),
         Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
         Job(

@@ -53,6 +53,7 @@ def start(args):
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.num_virtual_stages_per_pipeline_rank,
     )

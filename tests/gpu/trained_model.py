@@ -62,13 +62,13 @@ def workload_of(args, zero_stage: ZeroStage) -> Workload:
     """The workload of the model: every rank builds its chunks, and frees them. Collective."""
     example.set_seeds(args)
     config = gpt_model.transformer_config(args, perform_initialization=False)
-    rank = dist.get_rank() // args.data_parallel_size
+    parallel = gpt_arguments.parallel_of(args)
+    rank = dist.get_rank() * parallel.pp // dist.get_world_size()
     built = [chunk.to(config.params_dtype) for chunk in gpt_model.build_chunks(args, config)]
     own = [describe_chunk(chunk, rank, index) for index, chunk in enumerate(built)]
     everybody: list = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, own)
     chunks = {(chunk.model_chunk_id, chunk.pp_rank): chunk for of_rank in everybody for chunk in of_rank}
-    parallel = gpt_arguments.parallel_of(args)
     item_bytes = ITEM_BYTES[gpt_arguments.dtype_of(args)]
     return make_workload(
         parallel=parallel,
