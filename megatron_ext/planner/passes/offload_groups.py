@@ -11,7 +11,7 @@ first. The order that costs less by the cost table is chosen.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
@@ -267,14 +267,16 @@ class Offloader:
                 if (held := self.held(rank, weighed, first(end))) <= self.limit:
                     fits = partial(self._fits, rank, weighed)
                     number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
-                    return self._given_back(rank, weighed, first(number))
+                    return self._given_back(weighed, first(number), fits)
                 if held < least_held:
                     least, least_held = first(end), held
                 begin = end
             kept = least
         return None
 
-    def _given_back(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> list[Residency]:
+    def _given_back(
+        self, weighed: list[OffloadCosts], kept: list[Residency], fits: Callable[[list[Residency]], bool]
+    ) -> list[Residency]:
         """``kept`` with every group relieved less if everything still fits, starting with the most expensive. If a way
         did not fit for one group, it is not tried for equal groups."""
         failed: set[tuple] = set()
@@ -287,17 +289,36 @@ class Offloader:
                 if like in failed:
                     continue
                 other = [*kept[:index], way, *kept[index + 1 :]]
-                if self._fits(rank, weighed, other):
+                if fits(other):
                     kept = other
                     break
                 failed.add(like)
         return kept
 
+    def given_back(self, groups: Sequence[Group], fits: Callable[[Sequence[Group]], bool]) -> tuple[Group, ...]:
+        """Relieved groups, each relieved less if everything still ``fits``, starting with the most expensive."""
+        placed = list(groups)
+
+        def changed(indices: list[int], kept: list[Residency]) -> list[Group]:
+            ways = dict(zip(indices, kept))
+            return [self.kept_as(group, ways[i]) if i in ways else group for i, group in enumerate(placed)]
+
+        for _, indices, weighed in self.by_rank(groups):
+            kept = [Residency.of(groups[index]) for index in indices]
+            kept = self._given_back(weighed, kept, lambda kept, own=indices: fits(changed(own, kept)))
+            placed = changed(indices, kept)
+        return tuple(placed)
+
     def kept_as(self, group: Group, way: Residency) -> Group:
         """``group`` kept in the way ``way``, with the rule's ``reduce_every``."""
-        if way.gradients is not None:
-            group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
-        return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
+        every = self.rule.reduce_every if way.gradients else 1
+        group = replace(group, gradients=way.gradients, reduce_every=every, alone=way.alone)
+        if way.shard_on_host:
+            return replace(group, shard_rests="host", algorithm=None)
+        if group.shard_rests == "host" and self.timing is not None:
+            algorithm = self.timing.algorithm(group.pp_rank, group.bytes, group.ranks)
+            return replace(group, shard_rests=None, algorithm=algorithm)
+        return group
 
     def rounding(self, group: Group) -> int:
         """Bytes of the buffer on the device in which the optimizer there rounds ``group``, if its shard rests in host
