@@ -5,7 +5,7 @@ A rule reserves some bytes for whole parameters and gives an order of reliefs (`
 passes estimate every rule; the best few rules are searched.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -24,7 +24,7 @@ from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import keeps_device_bytes
-from megatron_ext.schedule.user_defined_schedule import Group, Schedule, Unshard
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
@@ -49,8 +49,8 @@ and a rule that is :data:`MUCH_SLOWER` than the best by estimate is not searched
 
 MUCH_SLOWER = 0.02
 
-TRIES, FEW_TRIES = 40, 8
-"""How often it is tried to relieve memory less, in small and in other cases."""
+TRIES = 40
+"""How often it is tried to relieve less memory. In large cases this takes a small part of a search."""
 
 
 def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least: bool = True) -> Schedule:
@@ -106,25 +106,20 @@ def _relieved_less(problem: Problem, mark: float, schedule: Schedule, rule: Rule
     workload, timing = problem.workload, problem.timing
     if workload.optimizer.on_host:
         return schedule
-    tries = iter(range(TRIES if number_of_steps(workload) <= SMALL_STEPS else FEW_TRIES))
+    tries = iter(range(TRIES))
 
-    def fits(groups: Sequence[Group]) -> bool:
-        tried = replace(schedule, groups=tuple(groups))
-        return next(tries, None) is not None and keeps_device_bytes(tried, workload)
+    def fits(groups: tuple[Group, ...]) -> bool:
+        return next(tries, TRIES) < TRIES and keeps_device_bytes(replace(schedule, groups=groups), workload)
 
     groups = Offloader(workload, rule, timing).given_back(schedule.groups, fits)
+    gathers = [SHARD_GATHER if group.shard_rests else ALL_GATHER for group in groups]
+    route_of = lambda action: gathers[action.group] if kind_of(action.route).gathers else action.route
+    made = rerouted(replace(schedule, groups=groups), route_of)
     with suppress(InputError):
-        made = rerouted(replace(schedule, groups=groups), lambda action: _route_of(action, groups))
         check_limits(made, workload)
-        if groups != schedule.groups and judged_us(workload, timing, made) * marked(1.0, schedule) < mark:
+        if judged_us(workload, timing, made) * marked(1.0, schedule) < mark:
             return made
     return schedule
-
-
-def _route_of(action: Unshard, groups: Sequence[Group]) -> Route:
-    """The route of an unshard after its group's shard has moved."""
-    gathers = SHARD_GATHER if groups[action.group].shard_rests else ALL_GATHER
-    return gathers if kind_of(action.route).gathers else action.route
 
 
 def check_limits(schedule: Schedule, workload: Workload) -> None:

@@ -285,7 +285,7 @@ class Offloader:
             for way in sorted(one.ways, key=lambda way: one.ways[way]):
                 if way == kept[index]:
                     break
-                like = one.group.bytes, one.group.ranks, one.gradient, kept[index], way
+                like = one.group.pp_rank, one.group.bytes, one.group.ranks, one.gradient, kept[index], way
                 if like in failed:
                     continue
                 other = [*kept[:index], way, *kept[index + 1 :]]
@@ -295,30 +295,22 @@ class Offloader:
                 failed.add(like)
         return kept
 
-    def given_back(self, groups: Sequence[Group], fits: Callable[[Sequence[Group]], bool]) -> tuple[Group, ...]:
+    def given_back(self, groups: Sequence[Group], fits: Callable[[tuple[Group, ...]], bool]) -> tuple[Group, ...]:
         """Relieved groups, each relieved less if everything still ``fits``, starting with the most expensive."""
-        placed = list(groups)
-
-        def changed(indices: list[int], kept: list[Residency]) -> list[Group]:
-            ways = dict(zip(indices, kept))
-            return [self.kept_as(group, ways[i]) if i in ways else group for i, group in enumerate(placed)]
-
-        for _, indices, weighed in self.by_rank(groups):
-            kept = [Residency.of(groups[index]) for index in indices]
-            kept = self._given_back(weighed, kept, lambda kept, own=indices: fits(changed(own, kept)))
-            placed = changed(indices, kept)
-        return tuple(placed)
+        weighed = list(map(self._place, groups, uses_of_groups(groups, self.workload)))
+        kept_as = lambda kept: tuple(map(self.kept_as, groups, kept))
+        return kept_as(self._given_back(weighed, list(map(Residency.of, groups)), lambda kept: fits(kept_as(kept))))
 
     def kept_as(self, group: Group, way: Residency) -> Group:
         """``group`` kept in the way ``way``, with the rule's ``reduce_every``."""
-        every = self.rule.reduce_every if way.gradients else 1
-        group = replace(group, gradients=way.gradients, reduce_every=every, alone=way.alone)
+        every, algorithm = self.rule.reduce_every if way.gradients else 1, group.algorithm
         if way.shard_on_host:
-            return replace(group, shard_rests="host", algorithm=None)
-        if group.shard_rests == "host" and self.timing is not None:
+            algorithm = None
+        elif group.shard_rests and self.timing is not None:
             algorithm = self.timing.algorithm(group.pp_rank, group.bytes, group.ranks)
-            return replace(group, shard_rests=None, algorithm=algorithm)
-        return group
+        rests = "host" if way.shard_on_host else None
+        kept = dict(gradients=way.gradients, reduce_every=every, alone=way.alone)
+        return replace(group, **kept, shard_rests=rests, algorithm=algorithm)
 
     def rounding(self, group: Group) -> int:
         """Bytes of the buffer on the device in which the optimizer there rounds ``group``, if its shard rests in host
