@@ -10,17 +10,21 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 
+from msgspec.structs import replace
+
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.effort import SMALL_STEPS, last_found, marked, number_of_steps
+from megatron_ext.planner.effort import SMALL_STEPS, judged_us, last_found, marked, number_of_steps
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
+from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.schedule.match import match
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.memory_bill import keeps_device_bytes
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
@@ -45,6 +49,9 @@ and a rule that is :data:`MUCH_SLOWER` than the best by estimate is not searched
 
 MUCH_SLOWER = 0.02
 
+TRIES = 40
+"""How often it is tried to relieve less memory. In large cases this takes a small part of a search."""
+
 
 def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least: bool = True) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
@@ -62,15 +69,15 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
         routes, reliefs = reliefs_of(*problem[:3])
         problem = problem._replace(routes=routes)
     estimated = _estimated(problem, reliefs)
-    found: list[tuple[float, Schedule]] = []
+    found: list[tuple[float, Schedule, Rule]] = []
     many = number_of_steps(problem.workload) > FEW_STEPS
     for us, rule in estimated:
         if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         with suppress(InputError):
-            found.append(_searched(problem, rule))
+            found.append((*_searched(problem, rule), rule))
     if found:
-        return min(found, key=lambda item: item[0])[1]
+        return _relieved_less(problem, *min(found, key=lambda item: item[0]))
     if not or_least:
         raise InputError("no rule keeps them", field="limits")
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
@@ -91,6 +98,28 @@ def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
     schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
     check_limits(schedule, workload)
     return marked(us, schedule), schedule
+
+
+def _relieved_less(problem: Problem, mark: float, schedule: Schedule, rule: Rule) -> Schedule:
+    """The same gathers with fewer gradients and shards elsewhere, if that is faster; otherwise the schedule. It may use
+    fewer bytes for whole parameters than its rule leaves. If the host steps, a later pass uses such bytes."""
+    workload, timing = problem.workload, problem.timing
+    if workload.optimizer.on_host:
+        return schedule
+    tries = iter(range(TRIES))
+
+    def fits(groups: tuple[Group, ...]) -> bool:
+        return next(tries, TRIES) < TRIES and keeps_device_bytes(replace(schedule, groups=groups), workload)
+
+    groups = Offloader(workload, rule, timing).given_back(schedule.groups, fits)
+    gathers = [SHARD_GATHER if group.shard_rests else ALL_GATHER for group in groups]
+    route_of = lambda action: gathers[action.group] if kind_of(action.route).gathers else action.route
+    made = rerouted(replace(schedule, groups=groups), route_of)
+    with suppress(InputError):
+        check_limits(made, workload)
+        if judged_us(workload, timing, made) * marked(1.0, schedule) < mark:
+            return made
+    return schedule
 
 
 def check_limits(schedule: Schedule, workload: Workload) -> None:

@@ -11,7 +11,7 @@ first. The order that costs less by the cost table is chosen.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import product
 from math import ceil, inf
@@ -76,12 +76,14 @@ class OffloadCosts(NamedTuple):
         ways: the ways in which the group can be kept.
         cost_us: by way, microseconds of links per iteration in addition to what the group takes when it is not
             relieved.
+        held: by way, what the group adds to the bytes of its rank (:meth:`Offloader.held`).
     """
 
     group: Group
     span: tuple[int, int]
     gradient: int
     ways: dict[Residency, float]
+    held: dict[Residency, tuple[int, int, int, int]]
 
 
 class Offloader:
@@ -102,7 +104,7 @@ class Offloader:
         self.fixed, self.optimizer = _fixed_bytes(unlimited), optimizer_on_host(unlimited, on_drive=True)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
-        self._costs: dict[tuple, dict[Residency, float]] = {}
+        self._costs: dict[tuple, tuple[dict[Residency, float], dict[Residency, tuple[int, int, int, int]]]] = {}
         self._rounding: dict[tuple, int] = {}
         self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
@@ -192,12 +194,24 @@ class Offloader:
             gradients += ["host"] * may_rest_on_host(first.dtype, self.workload.optimizer.on_host)
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         rests = (False, True) if on_host else (False,)
-        key = group.bytes, group.ranks, gradient, len(gradients), on_host  # layers are alike
+        key = group.bytes, group.ranks, group.algorithm, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
             hows = list(product(rests, (False, True)))
             ways = [Residency(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
-            self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}
-        return OffloadCosts(group, span, gradient, self._costs[key])
+            held = {way: self._held(group, gradient, way) for way in ways}
+            self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}, held
+        return OffloadCosts(group, span, gradient, *self._costs[key])
+
+    def _held(self, group: Group, gradient: int, way: Residency) -> tuple[int, int, int, int]:
+        """Bytes of a group that rest on the device, bytes that come there for the optimizer's step, and the bytes of
+        two buffers that all groups share."""
+        size, ranks = group.bytes, group.ranks
+        resting = {None: gradient, "sharded": gradient // ranks, "host": 0}[way.gradients]
+        brought = gradient // ranks if way.gradients == "host" and not self.workload.optimizer.on_host else 0
+        if way.shard_on_host:
+            return resting, brought, piece_buffer_bytes(size, ranks), 0
+        resting += size // ranks if self.workload.zero_stage == 3 else 0
+        return resting, brought, 0, 2 * size if group.algorithm else 0
 
     def _cost_us(self, group: Group, gradient: int, way: Residency) -> float:
         if self.timing is None:
@@ -253,14 +267,16 @@ class Offloader:
                 if (held := self.held(rank, weighed, first(end))) <= self.limit:
                     fits = partial(self._fits, rank, weighed)
                     number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
-                    return self._given_back(rank, weighed, first(number))
+                    return self._given_back(weighed, first(number), fits)
                 if held < least_held:
                     least, least_held = first(end), held
                 begin = end
             kept = least
         return None
 
-    def _given_back(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> list[Residency]:
+    def _given_back(
+        self, weighed: list[OffloadCosts], kept: list[Residency], fits: Callable[[list[Residency]], bool]
+    ) -> list[Residency]:
         """``kept`` with every group relieved less if everything still fits, starting with the most expensive. If a way
         did not fit for one group, it is not tried for equal groups."""
         failed: set[tuple] = set()
@@ -269,21 +285,32 @@ class Offloader:
             for way in sorted(one.ways, key=lambda way: one.ways[way]):
                 if way == kept[index]:
                     break
-                like = one.group.bytes, one.group.ranks, one.gradient, kept[index], way
+                like = one.group.pp_rank, one.group.bytes, one.group.ranks, one.gradient, kept[index], way
                 if like in failed:
                     continue
                 other = [*kept[:index], way, *kept[index + 1 :]]
-                if self._fits(rank, weighed, other):
+                if fits(other):
                     kept = other
                     break
                 failed.add(like)
         return kept
 
+    def given_back(self, groups: Sequence[Group], fits: Callable[[tuple[Group, ...]], bool]) -> tuple[Group, ...]:
+        """Relieved groups, each relieved less if everything still ``fits``, starting with the most expensive."""
+        weighed = list(map(self._place, groups, uses_of_groups(groups, self.workload)))
+        kept_as = lambda kept: tuple(map(self.kept_as, groups, kept))
+        return kept_as(self._given_back(weighed, list(map(Residency.of, groups)), lambda kept: fits(kept_as(kept))))
+
     def kept_as(self, group: Group, way: Residency) -> Group:
         """``group`` kept in the way ``way``, with the rule's ``reduce_every``."""
-        if way.gradients is not None:
-            group = replace(group, gradients=way.gradients, reduce_every=self.rule.reduce_every, alone=way.alone)
-        return replace(group, shard_rests="host", algorithm=None) if way.shard_on_host else group
+        every, algorithm = self.rule.reduce_every if way.gradients else 1, group.algorithm
+        if way.shard_on_host:
+            algorithm = None
+        elif group.shard_rests and self.timing is not None:
+            algorithm = self.timing.algorithm(group.pp_rank, group.bytes, group.ranks)
+        rests = "host" if way.shard_on_host else None
+        kept = dict(gradients=way.gradients, reduce_every=every, alone=way.alone)
+        return replace(group, **kept, shard_rests=rests, algorithm=algorithm)
 
     def rounding(self, group: Group) -> int:
         """Bytes of the buffer on the device in which the optimizer there rounds ``group``, if its shard rests in host
@@ -299,42 +326,32 @@ class Offloader:
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
         """A lower bound of the bytes that the rank holds at its peak: in a step of the pipeline, assuming that all
         kinds of bytes are largest at the same time, or while its optimizer steps."""
-        zero_3, on_host = self.workload.zero_stage == 3, self.workload.optimizer.on_host
+        zero_3 = self.workload.zero_stage == 3
         whole = sum(one.group.bytes for one in weighed) if self.rule.whole_bytes is None else self.rule.whole_bytes
-        resting, brought, coming = self.fixed[rank] + (0 if zero_3 else whole), 0, []
-        pieces = legs = rounding = 0  # bytes of buffers
-        for one, way in zip(weighed, kept):
-            size, ranks = one.group.bytes, one.group.ranks
-            if way.shard_on_host:
-                pieces, rounding = max(pieces, piece_buffer_bytes(size, ranks)), max(rounding, self.rounding(one.group))
-            else:
-                resting += size // ranks if zero_3 else 0
-                legs = max(legs, 2 * size if one.group.algorithm else 0)
-            resting += {None: one.gradient, "sharded": one.gradient // ranks, "host": 0}[way.gradients]
-            brought += one.gradient // ranks if way.gradients == "host" and not on_host else 0
-            if way.gradients is not None:
-                coming.append((one, way.alone))
-        moving = self.activations[rank] + self._coming_and_going(coming) + (whole if zero_3 else 0)
-        return resting + pieces + legs + rounding + max(moving, brought)
+        resting, brought, pieces, legs = zip(*[one.held[way] for one, way in zip(weighed, kept)] or [(0, 0, 0, 0)])
+        rounding = max([self.rounding(one.group) for one, way in zip(weighed, kept) if way.shard_on_host], default=0)
+        moving = self.activations[rank] + self._coming_and_going(weighed, kept) + (whole if zero_3 else 0)
+        buffers = max(pieces) + max(legs) + rounding
+        return self.fixed[rank] + (0 if zero_3 else whole) + sum(resting) + buffers + max(moving, sum(brought))
 
-    def _coming_and_going(self, weighed: list[tuple[OffloadCosts, bool]]) -> int:
-        """A lower bound of the peak bytes of whole gradients that come and go. Each group is given with whether its
-        gradient is alone.
+    def _coming_and_going(self, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
+        """A lower bound of the peak bytes of whole gradients that come and go.
 
         In a backward there are the gradients whose layers are in progress, and the gradient that was reduced last.
         Gradients that are not reduced every time stay for several backward steps. In the interleaved order these belong
         to one chunk at a time, if they are reduced once per group of micro-batches.
         """
-        chunks: dict[int, list[tuple[OffloadCosts, bool]]] = {}
-        for one, alone in weighed:
-            chunks.setdefault(one.group.model_chunk_id, []).append((one, alone))
-        before = max((one.gradient for one, _ in weighed), default=0)
+        chunks: dict[int, list[tuple[tuple[int, int], int, bool]]] = {}
+        for one, way in zip(weighed, kept):
+            if way.gradients is not None:
+                chunks.setdefault(one.group.model_chunk_id, []).append((one.span, one.gradient, way.alone))
+        before = max((size for mine in chunks.values() for _, size, _ in mine), default=0)
         if self.rule.reduce_every == 1:
-            return max((_peak_of_backward(mine, before) for mine in chunks.values()), default=0)
+            return max((_peak_of_backward(tuple(mine), before) for mine in chunks.values()), default=0)
         parallel = self.workload.parallel
         one_chunk = parallel.order == "interleaved" and self.rule.reduce_every == parallel.microbatch_group_size
-        stay = [sum(one.gradient for one, _ in mine) for mine in chunks.values()]
-        in_flight = before if any(not alone for _, alone in weighed) else 0
+        stay = [sum(size for _, size, _ in mine) for mine in chunks.values()]
+        in_flight = before if any(not alone for mine in chunks.values() for *_, alone in mine) else 0
         return ((max if one_chunk else sum)(stay) if stay else 0) + in_flight
 
 
@@ -355,13 +372,15 @@ def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
     return orders if orders[0] != orders[1] else orders[:1]
 
 
-def _peak_of_backward(weighed: list[tuple[OffloadCosts, bool]], on_its_way: int) -> int:
+@lru_cache(maxsize=512)
+def _peak_of_backward(weighed: tuple[tuple[tuple[int, int], int, bool], ...], on_its_way: int) -> int:
+    """Of groups given with their layers, the bytes of their gradients and whether these are alone."""
     there, peak = 0, on_its_way
     begin: dict[int, list[tuple[int, bool]]] = {}
     ends: dict[int, list[int]] = {}
-    for one, alone in weighed:
-        begin.setdefault(one.span[1], []).append((one.gradient, alone))
-        ends.setdefault(one.span[0], []).append(one.gradient)
+    for (first, last), size, alone in weighed:
+        begin.setdefault(last, []).append((size, alone))
+        ends.setdefault(first, []).append(size)
     for layer in sorted({*begin, *ends}, reverse=True):
         for size, alone in begin.get(layer, ()):
             on_its_way = 0 if alone else on_its_way

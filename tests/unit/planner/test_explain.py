@@ -4,7 +4,7 @@ import re
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import line, make_table, make_workload
+from planning_cases import line, make_table, make_workload, uneven_case
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import explain, plan, planned
@@ -98,3 +98,17 @@ def test_a_name_in_several_chunks_is_refused_with_their_groups():
     found = planned(work, make_table(work), policy="all-gpu")
     with pytest.raises(InputError, match="is a parameter of groups 0, 1, 2, 3, of different chunks"):
         explain(found, found.schedule.groups[0].parameters[0])
+
+
+@pytest.mark.parametrize("seed", (30, 37))
+def test_no_gradient_or_shard_would_be_faster_in_room_that_the_plan_leaves_free(seed):
+    """Layers are unequal, so whole parameters do not use all the room that a rule leaves them."""
+    work, table = uneven_case(seed)
+    table = replace(table, host_add=line(1.0, 4e4), reduce=line(20.0, 6e3), optimizer=line(5.0, 4e4))
+    stock = max(bill.memory.device_total_bytes for bill in evaluate(work, table).memory)
+    found = planned(replace(work, limits=Limits(device_bytes=stock * 8 // 10)), table)
+    assert any(group.gradients or group.shard_rests for group in found.schedule.groups)
+    ours = found.schedule.predicted.iteration_time_us / 1e3
+    for group in range(len(found.schedule.groups)):
+        moved = " ".join(lines_of(found, group)["offload"])
+        assert all(float(ms) > 0.999 * ours for ms in re.findall(r"([\d.]+) ms per iteration", moved))
