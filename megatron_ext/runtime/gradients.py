@@ -86,7 +86,8 @@ class Gradient:
 
     def forget(self) -> None:
         """Free it, as if nothing had been added or reduced."""
-        self.resize(0)
+        if self.state is not _FREED:  # the pool counts what is freed
+            self.resize(0)
         self.state, self.version = _FREED, 0
 
 

@@ -54,13 +54,12 @@ class MemoryPool:
         if not size or not self._used or self._pool is None:
             resize(size)
         else:
-            in_pool = partial(torch.cuda.use_mem_pool, self._pool)
             try:
-                with in_pool():
+                with torch.cuda.use_mem_pool(self._pool):
                     resize(size)
             except torch.cuda.OutOfMemoryError:  # torch may still hold free blocks of other pools
                 torch.cuda.empty_cache()
-                with in_pool():
+                with torch.cuda.use_mem_pool(self._pool):
                     resize(size)
         self._bytes += size or -bytes_held
         self._peak = max(self._peak, self._bytes)

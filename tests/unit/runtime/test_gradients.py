@@ -46,6 +46,18 @@ def sizes(reducer) -> list[int]:
     return [gradient.whole.untyped_storage().nbytes() for gradient in reducer.gradients.values()]
 
 
+def test_what_is_forgotten_is_freed_once():
+    """A rehearsal forgets all gradients; the pool would count those that are free a second time."""
+    reducer, freed = made(), []
+    allocated, free = reducer.gradients.values()
+    reducer.allocate(allocated)
+    for gradient in (allocated, free):
+        gradient.resize = lambda size, index=gradient.index: freed.append((index, size))
+        gradient.forget()
+        gradient.forget()
+    assert freed == [(0, 0)]
+
+
 def test_whole_gradients_have_bytes_until_the_next_reduce_and_sums_stay(reducer):
     first, second = reducer.gradients.values()
     assert sizes(reducer) == [0, 0]

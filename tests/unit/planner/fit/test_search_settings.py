@@ -59,25 +59,43 @@ def test_what_is_fixed_stays_and_all_train_the_same_batch(experts):
     assert {one.zero_stage for one in together} <= {1, 2}
 
 
-def test_settings_wait_that_are_cut_like_a_slow_one(monkeypatch):
-    """Settings without pipelines have the lowest bound here, and take three times as long."""
-    tried: list[tuple[int, ...]] = []
+def tried_first(monkeypatch, number: int, bound, slower, **more) -> list:
+    """The first settings that a search estimates. ``bound(setting)`` is their lower bound, which their times exceed by
+    the factor ``slower(setting)``."""
+    tried = []
 
     def noted(setting, work, table, bound_us, **how):
-        pp = setting.parallel.pp
-        tried.append((pp, setting.parallel.tensor_model_parallel_size, setting.zero_stage))
-        if len(tried) == 40:
+        tried.append(setting)
+        if len(tried) == number:
             raise InterruptedError
-        return SimpleNamespace(us=bound_us * (3 if pp == 1 else 1.5), device_bytes=0, host_bytes=0)
+        return SimpleNamespace(us=bound_us * slower(setting), device_bytes=0, host_bytes=0)
 
-    monkeypatch.setattr(search_settings, "bound_us", lambda work, timing: 100.0 + work.parallel.pp)
+    monkeypatch.setattr(search_settings, "bound_us", lambda work, timing: bound(work))
     monkeypatch.setattr(search_settings, "quick_choice", noted)
-    fixed = ("optimizer-cpu-offload", "zero-stage")
     with pytest.raises(InterruptedError):
-        ready(request([*SMALL, "--num-layers", "4"], search_layout=True, fixed=fixed)).search()
+        ready(request([*SMALL, "--num-layers", "4"], **more)).search()
+    return tried
+
+
+def test_settings_wait_that_are_cut_like_a_slow_one(monkeypatch):
+    """Settings without pipelines have the lowest bound here, and take three times as long."""
+    fixed = ("optimizer-cpu-offload", "zero-stage", "micro-batch-size")
+    slower = lambda setting: 3 if setting.parallel.pp == 1 else 1.5
+    bound = lambda work: 100.0 + work.parallel.pp
+    found = tried_first(monkeypatch, 40, bound, slower, search_layout=True, fixed=fixed)
+    tried = [(one.parallel.pp, one.parallel.tensor_model_parallel_size, one.zero_stage) for one in found]
     cuts = len(set(tried))
     assert cuts == len(set(tried[:cuts])) and {pp for pp, *_ in tried[:cuts]} == {1, 2, 4}
     assert all(pp > 1 for pp, *_ in tried[cuts:])
+
+
+def test_a_large_micro_batch_does_not_wait_because_a_small_one_is_slow(monkeypatch):
+    """With few micro-batches the bound is higher, and fewer gathers exceed it."""
+    size = lambda setting: setting.batch.micro_batch_size
+    bound = lambda work: 1000.0 - work.parallel.num_microbatches
+    fixed = ("optimizer-cpu-offload", "zero-stage")
+    found = tried_first(monkeypatch, 3, bound, lambda setting: 1 + 2 / size(setting), fixed=fixed)
+    assert [*map(size, found[1:])] == [1, 2]  # after the given setting
 
 
 @pytest.mark.parametrize("of_their_own", [[], ["--expert-tensor-parallel-size", "1"]])
