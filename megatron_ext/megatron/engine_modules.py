@@ -38,10 +38,8 @@ class _Module(torch.nn.Module):
         fill = partial(torch.nn.init.normal_, std=0.023) if fill is None else fill
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
-        with (
-            torch.no_grad(),
-            tracker().fork(*[state] * bool(state)) if tracker is not None else contextlib.nullcontext(),
-        ):
+        named = [] if state is None else [state]
+        with torch.no_grad(), contextlib.nullcontext() if tracker is None else tracker().fork(*named):
             fill(parameter) if callable(fill) else parameter.fill_(fill)
 
 

@@ -269,6 +269,7 @@ class Search:
                 left.append(
                     (one.bound_us, _cut(one), one) if larger is None else (min(each.us for each in larger), None, one)
                 )
+        # ends: every round takes one setting out
         while left := [each for each in left if each[0] <= best * near and self._affords(each[2])]:
             chosen = min(range(len(left)), key=lambda place: left[place][0] * self._slower(*left[place][1:]))
             choice = self._estimate(left.pop(chosen)[2], part)

@@ -1,9 +1,11 @@
 """A model of Transformer Engine's layers is described without Transformer Engine, with Megatron's names and shapes."""
 
+import contextlib
 import inspect
 import os
 import random
 import sys
+from functools import partial
 from unittest import mock
 
 import engine_stand_in
@@ -16,7 +18,7 @@ from training import launch_training, run_warm
 from variations import ALL, some
 
 from megatron_ext.megatron import engine_modules, gpt_arguments
-from megatron_ext.megatron.engine_modules import GroupedLinear
+from megatron_ext.megatron.engine_modules import GroupedLinear, Linear
 from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.gpt_shapes import gpt_workload
@@ -201,3 +203,19 @@ def test_layers_of_experts_compute_each_on_its_own_tokens():
     torch.testing.assert_close(layers(x, [3, 2]), expected)
     out, biases = GroupedLinear(2, 8, 4, params_dtype=torch.float32, return_bias=True)(x, [0, 5])
     assert out.shape == (5, 4) and len(biases) == 2
+
+
+@pytest.mark.parametrize("make", [partial(GroupedLinear, 2), Linear])
+def test_replicas_of_an_expert_begin_alike_on_tensor_parallel_ranks(make):
+    """The state of experts is the same on all ranks that hold an expert; the default state differs among them."""
+    named = []
+
+    class Tracker:
+        def fork(self, name="tensor-parallel"):
+            named.append(name)
+            return contextlib.nullcontext()
+
+    make(4, 4, get_rng_state_tracker=Tracker, rng_tracker_name="expert-parallel")
+    assert {*named} == {"expert-parallel"}
+    make(4, 4, get_rng_state_tracker=Tracker)
+    assert named[-1] == "tensor-parallel"

@@ -30,8 +30,6 @@ SMALL = """--num-layers 3 --hidden-size 512 --num-attention-heads 8 --seq-length
     --untie-embeddings-and-output-weights --micro-batch-size 2 --global-batch-size 16""".split()
 H200 = """--num-layers 8 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --micro-batch-size 4
     --global-batch-size 16 --untie-embeddings-and-output-weights --bf16 --transformer-impl transformer_engine""".split()
-
-
 EXPERTS = """--num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq [0,1]*2 --moe-ffn-hidden-size 256
     --moe-shared-expert-intermediate-size 256 --swiglu --disable-bias-linear""".split()
 
@@ -81,8 +79,8 @@ def test_settings_wait_that_are_cut_like_a_slow_one(monkeypatch):
     """Settings without pipelines have the lowest bound here, and take three times as long."""
     fixed = ("optimizer-cpu-offload", "zero-stage", "micro-batch-size")
     slower = lambda setting: 3 if setting.parallel.pp == 1 else 1.5
-    bound = lambda work: 100.0 + work.parallel.pp
-    found = tried_first(monkeypatch, 40, bound, slower, search_layout=True, fixed=fixed)
+    how = dict(search_layout=True, fixed=fixed)
+    found = tried_first(monkeypatch, 40, lambda work: 100.0 + work.parallel.pp, slower, **how)
     tried = [(one.parallel.pp, one.parallel.tensor_model_parallel_size, one.zero_stage) for one in found]
     cuts = len(set(tried))
     assert cuts == len(set(tried[:cuts])) and {pp for pp, *_ in tried[:cuts]} == {1, 2, 4}
