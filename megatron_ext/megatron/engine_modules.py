@@ -30,13 +30,13 @@ PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" fo
 class _Module(torch.nn.Module):
     """Base of all modules. They are made on torch's default device, whatever device they are given."""
 
-    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float | None, tracker=None):
+    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float | None, rng=None, *state):
         """Register a parameter and initialize it: with the number ``fill``, or by the function ``fill`` or a normal
-        distribution (None) under the random state of ``tracker``."""
+        distribution (None) under a random state of the tracker ``rng``, which may have a name."""
         fill = partial(torch.nn.init.normal_, std=0.023) if fill is None else fill
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
-        with torch.no_grad(), tracker().fork() if tracker is not None else contextlib.nullcontext():
+        with torch.no_grad(), rng().fork(*filter(None, state)) if rng is not None else contextlib.nullcontext():
             fill(parameter) if callable(fill) else parameter.fill_(fill)
 
 
@@ -144,7 +144,7 @@ class Linear(_Module):
             how = params_dtype, self.sequence_parallel, zero_centered_gamma
             _add_norm(self, "layer_norm_", normalization, in_features, *how)
         shape = (self.out_features, self.in_features)
-        self.new_parameter("weight", shape, params_dtype, init_method, get_rng_state_tracker)
+        self.new_parameter("weight", shape, params_dtype, init_method, get_rng_state_tracker, rng_tracker_name)
         if bias:
             self.new_parameter("bias", (self.out_features,), params_dtype, 0.0)
         else:
@@ -231,13 +231,15 @@ class GroupedLinear(_Module):
         return_bias: bool = False,
         params_dtype=None,
         get_rng_state_tracker=None,
+        rng_tracker_name: str | None = None,
         **options,
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for number in range(num_gemms):
             shape = (out_features, in_features)
-            self.new_parameter(f"weight{number}", shape, params_dtype, init_method, get_rng_state_tracker)
+            random = get_rng_state_tracker, rng_tracker_name
+            self.new_parameter(f"weight{number}", shape, params_dtype, init_method, *random)
             if bias:
                 self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
 
