@@ -6,8 +6,8 @@ planned.
    computed.
 2. For each part of the device in :data:`PARTS`, from the whole device downwards, quick plans estimate the settings
    within this many bytes. The order is that of expected times: the time of a setting with more bytes; without one, its
-   bound, multiplied by the ratio of time to bound of the last estimated setting that is cut in the same way and has the
-   same micro-batch size (or, without one, any size). Settings that cannot be faster than the best are skipped.
+   bound, multiplied by the ratio of time to bound of the last estimated setting that is cut in the same way. Settings
+   that cannot be faster than the best are skipped.
 3. The fastest settings on the whole device are estimated by more quick plans, because a quick plan leaves out some
    decisions of a complete plan. Then the fastest are planned completely, one after another, as long as the estimate of
    the next setting (in small cases its bound) is below the best plan. A single setting is always planned completely.
@@ -162,8 +162,7 @@ class Search:
         self.choices: dict[Setting, list[Choice]] = {}
         self.refused: dict[Setting, InputError] = {}
         self.left_out: set[Setting] = set()
-        # By cut and micro-batch size, or 0 for any: how much slower than its bound the last setting was, and its size.
-        self.slower: dict[tuple[str | None, int], tuple[float, int]] = {}
+        self.slower: dict[str | None, float] = {}  # than its bound was the last setting that is cut in this way
 
     def run(self) -> Fit:
         """Run the search. Raises NothingFits if no setting fits the device, and InputError if the space is empty or no
@@ -269,18 +268,11 @@ class Search:
                 left.append(
                     (one.bound_us, _cut(one), one) if larger is None else (min(each.us for each in larger), None, one)
                 )
-        # ends: every round takes one setting out
+        # ends: every turn takes a setting out
         while left := [each for each in left if each[0] <= best * near and self._affords(each[2])]:
-            chosen = min(range(len(left)), key=lambda place: left[place][0] * self._slower(*left[place][1:]))
+            chosen = min(range(len(left)), key=lambda place: left[place][0] * self.slower.get(left[place][1], 1.0))
             choice = self._estimate(left.pop(chosen)[2], part)
             best = min(best, inf if choice is None else choice.us)
-
-    def _slower(self, cut: str | None, one: Candidate) -> float:
-        """How much longer than its bound a setting is expected to take. With larger micro-batches there are fewer of
-        them, and less exceeds the bound."""
-        own = one.setting.batch.micro_batch_size
-        ratio, size = self.slower.get((cut, own)) or self.slower.get((cut, 0), (1.0, own))
-        return 1 + (ratio - 1) * min(1.0, size / own)
 
     def _affords(self, one: Candidate) -> bool:
         if one.effort > self.effort:
@@ -297,8 +289,7 @@ class Search:
                 self.refused[one.setting] = choice
             return None
         self.choices.setdefault(one.setting, []).append(choice)
-        cut, size = _cut(one), one.setting.batch.micro_batch_size
-        self.slower[cut, size] = self.slower[cut, 0] = choice.us / one.bound_us, size
+        self.slower[_cut(one)] = choice.us / one.bound_us
         return choice
 
     def _look_closer(self, candidates: list[Candidate]) -> None:
@@ -363,9 +354,9 @@ def _quick_effort(work: Workload) -> float:
 
 
 def _cut(one: Candidate) -> str:
-    """How a setting is cut into pipeline ranks, tensor-parallel ranks and shards, and where its optimizer steps."""
+    """How a setting is cut and where its optimizer steps. Small micro-batches expose transfers that large ones hide."""
     parallel, optimizer = one.workload.parallel, one.setting.optimizer
-    sizes = parallel.pp, parallel.tensor_model_parallel_size, one.setting.zero_stage
+    sizes = parallel.pp, parallel.tensor_model_parallel_size, one.setting.zero_stage, one.setting.batch.micro_batch_size
     return f"{sizes} {optimizer.on_host} {optimizer.delayed}"
 
 

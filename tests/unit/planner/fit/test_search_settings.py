@@ -90,9 +90,8 @@ def test_settings_wait_that_are_cut_like_a_slow_one(monkeypatch):
 def test_a_large_micro_batch_does_not_wait_because_a_small_one_is_slow(monkeypatch):
     """With few micro-batches the bound is higher, and fewer gathers exceed it."""
     size = lambda setting: setting.batch.micro_batch_size
-    bound = lambda work: 1000.0 - work.parallel.num_microbatches
-    fixed = ("optimizer-cpu-offload", "zero-stage")
-    found = tried_first(monkeypatch, 3, bound, lambda setting: 1 + 2 / size(setting), fixed=fixed)
+    bound, slower = lambda work: 1e3 - work.parallel.num_microbatches, lambda setting: 1 + 2 / size(setting)
+    found = tried_first(monkeypatch, 3, bound, slower, fixed=("optimizer-cpu-offload", "zero-stage"))
     assert [*map(size, found[1:])] == [1, 2]  # after the given setting
 
 
