@@ -37,7 +37,7 @@ class MadeWhole:
     def data(self) -> torch.Tensor:
         """The whole gradient."""
         if self._made is None:
-            self._made = torch.zeros_like(self.main_grad)
+            self._made = torch.zeros(self.main_grad.shape, dtype=self.main_grad.dtype, device=self.main_grad.device)
             self._own(self._made).copy_(self._part)
         return self._made
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import orderings
-from cases import ALL_LAYOUTS, STRICT
+from cases import ALL_LAYOUTS, STRICT, TENSOR
 from places import ROOT
 from training import environment, ranks_command
 from warm_python import WarmPython
@@ -26,11 +26,11 @@ class ParityService:
     Args:
         layout: a name in ``cases.ALL_LAYOUTS``.
         case_seconds: after so long a case counts as hanging.
-        strict: whether orderings can be taken away; always at the layout ``STRICT``.
+        strict: whether orderings can be taken away; always at the layouts ``STRICT`` and ``TENSOR``.
     """
 
     def __init__(self, layout: str, case_seconds: float = 300, strict: bool = False):
-        self.layout, self.case_seconds, self.strict = layout, case_seconds, strict or layout == STRICT
+        self.layout, self.case_seconds, self.strict = layout, case_seconds, strict or layout in (STRICT, TENSOR)
         self._ranks = self._stream = None
 
     def run(self, **case) -> dict:
