@@ -6,12 +6,35 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_ext.checkout.hook_table import Hook
 from megatron_ext.formats import json_files as files
 from megatron_ext.formats.errors import InputError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+MARKER = "# megatron-ext"
+
+
+class Hook(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One inserted line.
+
+    Attributes:
+        name: its name in messages of ``check``, e.g. ``schedules.interleaved.begin``.
+        file: path below the root of the Megatron tree.
+        text: the statement, without indentation and marker. ``{microbatch}`` in it stands for a variable whose name
+            differs between releases; the name is taken from the helper's signature.
+        place: where it goes, in words; ``find_places.py`` has the same in code.
+        purpose: why the line is there, for ``patch list``.
+    """
+
+    name: str
+    file: str
+    text: str
+    place: str
+    purpose: str
+
+    def line(self, microbatch: str = "virtual_microbatch_id") -> str:
+        """The inserted line without indentation and without a line end."""
+        return f"{self.text.replace('{microbatch}', microbatch)}  {MARKER}"
 
 
 class PatchedFile(msgspec.Struct, forbid_unknown_fields=True):
