@@ -28,79 +28,20 @@
 * Data-parallel ranks of one pipeline rank behave alike, so one of them is simulated.
 """
 
-from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats.errors import InputError
-from megatron_ext.formats.trace import Event, Lane
-from megatron_ext.simulator.activity_kinds import COMPUTE, HOST_STEP, NVME, P2P, PUBLISH
-from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
-from megatron_ext.simulator.host_memory_link import host_memory_link
-from megatron_ext.simulator.links import delay_step, issue_gather, issue_reduce, serve, transport_ended
-from megatron_ext.simulator.rank_programs import (
-    ISSUE,
-    REDUCE_GROUP,
-    REDUCE_VISIT,
-    RUN,
-    SETTLE,
-    WAIT,
-    Gather,
-    RankProgram,
-)
+from megatron_ext.simulator.activity_kinds import COMPUTE, NVME, P2P, PUBLISH
+from megatron_ext.simulator.links import Links
+from megatron_ext.simulator.rank_programs import ISSUE, REDUCE_GROUP, REDUCE_VISIT, RUN, SETTLE, WAIT
 from megatron_ext.simulator.rank_state import Activity, RankState
-from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.workload import Workload
 
 _ACTIVITY, _ARRIVE, _THREAD = range(3)
 """Events: an activity ends, a message arrives, a thread continues after a call."""
 
 
-class Engine:
-    """Runs the programs of all ranks through one iteration; see the note above.
-
-    Args:
-        programs: one per pipeline rank.
-        workload, timing: what is trained, and the durations of its activities.
-        publish: per pipeline rank, ``(group, size_bytes, us)`` in the order of publishing.
-        trace: keep every interval as an event of the trace.
-        early: groups that the host's optimizer steps during the backward, or None.
-        delayed: by pipeline rank, its step during the next iteration; empty where none is delayed.
-        states_us: by pipeline rank, how long optimizer states on the drive are read and written during the step.
-        optimizer_us: by pipeline rank, the time of the optimizer's step, of the part of it that no step during the
-            backward can spare, and of the host's steps of groups in it.
-    """
-
-    def __init__(
-        self,
-        programs: Iterable[RankProgram],
-        workload: Workload,
-        timing: Timing,
-        publish: list[list[tuple[int, int, float]]],
-        *,
-        trace: bool = False,
-        states_us: Sequence[float] = (),
-        early: EarlySteps | None = None,
-        delayed: Sequence[DelayedStep] = (),
-        optimizer_us: Sequence[tuple[float, float, float]],
-    ):
-        self.workload, self.timing, self.publish = workload, timing, publish
-        self.states_us, self.early, self.delayed = states_us, early, delayed
-        self.optimizer_us = optimizer_us
-        self.host_memory = host_memory_link(workload, timing.table)
-        parallel = workload.parallel
-        self.pp, self.stages, self.microbatches = parallel.pp, parallel.pp * parallel.vp, parallel.num_microbatches
-        self.ranks = [RankState(program) for program in programs]
-        self.arrived = bytearray(2 * self.stages * self.microbatches)
-        self.edge_free: dict[tuple[int, int], float] = {}
-        self.heap: list[tuple] = []
-        self.order = 0
-        self.now = 0.0
-        self.events: list[Event] | None = [] if trace else None
-        self.group_exposed: dict[int, float] = {}
-        self.slowdowns = timing.slowdowns
-        self.messages_disturb = self.slowdowns.disturbs[P2P]
-        self.waiting_for_optimizer = len(self.ranks)
+class Engine(Links):
+    """Runs the programs of all ranks through one iteration; see the note above."""
 
     # -- running ----------------------------------------------------------------------------
 
@@ -108,10 +49,10 @@ class Engine:
         """Simulate one iteration and return its length in microseconds."""
         for rank in self.ranks:
             rank.queues[PUBLISH].extend(self.publish[rank.pp_rank])
-            serve(self, rank, PUBLISH)
-            delay_step(self, rank)
+            self.serve(rank, PUBLISH)
+            self.delay_step(rank)
             rank.operations = rank.program.start
-            self._run_thread(rank)
+            self.run_thread(rank)
             self._set_rates(rank)
         heap = self.heap
         # ends: every activity and message is pushed when it begins, and an activity again when its rate changes. Rates
@@ -129,7 +70,7 @@ class Engine:
                 self._message_arrived(*subject)
             else:
                 self.now = time
-                self._run_thread(subject)
+                self.run_thread(subject)
                 self._set_rates(subject)
         if self.waiting_for_optimizer:
             self._explain_deadlock()
@@ -151,7 +92,7 @@ class Engine:
 
     # -- the training thread ------------------------------------------------------------------
 
-    def _run_thread(self, rank: RankState) -> None:
+    def run_thread(self, rank: RankState) -> None:
         """Let the thread of ``rank`` continue until it computes, waits, or has done all steps."""
         while True:  # ends: each turn takes up the next step or returns
             operations = rank.operations
@@ -196,17 +137,17 @@ class Engine:
             return True
         if code == ISSUE:
             gather = rank.program.gathers[operation[1]]
-            issue_gather(self, rank, gather)
+            self.issue_gather(rank, gather)
             if gather.call_us:
                 self.record(rank, "issue", str(gather.group), self.now, gather.call_us)
                 self._push(self.now + gather.call_us, _THREAD, rank)
                 return False
         elif code in (REDUCE_GROUP, REDUCE_VISIT):
             rank.whole_gradient |= code == REDUCE_VISIT
-            issue_reduce(self, rank, operation)
+            self.issue_reduce(rank, operation)
         else:
             rank.queues[NVME].append(operation)
-            serve(self, rank, NVME)
+            self.serve(rank, NVME)
         return True
 
     def _activity_ended(self, activity: Activity) -> None:
@@ -217,70 +158,9 @@ class Engine:
         if kind == COMPUTE:
             if self.events is not None:
                 self.record(rank, "compute", rank.step_name, activity.started, lasted)
-            self._run_thread(rank)
+            self.run_thread(rank)
             return
-        transport_ended(self, rank, kind, activity, lasted)
-
-    def gather_ended(self, rank: RankState, gather: Gather) -> None:
-        """The group is whole; the thread continues if it has waited for the group."""
-        gather.done, gather.end_us = True, self.now
-        if rank.blocked_on >= 0 and rank.program.gathers[rank.blocked_on] is gather:
-            waited = self.now - rank.blocked_since
-            rank.exposed += waited
-            self.group_exposed[gather.group] = self.group_exposed.get(gather.group, 0.0) + waited
-            if self.events is not None:
-                self.record(rank, "wait", f"{rank.step_name} for {gather.group}", rank.blocked_since, waited)
-            rank.blocked_on = -1
-            self._run_thread(rank)
-
-    def host_stepped(self, rank: RankState, name: str, begin: float, step_us: float, drive_us: float) -> None:
-        """The host has stepped groups. In the same time the drive has read and written states."""
-        rank.busy[NVME] += drive_us
-        if step_us > 0:
-            self.record(rank, "host_step", name, begin, step_us)
-        if drive_us > 0:
-            self.record(rank, KINDS[NVME], f"states {name}", begin, drive_us)
-
-    def gradient_freed(self, rank: RankState) -> None:
-        """A gradient that comes and goes is reduced (and copied, if it is added up on the host): free the whole one."""
-        rank.whole_gradient = False
-        if rank.settling or rank.steps_done:
-            self.record(rank, "reduce_wait", "a gradient", rank.blocked_since, self.now - rank.blocked_since)
-        if rank.settling:
-            rank.settling = False
-            self._run_thread(rank)
-
-    def start_optimizer(self, rank: RankState) -> None:
-        """The optimizer steps once every rank has done its steps and reduced its gradients."""
-        if not rank.steps_done or rank.reducing or rank.finished_at >= 0:
-            return
-        rank.finished_at = self.now
-        if not self.delayed:
-            rank.queues[HOST_STEP].clear()
-        self.waiting_for_optimizer -= 1
-        if self.waiting_for_optimizer:
-            return
-        for other in self.ranks:
-            other.norm_at = self.now
-            if not self.delayed and other.active[HOST_STEP] is None or other.stepped:
-                self.step_optimizer(other, self.now)
-
-    def step_optimizer(self, rank: RankState, begin: float) -> None:
-        """The norm is known, and no step during the backward is running: step everything that is left."""
-        begin = max(begin, rank.norm_at)
-        all_us, least_us, step_us = self.optimizer_us[rank.pp_rank]
-        drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0
-        if self.delayed:
-            us = max(self.delayed[rank.pp_rank].rest_us, least_us)
-            rank.early_us = all_us - us - (begin - rank.norm_at)
-        else:
-            us = max(all_us - rank.early_us, drive_us - rank.early_drive_us, least_us)
-            left_us = max(drive_us - rank.early_drive_us, 0.0)
-            self.host_stepped(rank, "at the end", begin, step_us - rank.early_us, left_us)
-            rank.early_us = max(all_us, drive_us) - us
-        rank.finished_at, rank.optimizer_us = begin + us, us
-        if us:
-            self.record(rank, "optimizer", "optimizer", begin, us)
+        self.transport_ended(rank, kind, activity, lasted)
 
     # -- messages between stages -------------------------------------------------------------------
 
@@ -339,7 +219,7 @@ class Engine:
             receiver.operations = operations
             if receiver.first_start < 0:
                 receiver.first_start = self.now
-            self._run_thread(receiver)
+            self.run_thread(receiver)
             self._set_rates(receiver)
 
     # -- rates ------------------------------------------------------------------------------
@@ -373,11 +253,3 @@ class Engine:
             activity.updated, activity.rate = now, rate
             activity.version += 1
             self._push(now + max(activity.remaining, 0.0) / rate, _ACTIVITY, activity, activity.version)
-
-    # -- trace ------------------------------------------------------------------------------
-
-    def record(self, rank: RankState, lane: Lane, name: str, start: float, duration: float) -> None:
-        """Add an interval to the trace, if one is kept."""
-        if self.events is not None:
-            number = self.workload.parallel.global_rank(rank.pp_rank, 0)
-            self.events.append(Event(number, lane, name, start, duration))

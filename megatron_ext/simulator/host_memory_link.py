@@ -7,7 +7,6 @@ asks for.
 
 from collections.abc import Sequence
 
-from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.simulator.activity_kinds import CPU, HOST_ADD, HOST_STEP, NVME, PUBLISH
 from megatron_ext.simulator.rank_state import Activity
 from megatron_ext.workload.workload import Workload
@@ -53,9 +52,3 @@ class HostMemoryLink:
             if activity.slack > 1.0 and left * activity.slack >= asked:
                 left, asked = left - activity.memory, asked - activity.memory * activity.slack
         return left / asked if asked > left else 1.0
-
-
-def host_memory_link(workload: Workload, table: CostTable) -> HostMemoryLink | None:
-    """The link for one rank; None if the table has no bandwidth of host memory."""
-    memory = table.host_memory
-    return HostMemoryLink(workload, memory.bytes_per_s / 1e6) if memory is not None else None

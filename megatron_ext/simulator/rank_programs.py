@@ -32,12 +32,6 @@ class Gather:
     over each link that have ended.
     """
 
-    __slots__ = (
-        *("group", "route", "bytes", "us", "call_us", "slot", "flat", "shard_bytes", "shard_us"),
-        *("pieces", "copied", "gathered"),
-        *("issued_us", "start_us", "end_us", "done"),
-    )
-
     def __init__(self, group: int, route: int, size: int, us: float, call_us: float, slot: int, flat: bool):
         self.group, self.route, self.bytes = group, route, size
         self.us, self.call_us, self.slot, self.flat = us, call_us, slot, flat
@@ -54,8 +48,6 @@ class RankProgram:
     microbatch, operations)``; ``gathers`` are all unshards in issue order; ``experts`` are groups whose collectives
     have a communicator of their own.
     """
-
-    __slots__ = ("pp_rank", "start", "steps", "gathers", "experts")
 
     def __init__(self, pp_rank: int, experts: frozenset[int] = frozenset()):
         self.pp_rank, self.experts = pp_rank, experts

@@ -18,10 +18,6 @@ class Activity:
     ``slack``: its time alone divided by the part that other activities can slow; the rest is waiting for a drive.
     """
 
-    __slots__ = (
-        *("rank", "kind", "size", "remaining", "rate", "updated", "version", "started", "item", "memory", "slack"),
-    )
-
     def __init__(
         self, rank: RankState, kind: int, size: int, work: float, now: float, item: Any, memory=0.0, slack=1.0
     ):
@@ -54,15 +50,6 @@ class RankState:
         stepped: the step of a delayed update has ended.
         norm_at: when the gradient norm was known; -1 before.
     """
-
-    __slots__ = (
-        *("program", "pp_rank", "index", "position", "operations", "steps_done", "finished_at"),
-        *("active", "queues", "busy", "communicators", "messages", "reducing"),
-        *("blocked_on", "blocked_since", "exposed", "first_start", "last_end", "compute_us"),
-        *("published", "staged", "slot_busy", "whole_gradient", "settling"),
-        *("early_bytes", "early_us", "early_drive_us", "norm_at", "visits", "stepped"),
-        *("memory_full", "memory_full_us", "memory_since", "optimizer_us"),
-    )
 
     def __init__(self, program: RankProgram):
         self.program, self.pp_rank = program, program.pp_rank
