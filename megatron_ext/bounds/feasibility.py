@@ -1,5 +1,6 @@
 """Checks whether a workload can fit its limits at all. An error names the rank, the step and the missing bytes."""
 
+from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
 from megatron_ext.workload.workload import Workload, group_bytes
@@ -35,25 +36,23 @@ def check_fits(workload: Workload) -> None:
                 f"needs {need} bytes"
             )
         if need > limit:
-            raise InputError(
-                f"cannot fit: {where}, {need - limit} bytes short", field="limits.whole_parameter_bytes", value=limit
-            )
+            said = f"cannot fit: {where}, {need - limit} bytes short"
+            raise InputError(said, field="limits.whole_parameter_bytes", value=limit)
 
 
 def check_limits(workload: Workload) -> Workload:
     """Return the workload, or raise InputError that names the field if its limits contradict each other."""
     limits = workload.limits
-    if limits.nvme_slot_bytes is not None and not limits.nvme_slots:
-        raise InputError(
-            "there are no nvme_slots of this size", field="limits.nvme_slot_bytes", value=limits.nvme_slot_bytes
-        )
-    if limits.nvme_slots and limits.nvme_slot_bytes == 0:
-        raise InputError("slots of 0 bytes hold nothing", field="limits.nvme_slot_bytes", value=0)
+    check, slot_bytes = Checker(), limits.nvme_slot_bytes
+    if slot_bytes is not None and not limits.nvme_slots:
+        check.refuse("there are no nvme_slots of this size", "limits.nvme_slot_bytes", slot_bytes)
+    if limits.nvme_slots and slot_bytes == 0:
+        check.refuse("slots of 0 bytes hold nothing", "limits.nvme_slot_bytes", 0)
     ranks = min(workload.parallel.node_size, workload.parallel.world_size)
-    staging = limits.nvme_slots * (limits.nvme_slot_bytes or 0) * ranks
+    staging = limits.nvme_slots * (slot_bytes or 0) * ranks
     if limits.pinned_host_bytes is not None and staging > limits.pinned_host_bytes:
         said = f"the staging slots of a node's {ranks} ranks alone need {staging} bytes"
-        raise InputError(said, field="limits.pinned_host_bytes", value=limits.pinned_host_bytes)
+        check.refuse(said, "limits.pinned_host_bytes", limits.pinned_host_bytes)
     return workload
 
 

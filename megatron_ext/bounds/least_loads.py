@@ -56,12 +56,7 @@ def least_loads(workload: Workload, timing: Timing, pp_rank: int) -> list[Need]:
         if (chunk, layer) not in seen:
             seen.add((chunk, layer))
             fresh += missing
-        loaded += missing
-        needs.append(Need(index, _rest(timing, pp_rank, chunk, layer, kind), loaded, fresh))
+        loaded, times = loaded + missing, timing.layers[pp_rank][chunk]
+        rest_us = sum(times.forward[layer:]) if kind == "F" else sum(times.backward[: layer + 1])
+        needs.append(Need(index, rest_us, loaded, fresh))
     return needs
-
-
-def _rest(timing: Timing, pp_rank: int, chunk: int, layer: int, kind: str) -> float:
-    """Microseconds of compute that are left in the step when ``layer`` starts."""
-    times = timing.layers[pp_rank][chunk]
-    return sum(times.forward[layer:]) if kind == "F" else sum(times.backward[: layer + 1])

@@ -63,7 +63,8 @@ class LinkRates:
             for route in self.routes
             if (copy := kind_of(route).copy) is not None and not (whole and kind_of(route).reads_host_copy)
         }
-        kinds = {route: _kinds(route) for route in self.routes}
+        # A gather occupies the link of its last leg, or the drive and PCIe if it is staged.
+        kinds = {route: (NVME, CPU) if kind_of(route).staged else (link_of(route),) for route in self.routes}
         self.slows_compute = {route: self._least_excess((COMPUTE,), of_route) for route, of_route in kinds.items()}
         kinds["publish"] = (PUBLISH,)
         self.excess = {(a, b): self._least_excess(kinds[a], kinds[b]) for a, b in permutations(kinds, 2)}
@@ -167,12 +168,6 @@ def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return low
-
-
-def _kinds(route: str) -> tuple[int, ...]:
-    """The kinds of links that a gather by ``route`` occupies: its last leg's link, or the drive and PCIe if it is
-    staged."""
-    return (NVME, CPU) if kind_of(route).staged else (link_of(route),)
 
 
 def _points(timing: Timing, route: str, largest: int) -> list[tuple[float, float]]:

@@ -35,13 +35,9 @@ def with_headroom(workload: Workload, shard_rests: Literal["host"] | None = None
             held["whole_parameters"] = layers[pp_rank]
         short = sum(held.values()) - limits.device_bytes
         if short > 0:
-            raise InputError(
-                f"cannot fit: pipeline rank {pp_rank} holds at least {sum(held.values())} bytes ({kinds_text(held)}), "
-                f"{short} bytes short"
-                f"{_what_helps(workload, held, layers[pp_rank])}",
-                field="limits.device_bytes",
-                value=limits.device_bytes,
-            )
+            said = f"cannot fit: pipeline rank {pp_rank} holds at least {sum(held.values())} bytes ({kinds_text(held)})"
+            said += f", {short} bytes short{_what_helps(workload, held, layers[pp_rank])}"
+            raise InputError(said, field="limits.device_bytes", value=limits.device_bytes)
         most, _ = resting_bytes(groups_of_rank(workload, pp_rank, shard_rests, single=True), workload)
         left.append(limits.device_bytes - sum(most.values()) - held["activations"])
     if workload.zero_stage < 3:

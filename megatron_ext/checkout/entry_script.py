@@ -26,9 +26,5 @@ def look_at(tree: Path, script: Path) -> str:
             f"{script}: trains with pretrain of {tree}/megatron/training, where the hooks are; it needs no hooks itself"
         )
     other = f"it takes pretrain from {', '.join(sorted(sources))}" if sources else "it does not import pretrain"
-    raise InputError(
-        f"does not train with pretrain of megatron.training, where the hooks are: {other}; insert the calls by hand as "
-        "patches/README.md says",
-        file=script,
-        field="--entry",
-    )
+    why = f"does not train with pretrain of megatron.training, where the hooks are: {other}"
+    raise InputError(f"{why}; insert the calls by hand as patches/README.md says", file=script, field="--entry")

@@ -164,13 +164,6 @@ def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
     return lambda s: isinstance(s, ast.If) and f"if {ast.unparse(s.test)}" == wanted, f"`{wanted}`"
 
 
-def _microbatch_name(function: FunctionNode) -> str:
-    for name in ("virtual_microbatch_id", "microbatch_id"):
-        if name in parameters(function):
-            return name
-    raise PlaceError(f"{span(function)} has no micro-batch parameter")
-
-
 def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> Gap:
     """The gap before the one statement for which ``test`` holds, in a helper of the interleaved schedule.
 
@@ -181,10 +174,12 @@ def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> G
     step, side = part.split("_helper_")
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = _unconditional(helper, test, what)
-    microbatch = _microbatch_name(helper)
+    names = [name for name in ("virtual_microbatch_id", "microbatch_id") if name in parameters(helper)]
+    if not names:
+        raise PlaceError(f"{span(helper)} has no micro-batch parameter")
     # Only the helper's own names count: the outer function's model_chunk_id is a loop variable.
-    gap = gap_before(hook, body, index, lines, microbatch=microbatch)
-    gap = proven(helper, gap, needed | {microbatch})
+    gap = gap_before(hook, body, index, lines, microbatch=names[0])
+    gap = proven(helper, gap, {*needed, names[0]})
     _check_step_order(outer, helper, gap, step, before=side == "preprocess")
     return gap
 

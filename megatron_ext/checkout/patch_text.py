@@ -74,20 +74,13 @@ def releases(checkout: str | None = None) -> dict:
     }
     if checkout is not None:
         tree = Tree(checkout)
-        ids = {f: blob_id((tree.root / f).read_bytes()) for f in tree.present}
-        payload["checkout"] = {
-            "path": str(tree.root),
-            "version": tree.version,
-            "core_only": tree.core_only,
-            "releases": {
-                f: [
-                    r.version
-                    for r in found.releases
-                    if any(e.path == f and ids[f] in (e.preimage, e.postimage) for e in r.files)
-                ]
-                for f in tree.present
-            },
-        }
+        of_files: dict[str, list[str]] = {}
+        for file in tree.present:
+            own = blob_id((tree.root / file).read_bytes())
+            entries = ((r.version, e) for r in found.releases for e in r.files if e.path == file)
+            of_files[file] = [version for version, e in entries if own in (e.preimage, e.postimage)]
+        payload["checkout"] = {"path": str(tree.root), "version": tree.version, "core_only": tree.core_only}
+        payload["checkout"]["releases"] = of_files
     return payload
 
 

@@ -144,13 +144,15 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
         text = tree.read(file)
         if hook_numbers(text) or edited_line(file, text):
             problems = verify_text(file, text)
-            detail = "; ".join(f"{p.hook + ': ' if p.hook else ''}{p.message}" for p in problems)
+            detail = "; ".join(p.text for p in problems)
             report.files.append(FileState(file, "drifted" if problems else "applied", detail, hook_numbers(text)))
             continue
         try:
             placed = place_hooks(file, text)
         except PlaceError as error:
-            reason = str(error).removeprefix(f"{file} ") + _unknown_release(tree)
+            reason, known = str(error).removeprefix(f"{file} "), {release.version for release in manifest().releases}
+            if tree.version not in known:
+                reason += f" (this is megatron-core {tree.version}; known are {known_releases()})"
             report.files.append(FileState(file, "conflict", reason))
         else:
             patched[file] = placed.text
@@ -166,13 +168,6 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
     else:
         report.state = "conflict" if "conflict" in states else "clean"
     return report, patched
-
-
-def _unknown_release(tree: Tree) -> str:
-    """Text to add if a hook's place is missing in a release that no patch was made for; otherwise empty."""
-    if tree.version in (release.version for release in manifest().releases):
-        return ""
-    return f" (this is megatron-core {tree.version}; known are {known_releases()})"
 
 
 _NO_HOOK = "has no hooks, but other files have"

@@ -135,10 +135,8 @@ def recover(root: Path) -> str | None:
     for entry in entries:
         found = blob_id((root / entry.path).read_bytes())
         if found not in (entry.before, entry.after):
-            raise InputError(
-                f"was changed after a patch command was interrupted; check the file, then delete {stage}",
-                file=root / entry.path,
-            )
+            said = f"was changed after a patch command was interrupted; check the file, then delete {stage}"
+            raise InputError(said, file=root / entry.path)
     _finish(root, stage, entries)
     return "finished"
 

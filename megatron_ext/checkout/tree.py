@@ -51,10 +51,8 @@ class Tree:
         self.absent = tuple(f for f in FILES if f not in self.present)
         lost = [f for f in CORE_FILES if f in self.absent]
         if lost:
-            raise InputError(
-                f"megatron-core {self.version} has no such file; this release is not supported",
-                file=self.root / lost[0],
-            )
+            said = f"megatron-core {self.version} has no such file; this release is not supported"
+            raise InputError(said, file=self.root / lost[0])
 
     @property
     def core_only(self) -> bool:
@@ -75,11 +73,8 @@ class Tree:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"cannot be read: {error}", file=place) from None
         if b"\r" in data:
-            raise InputError(
-                "has Windows line ends; check the tree out again after "
-                "`git config core.autocrlf false`, or run dos2unix on it",
-                file=place,
-            )
+            how = "check the tree out again after `git config core.autocrlf false`, or run dos2unix on it"
+            raise InputError(f"has Windows line ends; {how}", file=place)
         return text
 
     def check_writable(self, file: str) -> None:

@@ -31,8 +31,13 @@ class Problem:
     hook: str
     message: str
 
+    @property
+    def text(self) -> str:
+        """The hook and what is wrong."""
+        return f"{self.hook + ': ' if self.hook else ''}{self.message}"
+
     def __str__(self) -> str:
-        return f"{self.file}: {self.hook + ': ' if self.hook else ''}{self.message}"
+        return f"{self.file}: {self.text}"
 
 
 def is_hook_line(line: str) -> bool:

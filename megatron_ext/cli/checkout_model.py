@@ -99,12 +99,8 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
     wanted = with_sizes(options, script)
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:
-        raise InputError(
-            f"measuring needs {wanted.world_size} processes, pipeline x data parallel: start one per tensor-parallel "
-            "group, and give --data-parallel-size",
-            field="WORLD_SIZE",
-            value=int(launched),
-        )
+        why = f"measuring needs {wanted.world_size} processes, pipeline x data parallel: start one per tensor-parallel "
+        raise InputError(f"{why}group, and give --data-parallel-size", field="WORLD_SIZE", value=int(launched))
     wanted.check()
 
 

@@ -5,7 +5,7 @@ import click
 from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import ScriptCommand, entry_option
-from megatron_ext.cli.table_check import ALLOW, TableUse, naming_files, planning_inputs, table_differences
+from megatron_ext.cli.table_check import ALLOW, naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
 
@@ -15,9 +15,8 @@ def _refuse_sources(path: str | None, checkout: str | None, entry: str | None, s
     if path is None and not checkout:
         raise InputError("is needed, or --checkout DIR with the script's arguments after --", field="--workload")
     if path is not None and (checkout or entry or script_arguments):
-        raise InputError(
-            "cannot be combined with --checkout and the script's arguments; give one", field="--workload", value=path
-        )
+        said = "cannot be combined with --checkout and the script's arguments; give one"
+        raise InputError(said, field="--workload", value=path)
 
 
 def _workload(path: str | None, checkout: str | None, entry: str | None, words, refuse_table):
@@ -35,7 +34,7 @@ def _workload(path: str | None, checkout: str | None, entry: str | None, words, 
     return describe_command_line(checkout, words, entry).workload
 
 
-def _notes(planned, work, table, extrapolate: bool) -> dict[str, str | None]:
+def _notes(planned, work) -> dict[str, str | None]:
     from megatron_ext import planner
     from megatron_ext.cost.device_reserve import reserve_note
     from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
@@ -83,7 +82,7 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
 def plan(
-    cost_table: str, workload_path, checkout, entry, script_arguments, out, policy, explained, use: TableUse, as_json
+    cost_table, workload_path, checkout, entry, script_arguments, out, policy, explained, extrapolate, as_json, **use
 ) -> None:
     """Decide when, by which route and for how long each group is whole; print the gain.
 
@@ -104,18 +103,18 @@ def plan(
 
     def refuse_table(sizes) -> None:
         found = environment.size_differences(table.metadata, sizes)
-        environment.refuse(found, allow=use.allow_differences, file=cost_table, how=ALLOW)
+        environment.refuse(found, allow=use["allow_differences"], file=cost_table, how=ALLOW)
 
     work = _workload(workload_path, checkout, entry, script_arguments, refuse_table)
     (json_files.make_directory if work.ramp else json_files.check_writable)(out)
     with naming_files(cost_table, workload_path or str(checkout)):
-        differences = table_differences(table, work, use, file=cost_table)
+        differences = table_differences(table, work, file=cost_table, **use)
         digest = json_files.sha256(cost_table)
-        found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=use.extrapolate)
+        found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         planned, reasons = found.schedule, {group: planner.explain(found, group) for group in explained}
-        judged, ramp, delay = _judged(work, table, planned, use.extrapolate, cost_table)
+        judged, ramp, delay = _judged(work, table, planned, extrapolate, cost_table)
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
-    notes = _notes(planned, work, table, use.extrapolate) | {"ramp_note": planner.ramp_note(ramp)}
+    notes = _notes(planned, work) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
     more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]
     figures = {"schedule": out, "policy": policy, "verdict": judged.text} | judged.figures | notes

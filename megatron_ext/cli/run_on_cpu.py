@@ -38,11 +38,8 @@ def run_on_cpu(nproc: int | None, checkout: str | None, script: str, script_argu
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=check)
     nproc = (nproc or given.replica_size) if given.schedule is None else _ranks_of_schedule(given, nproc)
     if nproc % given.replica_size:
-        raise InputError(
-            f"is not a multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)",
-            field="--nproc",
-            value=nproc,
-        )
+        why = f"is not a multiple of a replica's {given.replica_size} ranks (pipeline x tensor x context)"
+        raise option_error("nproc", why, nproc)
     tree = path.parent if checkout is None else Path(checkout).resolve()
     if given.schedule is not None:
         from megatron_ext.checkout import check

@@ -58,9 +58,8 @@ class ScriptCommand(click.Command):
         for option, value in values(in_front).items():
             option = names.get(option, option)
             if said.get(option, value) != value:
-                raise InputError(
-                    f"the script's arguments say {option} {said[option]}; give it once", field=option, value=value
-                )
+                why = f"the script's arguments say {option} {said[option]}; give it once"
+                raise InputError(why, field=option, value=value)
 
     def _refuse_unknown(self, words: tuple[str, ...]) -> None:
         for option in values(words):

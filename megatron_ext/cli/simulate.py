@@ -3,7 +3,7 @@
 import click
 
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.table_check import TableUse, naming_files, planning_inputs, table_differences
+from megatron_ext.cli.table_check import naming_files, planning_inputs, table_differences
 
 
 @click.command()
@@ -16,7 +16,7 @@ from megatron_ext.cli.table_check import TableUse, naming_files, planning_inputs
 @click.option("--trace", help="Where a Chrome trace is written.")
 @json_option
 def simulate(
-    cost_table: str, workload_path: str, schedule_path: str | None, trace, use: TableUse, as_json: bool
+    cost_table: str, workload_path: str, schedule_path: str | None, trace, extrapolate: bool, as_json: bool, **allowed
 ) -> None:
     """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
@@ -38,10 +38,10 @@ def simulate(
     if given is not None:
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
-        table_differences(table, work, use, file=cost_table)
+        table_differences(table, work, file=cost_table, **allowed)
 
         def simulated_on(table, trace: bool = False) -> Result:
-            return evaluate(work, table, given, trace=trace, extrapolate=use.extrapolate)
+            return evaluate(work, table, given, trace=trace, extrapolate=extrapolate)
 
         result = simulated_on(table, bool(trace))
         refuse_missing(result.left_out, file=cost_table)
@@ -60,7 +60,7 @@ def simulate(
     lines.append(limit_text(limit_of(result.busy_us, result.iteration_time_us)))
     holds = max(host_bytes_of_nodes(given, work)) if given is not None else stock_bytes(work)[1]
     runs = [Run("this schedule" if given is not None else by, result.iteration_time_us, holds)]
-    without = without_plan(work, table, extrapolate=use.extrapolate)
+    without = without_plan(work, table, extrapolate=extrapolate)
     runs += [without] if without is not None and without.by != by else []
     add = training_by(schedule_path, given) if given is not None and by_time(runs[::-1])[0] is runs[0] else ""
     lines += last_lines(f"an iteration takes {known}", runs, add=add)

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from typing import NamedTuple
 
 import click
 
@@ -12,17 +11,8 @@ from megatron_ext.formats.errors import InputError
 ALLOW = "allow it with --allow-differences"
 
 
-class TableUse(NamedTuple):
-    """What a user allows of a cost table; see the options of :func:`planning_inputs`."""
-
-    extrapolate: bool
-    this_machine: bool
-    allow_differences: bool
-
-
 def planning_inputs(*, workload_required: bool = True):
-    """A decorator that adds the options of a command that reads a cost table and a workload. The command is called with
-    ``use``, a :class:`TableUse`, in place of the last three options."""
+    """A decorator that adds the options of a command that reads a cost table and a workload."""
     options = (
         click.option("--cost-table", required=True, help="Cost table of the machines."),
         click.option("--workload", "workload_path", required=workload_required, help="What is trained."),
@@ -38,19 +28,10 @@ def planning_inputs(*, workload_required: bool = True):
             help="Use a table measured for other parallel sizes, another precision or shape, and print what differs.",
         ),
     )
-
-    def decorate(command):
-        @functools.wraps(command)
-        def with_use(**given):
-            use = TableUse(*(given.pop(name) for name in TableUse._fields))
-            return command(use=use, **given)
-
-        return functools.reduce(lambda made, option: option(made), reversed(options), with_use)
-
-    return decorate
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def table_differences(table, work, use: TableUse, *, file) -> list[str]:
+def table_differences(table, work, *, this_machine: bool, allow_differences: bool, file) -> list[str]:
     """What differs between the table's environment and the run. Allowed differences are printed on standard error.
 
     Raises:
@@ -59,9 +40,9 @@ def table_differences(table, work, use: TableUse, *, file) -> list[str]:
     from megatron_ext.cost import environment
 
     found = environment.run_differences(table.metadata, work)
-    if use.this_machine:
+    if this_machine:
         found += environment.differences(table.metadata, hidden_devices.this_machine())
-    for line in environment.refuse(found, allow=use.allow_differences, file=file, how=ALLOW):
+    for line in environment.refuse(found, allow=allow_differences, file=file, how=ALLOW):
         click.echo(f"{file}: measured in another environment: {line}", err=True)
     return found
 

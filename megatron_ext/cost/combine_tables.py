@@ -49,19 +49,15 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
     for part in PARTS:
         if part in chosen:
             name = chosen[part]
-            if part == "experts" and tables[name].experts is None:
-                values[part], origin[part] = _gathers_as_of_experts(tables[name], name), name
-                continue
-            if not has(part_named(tables[name], part)):
+            value = part_named(tables[name], part)
+            if part == "experts" and value is None:
+                value = _gathers_as_of_experts(tables[name], name)
+            if not has(value):
                 raise InputError("has none", file=name, field=part)
-        else:
-            name = next((name for name, table in tables.items() if has(part_named(table, part))), None)
-        if name is not None:
-            values[part], origin[part] = part_named(tables[name], part), name
-            if part not in chosen and isinstance(values[part], Curve):
-                values[part] = _with_algorithms(
-                    values[part], [part_named(table, part) for other, table in tables.items() if other != name]
-                )
+            values[part], origin[part] = value, name
+        elif found := [(name, value) for name, table in tables.items() if has(value := part_named(table, part))]:
+            (origin[part], value), *others = found
+            values[part] = _with_algorithms(value, others) if isinstance(value, Curve) else value
     notes = _leave_out_other_network(tables, values, origin) if "contention" not in chosen else []
     first = next(iter(tables.values()))
     empty = CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes))
@@ -116,13 +112,11 @@ def has(value) -> bool:
     return value is not None and value is not False and value != ()
 
 
-def _with_algorithms(curve: Curve, others: list) -> Curve:
+def _with_algorithms(curve: Curve, others: list[tuple[str, Curve]]) -> Curve:
     """Add named algorithms of the same route from the other tables. Of each name the first one is kept."""
-    algorithms = dict(curve.algorithms)
-    if algorithms:
-        for other in others:
-            if isinstance(other, Curve):
-                algorithms = {**other.algorithms, **algorithms}
+    algorithms = curve.algorithms
+    for _, other in others if algorithms else ():
+        algorithms = other.algorithms | algorithms
     return msgspec.structs.replace(curve, algorithms=algorithms)
 
 

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from megatron_ext.cost.measured_curve import Curve, MaybeCurve, Point, checked_points, with_points
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
-from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.workload.route import ROUTES
@@ -39,12 +38,11 @@ class Routes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Publish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Write-back after the optimizer step: into the host copy (``cpu``), onto the drive (``nvme``), and between nodes
     (``internode``, by bytes that cross the network). It is complete when the last rank of a node has written. Between
-    nodes it is measured with a second group in flight after the first. ``points`` is short for ``cpu``."""
+    nodes it is measured with a second group in flight after the first."""
 
     cpu: MaybeCurve = None
     nvme: MaybeCurve = None
     internode: MaybeCurve = None
-    points: tuple[Point, ...] = ()
 
 
 class ExpertCurves(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -249,17 +247,13 @@ def save(path, table: CostTable) -> None:
 
 
 def check(table: CostTable, *, file=None) -> CostTable:
-    """Check a decoded table and return it in its normal form: ``publish.points`` and a bare list of p2p points become
-    curves, and points are sorted by size.
+    """Check a decoded table and return it in its normal form: a bare list of p2p points becomes a curve, and points
+    are sorted by size.
 
     Raises:
         InputError: a figure is not valid. The message names the field and its value.
     """
-    checker, publish = Checker(file), table.publish
-    if publish.points:
-        if publish.cpu is not None:
-            raise InputError("points and cpu mean the same; give one of them", file=file, field="publish")
-        table = with_parts(table, {"publish.points": (), "publish.cpu": Curve(points=publish.points)})
+    checker = Checker(file)
     if not isinstance(table.p2p, Curve):
         table = replace(table, p2p=Curve(points=table.p2p))
 

@@ -60,8 +60,7 @@ def prediction_text(figures: dict) -> str:
 
 def roughness(points: tuple[Point, ...]) -> float | None:
     """Largest leave-one-out miss of a curve, relative; None with fewer than three points."""
-    known = [abs(value) for value in residuals(points) if value is not None]
-    return max(known) if known else None
+    return max((abs(value) for value in residuals(points) if value is not None), default=None)
 
 
 def summary(table: CostTable) -> dict:

@@ -228,9 +228,8 @@ def _row(times: Iterable[float], **place) -> cost_table.Compute:
 
 
 def _with_p95(row: cost_table.Compute, slow: cost_table.Compute) -> cost_table.Compute:
-    return replace(
-        row, forward_p95_us=max(row.forward_us, slow.forward_us), backward_p95_us=max(row.backward_us, slow.backward_us)
-    )
+    forward_us, backward_us = max(row.forward_us, slow.forward_us), max(row.backward_us, slow.backward_us)
+    return replace(row, forward_p95_us=forward_us, backward_p95_us=backward_us)
 
 
 def _dtype(workload: Workload) -> str:

@@ -239,23 +239,15 @@ def _check(sheet: HardwareSheet, path) -> HardwareSheet:
             checker.refuse("must not be empty", f"{field}.source", figure.source)
     pcie, rate = sheet.host_link.pcie, sheet.host_link.bytes_per_s.value
     if pcie is not None and not 0.95 <= pcie.bytes_per_s / rate <= 1.05:
-        checker.refuse(
-            f"is not the rate of {pcie.lanes.value:g} lanes of PCIe {pcie.generation.value:g}, {pcie.bytes_per_s:g}",
-            "host_link.bytes_per_s.value",
-            rate,
-        )
+        lanes = f"{pcie.lanes.value:g} lanes of PCIe {pcie.generation.value:g}, {pcie.bytes_per_s:g}"
+        checker.refuse(f"is not the rate of {lanes}", "host_link.bytes_per_s.value", rate)
     return sheet
 
 
 def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
     """Every figure of a sheet, with the name of its field."""
     found: list[tuple[str, Figure]] = []
-
-    def note(field: str, figure: Figure) -> float:
-        found.append((field, figure))
-        return figure.value
-
-    drawn(sheet, note)
+    _replaced(sheet, "", lambda field, figure: found.append((field, figure)))
     return found
 
 

@@ -9,6 +9,7 @@ Source: https://github.com/NVIDIA/nvbandwidth, output.cpp, json_output.cpp.
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
@@ -125,17 +126,12 @@ def _of_json(path, text: str) -> Rates:
             continue
         if "(GB/s)" not in case.bandwidth_description:
             raise InputError("rates are not in (GB/s)", file=path, field=case.name, value=case.bandwidth_description)
-        rates = [
-            _rate(str(cell), partial(InputError, file=path, field=case.name))
-            for row in case.bandwidth_matrix
-            for cell in row
-            if cell != "N/A"
-        ]
+        cells, error = chain.from_iterable(case.bandwidth_matrix), partial(InputError, file=path, field=case.name)
+        rates = [_rate(str(cell), error) for cell in cells if cell != "N/A"]
         # A test prints at most six digits of a rate.
         if not rates or case.sum is None or abs(case.sum - sum(rates)) > 0.01 * sum(rates):
-            raise InputError(
-                f"its rates add up to {sum(rates):.2f}", file=path, field=f"{case.name}.sum", value=case.sum
-            )
+            said = f"its rates add up to {sum(rates):.2f}"
+            raise InputError(said, file=path, field=f"{case.name}.sum", value=case.sum)
         tests[case.name] = rates
     versions = {"nvbandwidth": report.version, "driver": report.driver, "cuda": report.cuda}
     return Rates(

@@ -19,18 +19,8 @@ from statistics import NormalDist, median
 import numpy
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import (
-    CURVES,
-    Compute,
-    Contention,
-    CostTable,
-    Curve,
-    HostMemory,
-    Point,
-    part_named,
-    with_curves,
-    with_points,
-)
+from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost.cost_table import Compute, Contention, CostTable, Curve, HostMemory, Point
 from megatron_ext.cost.curve import curves_of, residuals
 from megatron_ext.cost.missing_ranges import CALL, CONTENTION, LAUNCHES, MEMORY, USUAL, missing_ranges, most_excess
 from megatron_ext.cost.scaled_table import scaled_launches
@@ -102,19 +92,20 @@ class PerturbedTables:
     def _rebuild(self, number: Callable[[str], float]) -> CostTable:
         """Visit every uncertain figure in one order; ``number(cost)`` says how many standard deviations it is off."""
         made = replace(
-            with_curves(self._table, lambda name, curve: self._curve(curve, name, number)),
+            cost.with_curves(self._table, lambda name, curve: self._curve(curve, name, number)),
             compute=self._compute(number),
             contention=self._contention(number),
             group_overhead=replace(self._table.group_overhead, call_us=self._call_us(number)),
             host_memory=self._host_memory(number),
         )
-        return self._filled(self._with_launches(made, number), lambda cost: _part(number(cost)))
+        return self._filled(self._with_launches(made, number), lambda name: _part(number(name)))
 
     def _curve(self, curve: Curve, name: str, number: Callable[[str], float]) -> Curve:
         if name == "all_reduce":  # no plan looks it up
             return curve
         own = {"points": name}  # the cost of the curve's own points has its name
-        return with_points(curve, lambda field, points: self._points(points, own.get(field, f"{name}.{field}"), number))
+        draw = lambda field, points: self._points(points, own.get(field, f"{name}.{field}"), number)
+        return cost.with_points(curve, draw)
 
     def _points(self, points: tuple[Point, ...], name: str, number: Callable[[str], float]) -> tuple[Point, ...]:
         if not points:
@@ -172,8 +163,8 @@ def roughness(table: CostTable) -> float:
     """Relative noise of this table's points (one standard deviation). For each curve, every point is read from its
     neighbours; the curve's noise is the root mean square of these misses. The result is the median over curves."""
     found = []
-    for name in (name for name in CURVES if name.partition(".")[0] in OF_ROUGHNESS):
-        for points in curves_of(part_named(table, name) or ()).values():
+    for name in (name for name in cost.CURVES if name.partition(".")[0] in OF_ROUGHNESS):
+        for points in curves_of(cost.part_named(table, name) or ()).values():
             misses = [value for value in residuals(points) if value is not None]
             if misses:
                 found.append(noise_of_misses(misses))

@@ -50,9 +50,7 @@ def noise_of_points(points: tuple[Point, ...], least: float = 0.0) -> list[float
 def noise_of_misses(misses: Sequence[float]) -> float:
     """Noise of one point, from the root mean square of leave-one-out misses; 0 without misses. A miss contains the
     noise of the point and that of the mean of its two neighbours."""
-    if not misses:
-        return 0.0
-    return sqrt(sum(log1p(max(value, -0.9)) ** 2 for value in misses) / len(misses) / 1.5)
+    return sqrt(sum(log1p(max(value, -0.9)) ** 2 for value in misses) / max(len(misses), 1) / 1.5)
 
 
 def noise_of_samples(p50_us: float, p95_us: float | None, samples: int) -> float:

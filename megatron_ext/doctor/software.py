@@ -5,7 +5,6 @@ import importlib
 import importlib.metadata
 import platform
 import re
-import sys
 from importlib.util import find_spec
 
 import torch
@@ -22,7 +21,7 @@ LEAST_KERNEL = (5, 14)
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Python, kernel, PyTorch, CUDA, NCCL, Transformer Engine, Apex and cuda-bindings."""
-    found = [_python(), _kernel(), _torch()]
+    found = [passed("python", f"{platform.python_version()} on {platform.machine()}"), _kernel(), _torch()]
     found += _cuda(place) if place.on_cuda else [_no_cuda(options)]
     return [*found, _engine(), _apex(), _bindings(place)]
 
@@ -38,13 +37,6 @@ def version(package: str) -> str | None:
 def numbers(text: str) -> tuple[int, ...]:
     """The first two numbers of a version: ``2.10.0a0+nv`` gives (2, 10)."""
     return tuple(int(re.findall(r"^\d*", part)[0] or 0) for part in text.split(".")[:2])
-
-
-def _python() -> Finding:
-    here = platform.python_version()
-    if sys.version_info < (3, 10):  # noqa: UP036 - a Python that was chosen by hand may be older
-        return failed("python", here, "use Python 3.10 or newer")
-    return passed("python", f"{here} on {platform.machine()}")
 
 
 def _kernel() -> Finding:

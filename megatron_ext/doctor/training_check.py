@@ -109,7 +109,7 @@ def schedule_of(workload: Workload, route: Route) -> Schedule:
         return with_host_shards(by_cpu_shard(random_schedule(workload, ("gpu",), 0)), workload)
     routes: tuple[Route, ...] = ("nvme", "gpu") if route == "nvme" else (route,)
     drawn = (random_schedule(workload, routes, seed) for seed in range(MOST_SEEDS))
-    return next(schedule for schedule in drawn if route in routes_of(schedule))
+    return next(schedule for schedule in drawn if route in schedule.routes)
 
 
 def with_states_spread(
@@ -134,11 +134,6 @@ def with_all_on_host(schedule: Schedule, workload: Workload) -> Schedule:
     """The schedule with gradients and shards in host memory."""
     schedule = with_host_shards(schedule, workload)
     return replace(schedule, groups=tuple(replace(group, gradients="host") for group in schedule.groups))
-
-
-def routes_of(schedule: Schedule) -> set[str]:
-    """The routes that the groups use."""
-    return {action.route for action in schedule.unshards}
 
 
 def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:

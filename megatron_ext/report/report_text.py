@@ -114,6 +114,7 @@ def compared_with(report: Report) -> str:
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
     """All rows of the table: ``(what, compared run, scheduled run, scheduled / compared)``."""
     run, equal = report.run, {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise]
+    difference = "-" if report.loss_difference is None else f"{report.loss_difference:.1e}"
 
     def times(title: str, stock: float | None, ours: float) -> tuple[str, str, str, str]:
         return title, _ms(stock), _ms(ours), _ratio(ours, stock)
@@ -122,7 +123,7 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
         ("loss, first", _loss(run.stock, 0), _loss(run.scheduled, 0), ""),
         ("loss, last", _loss(run.stock, -1), _loss(run.scheduled, -1), ""),
-        ("  largest relative difference", "", _difference(report.loss_difference), ""),
+        ("  largest relative difference", "", difference, ""),
         ("equal to the reference", "", equal, ""),
     ]
     for name, title in MEASURED.items():
@@ -149,10 +150,6 @@ def _loss(run: Metrics | None, index: int) -> str:
     return "not a number" if value is None else f"{value:.7f}"
 
 
-def _difference(relative: float | None) -> str:
-    return "-" if relative is None else f"{relative:.1e}"
-
-
 def _ms(us: float | None) -> str:
     return "-" if us is None else f"{us / 1e3:.3f}"
 
@@ -168,11 +165,6 @@ def _title(report: Report) -> str:
         f"{report.run.workload.zero_stage}; medians over {report.iteration_time_us.scheduled.samples} iterations, the "
         f"first {report.warm_up} left out"
     )
-
-
-def _routes(report: Report) -> str:
-    found = [f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()]
-    return ", ".join(found) or "no group is gathered"
 
 
 def verdict_line(report: Report) -> str:
@@ -266,8 +258,9 @@ def cautions(report: Report) -> list[str]:
 
 def details(report: Report) -> list[tuple[str, str]]:
     """Lines about the plan and its outcome, each with a word that names its subject."""
+    routes = [f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()]
     return [
-        ("routes", _routes(report)),
+        ("routes", ", ".join(routes) or "no group is gathered"),
         *(("links", line) for line in links_lines(report)),
         *(("hidden", line) for line in hidden_lines(report)),
         *(("bytes", line) for line in moved.lines(report.moved)),
@@ -329,7 +322,7 @@ def as_markdown(report: Report) -> str:
     lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
     lines += ["", *(f"- {difference}" for difference in report.equality.differences)]
-    lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
+    lines += [*[""] * bool(report.equality.differences), f"{OTHER_LAYOUT}."]
     lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     traces = [f"`{READ[key]}`" for key in ("stock_trace", "scheduled_trace") if run.file(key).exists()]

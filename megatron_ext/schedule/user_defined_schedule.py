@@ -273,6 +273,11 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return [action for rank in self.ranks for action in rank.unshards]
 
     @property
+    def routes(self) -> set[Route]:
+        """The routes that the groups use."""
+        return {action.route for action in self.unshards}
+
+    @property
     def uses_drive(self) -> bool:
         """Whether the schedule uses the drive, so that a run has to name a directory on it."""
         return "nvme" in {group.states_rest for group in self.groups}.union(*(entry.to for entry in self.publish))

@@ -80,10 +80,8 @@ class Engine(Links):
         for rank in self.ranks:
             if rank.blocked_on >= 0:
                 gather = rank.program.gathers[rank.blocked_on]
-                raise InputError(
-                    f"pipeline rank {rank.pp_rank} waits for ever for group {gather.group} at step {rank.step_name}",
-                    field="ranks",
-                )
+                said = f"waits for ever for group {gather.group} at step {rank.step_name}"
+                raise InputError(f"pipeline rank {rank.pp_rank} {said}", field="ranks")
         raise AssertionError("the steps of the pipeline wait for each other in a circle")
 
     def _push(self, time: float, event: int, subject, version: int = 0) -> None:

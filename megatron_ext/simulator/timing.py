@@ -132,11 +132,8 @@ class Timing:
         InputError if it is not measured."""
         costs = self._others.get(algorithm) if algorithm is not None else None
         if algorithm is not None and costs is None:
-            raise InputError(
-                "has no points for this algorithm, or no data-parallel group lies on nodes that allow it",
-                field=f"routes.{route}.algorithms",
-                value=algorithm,
-            )
+            said = "has no points for this algorithm, or no data-parallel group lies on nodes that allow it"
+            raise InputError(said, field=f"routes.{route}.algorithms", value=algorithm)
         return self._estimate(f"routes.{kind_of(route).curve}", size_bytes, costs).us
 
     def algorithm(self, pp_rank: int, size_bytes: int, ranks: int | None = None) -> str | None:

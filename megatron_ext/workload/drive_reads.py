@@ -2,7 +2,7 @@
 
 import msgspec
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.checks import Checker
 
 SECTOR_BYTES = 4096
 """Sizes of direct reads are multiples of this."""
@@ -16,11 +16,10 @@ class DriveReads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def check(self, field: str, *, file=None) -> "DriveReads":
         """Return the settings. Raises InputError if a value cannot be used."""
+        check = Checker(file)
         for name in ("block_bytes", "queue_depth"):
-            value = getattr(self, name)
-            if value < 1:
-                raise InputError("expected a positive whole number", file=file, field=f"{field}.{name}", value=value)
+            if (value := getattr(self, name)) < 1:
+                check.refuse("expected a positive whole number", f"{field}.{name}", value)
         if self.block_bytes % SECTOR_BYTES:
-            message = f"expected a multiple of {SECTOR_BYTES}"
-            raise InputError(message, file=file, field=f"{field}.block_bytes", value=self.block_bytes)
+            check.refuse(f"expected a multiple of {SECTOR_BYTES}", f"{field}.block_bytes", self.block_bytes)
         return self

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.checks import Checker
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 
 HALF = ("float16", "bfloat16")
@@ -41,13 +41,11 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
     def check(self, *, file=None) -> None:
         """Refuse dtypes that are not known, and delayed updates on the device. Raises InputError."""
+        check = Checker(file)
         if self.delayed and not self.on_host:
-            raise InputError("needs on_host", file=file, field="optimizer.delayed", value=True)
+            check.refuse("needs on_host", "optimizer.delayed", True)
         for name in ("gradient_dtype", "main_parameter_dtype", "moment_dtypes"):
             value = getattr(self, name)
             for dtype in (value,) if isinstance(value, str) else value:
                 if dtype not in ITEM_BYTES:
-                    known = ", ".join(ITEM_BYTES)
-                    raise InputError(
-                        f"unknown dtype; known: {known}", file=file, field=f"optimizer.{name}", value=dtype
-                    )
+                    check.refuse(f"unknown dtype; known: {', '.join(ITEM_BYTES)}", f"optimizer.{name}", dtype)

@@ -190,25 +190,17 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         if self.order in ("1f1b", "no_pipeline") and self.vp != 1:
             refuse("virtual_pipeline_model_parallel_size", f"must be 1 with order {self.order}")
         if self.order == "interleaved":
-            if self.pp < 2:
-                refuse("pipeline_model_parallel_size", "must be at least 2 with order interleaved")
-            if self.vp < 2:
-                refuse("virtual_pipeline_model_parallel_size", "must be at least 2 with order interleaved")
+            for name in ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"):
+                if getattr(self, name) < 2:
+                    refuse(name, "must be at least 2 with order interleaved")
             # The same two rules as in Megatron's interleaved schedule.
-            group = self.microbatch_group_size
-            if not self.pp <= group <= self.num_microbatches:
-                name = "microbatch_group_size_per_vp_stage"
-                if self.microbatch_group_size_per_vp_stage is None:
-                    name = "num_microbatches"
-                refuse(
-                    name,
-                    f"needs pipeline size {self.pp} <= micro-batch group {group} <= {self.num_microbatches} "
-                    "micro-batches",
-                )
-            remainder = self.num_microbatches % group
-            if 0 < remainder < self.pp:
-                refuse(
-                    "num_microbatches", f"leaves a last group of {remainder}, smaller than the pipeline size {self.pp}"
-                )
+            group, most = self.microbatch_group_size, self.num_microbatches
+            if not self.pp <= group <= most:
+                given = self.microbatch_group_size_per_vp_stage is not None
+                said = f"needs pipeline size {self.pp} <= micro-batch group {group} <= {most} micro-batches"
+                refuse("microbatch_group_size_per_vp_stage" if given else "num_microbatches", said)
+            if 0 < most % group < self.pp:
+                said = f"leaves a last group of {most % group}, smaller than the pipeline size {self.pp}"
+                refuse("num_microbatches", said)
         if self.world_size % self.node_size and self.world_size > self.node_size:
             refuse("gpus_per_node", f"does not divide the {self.world_size} ranks")

@@ -9,7 +9,6 @@ from megatron_ext.doctor.training_check import (
     SLOTS,
     Case,
     judged,
-    routes_of,
     schedule_of,
     with_all_on_host,
     with_states_spread,
@@ -35,7 +34,7 @@ def test_every_case_goes_by_its_route(case):
         schedule = with_all_on_host(schedule, work)
         assert {(group.shard_rests, group.gradients) for group in schedule.groups} == {("host", "host")}
     match(validate(schedule), work)
-    assert routes_of(schedule) in ({case.route}, {case.route, "gpu"} if case.route == "nvme" else {case.route})
+    assert schedule.routes in ({case.route}, {case.route, "gpu"} if case.route == "nvme" else {case.route})
 
 
 CASE = Case("cpu", 3)
