@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
 
-from megatron_ext.bounds.belady import missing_bytes
 from megatron_ext.bounds.critical_path import Durations, compute_durations
-from megatron_ext.bounds.least_loads import layer_bytes
+from megatron_ext.bounds.least_loads import layer_bytes, missing_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
@@ -175,8 +174,4 @@ def _brought(ahead, runs, limit, skipped) -> list[list[int]]:
 
 
 def _window_rule(bring_us: BringUs | None, limit: int) -> BringUs:
-    @cache
-    def window(needed: int) -> float:
-        return bring_us(needed - limit) if needed > limit and bring_us is not None else 0.0
-
-    return window
+    return cache(lambda needed: bring_us(needed - limit) if needed > limit and bring_us is not None else 0.0)

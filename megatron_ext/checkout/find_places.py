@@ -145,12 +145,11 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
     return proven(function, gap_after(hook, body, index, lines), {"self", "update_successful"}, above=above)
 
 
-def _interleaved(tree: ast.Module) -> FunctionNode:
-    return function_named(tree.body, "forward_backward_pipelining_with_interleaving")
+_INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 
 
 def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    function = _interleaved(tree)
+    function = function_named(tree.body, _INTERLEAVED)
     body, index = _unconditional(function, *_is_there("param_sync_func"))
     above = calls(function, "forward_step_helper", "backward_step_helper"), "a step runs"
     needed = {"config", "model", "num_microbatches", "forward_only"}
@@ -164,13 +163,13 @@ def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
     return lambda s: isinstance(s, ast.If) and f"if {ast.unparse(s.test)}" == wanted, f"`{wanted}`"
 
 
-def _helper_gap(hook, tree, lines, part: str, test, what: str, needed: set) -> Gap:
+def _helper_gap(part: str, test, what: str, needed: set, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     """The gap before the one statement for which ``test`` holds, in a helper of the interleaved schedule.
 
     ``part`` names the helper, e.g. ``forward_step_helper_preprocess``. In releases before Megatron split the helper
     into three, the whole helper is searched.
     """
-    outer = _interleaved(tree)
+    outer = function_named(tree.body, _INTERLEAVED)
     step, side = part.split("_helper_")
     helper = function_named(outer.body, part, f"{step}_helper", where=span(outer))
     body, index = _unconditional(helper, test, what)
@@ -197,26 +196,14 @@ def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step:
         raise PlaceError(f"{whole.name} calls {helper.name} {'after' if before else 'before'} {step}, line {parts[0]}")
 
 
-def _interleaved_pre_forward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    wanted = _is_there("param_sync_func")
-    return _helper_gap(hook, tree, lines, "forward_step_helper_preprocess", *wanted, {"model_chunk_id"})
+def _pops_output(s: ast.stmt) -> bool:
+    value = assigned_value(s, "output_tensor")
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "pop"
 
 
-def _interleaved_pre_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    def pops_output(s: ast.stmt) -> bool:
-        value = assigned_value(s, "output_tensor")
-        return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "pop"
-
-    what = "`output_tensor = ....pop(...)`"
-    return _helper_gap(hook, tree, lines, "backward_step_helper_preprocess", pops_output, what, {"model_chunk_id"})
-
-
-def _interleaved_post_backward(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    return _helper_gap(hook, tree, lines, "backward_step_helper_postprocess", *_is_there("grad_sync_func"), set())
-
-
-def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Gap:
-    """The gap before the function's last statement that tests ``finalize_model_grads_func``."""
+def _end(name: str, find_begin: "Finder", hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+    """The gap before the last statement of the function ``name`` that tests ``finalize_model_grads_func``."""
+    function, begin = function_named(tree.body, name), find_begin(hook, tree, lines)
     found = [i for i, s in enumerate(function.body) if tests_attribute(s, "config", "finalize_model_grads_func")]
     if not found:
         raise PlaceError(f"no `if config.finalize_model_grads_func` in the body of {span(function)}")
@@ -224,10 +211,6 @@ def _end(function: FunctionNode, hook: Hook, lines: list[str], begin: Gap) -> Ga
     check_below(gap, [begin.last + 1], "the iteration begins")
     # An early return between begin and end would leave the iteration open.
     return reached(function, gap)
-
-
-def _interleaved_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    return _end(_interleaved(tree), hook, lines, _interleaved_begin(hook, tree, lines))
 
 
 def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
@@ -243,11 +226,14 @@ def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> G
     return gap
 
 
-def _plain_end(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
-    return _end(function_named(tree.body, name), hook, lines, _plain_begin(name, hook, tree, lines))
+Finder = Callable[[Hook, ast.Module, list[str]], Gap]
+_HAS_PARAM_SYNC = (*_is_there("param_sync_func"), {"model_chunk_id"})
+_HAS_GRAD_SYNC = (*_is_there("grad_sync_func"), set())
+_POPS_OUTPUT = (_pops_output, "`output_tensor = ....pop(...)`", {"model_chunk_id"})
+"""For a helper of the interleaved schedule: a test for a statement, its text, and names that its hook uses."""
+_1F1B, _NO_PIPELINING = "forward_backward_pipelining_without_interleaving", "forward_backward_no_pipelining"
 
-
-_FINDERS: dict[str, Callable[[Hook, ast.Module, list[str]], Gap]] = {
+_FINDERS: dict[str, Finder] = {
     "pretrain.start": _pretrain_start,
     "arguments.add": _arguments_add,
     "training.setup": _training_setup,
@@ -255,12 +241,12 @@ _FINDERS: dict[str, Callable[[Hook, ast.Module, list[str]], Gap]] = {
     "ddp.built": _ddp_built,
     "optimizer.params_updated": _optimizer_params_updated,
     "schedules.interleaved.begin": _interleaved_begin,
-    "schedules.interleaved.pre_forward": _interleaved_pre_forward,
-    "schedules.interleaved.pre_backward": _interleaved_pre_backward,
-    "schedules.interleaved.post_backward": _interleaved_post_backward,
-    "schedules.interleaved.end": _interleaved_end,
-    "schedules.1f1b.begin": partial(_plain_begin, "forward_backward_pipelining_without_interleaving"),
-    "schedules.1f1b.end": partial(_plain_end, "forward_backward_pipelining_without_interleaving"),
-    "schedules.no_pipelining.begin": partial(_plain_begin, "forward_backward_no_pipelining"),
-    "schedules.no_pipelining.end": partial(_plain_end, "forward_backward_no_pipelining"),
+    "schedules.interleaved.pre_forward": partial(_helper_gap, "forward_step_helper_preprocess", *_HAS_PARAM_SYNC),
+    "schedules.interleaved.pre_backward": partial(_helper_gap, "backward_step_helper_preprocess", *_POPS_OUTPUT),
+    "schedules.interleaved.post_backward": partial(_helper_gap, "backward_step_helper_postprocess", *_HAS_GRAD_SYNC),
+    "schedules.interleaved.end": partial(_end, _INTERLEAVED, _interleaved_begin),
+    "schedules.1f1b.begin": partial(_plain_begin, _1F1B),
+    "schedules.1f1b.end": partial(_end, _1F1B, partial(_plain_begin, _1F1B)),
+    "schedules.no_pipelining.begin": partial(_plain_begin, _NO_PIPELINING),
+    "schedules.no_pipelining.end": partial(_end, _NO_PIPELINING, partial(_plain_begin, _NO_PIPELINING)),
 }

@@ -62,15 +62,11 @@ def refuse_script(script: ScriptArguments, verb: str) -> None:
     script_arguments.refuse_none(script)
     if verb in ("measure", "prepare"):  # they run the layers; describing and planning need only their shapes
         script_arguments.refuse_absent_engine(script.transformer_impl)
-        _refuse_parts_of_sequences(script, verb)
+        from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
 
-
-def _refuse_parts_of_sequences(script: ScriptArguments, verb: str) -> None:
-    from megatron_ext.runtime.device import has_cuda  # torch takes a while to import
-
-    if (size := script.sizes.context_parallel_size or 1) > 1 and not has_cuda():
-        why = f"on a CPU {verb} can time only layers that compute the whole sequence; {ESTIMATE}"
-        raise InputError(why, field="--context-parallel-size", value=size)
+        if (size := script.sizes.context_parallel_size or 1) > 1 and not has_cuda():
+            why = f"on a CPU {verb} can time only layers that compute the whole sequence; {ESTIMATE}"
+            raise option_error("context_parallel_size", why, size)
 
 
 def why_not_measured(model) -> str | None:

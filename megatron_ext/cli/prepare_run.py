@@ -90,16 +90,12 @@ class Preparation:
         if self._same_workload():
             self._keep(self.workload_path)
         elif self.is_first:
-            self._remove_schedules()  # they belong to another workload
+            # The schedules belong to another workload.
+            for file in (self.schedule_path.with_name("schedule.json"), *self.schedules_path.glob("*.json")):
+                file.unlink(missing_ok=True)
             workload.save(self.workload_path, self.model.workload)
 
-    def _remove_schedules(self) -> None:
-        self.schedule_path.with_name("schedule.json").unlink(missing_ok=True)
-        for file in self.schedules_path.glob("*.json"):
-            file.unlink()
-
     def _same_workload(self) -> bool:
-
         try:
             return self.workload_path.exists() and workload.load(self.workload_path) == self.model.workload
         except InputError:
@@ -171,7 +167,6 @@ class Preparation:
 
     def _kept_schedule(self, table_sha256: str):
         """The existing schedule if this policy planned it for this model from this table; otherwise None."""
-
         work = self.model.workload
         if not self.schedule_path.exists():
             return None

@@ -236,11 +236,6 @@ def _dtype(workload: Workload) -> str:
     return next((p.dtype for chunk in workload.chunks for p in chunk.parameters), "bfloat16")
 
 
-def _scan_note(workload: Workload) -> tuple[str, ...]:
-    mamba = any("mamba" in chunk.layer_kinds for chunk in workload.chunks)
-    return ("layers of kind mamba: only the products of their matrices are counted, not the scan between them",) * mamba
-
-
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:
     facts = {
         "hardware": name or sheet.title,
@@ -250,11 +245,14 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         "fused_attention": not batch.score_heads,
         "local": batch.local,
     }
+    notes = [f"estimated from the data sheet of {sheet.title}; nothing here was measured"]
+    if any("mamba" in chunk.layer_kinds for chunk in workload.chunks):
+        notes.append("layers of kind mamba: only the products of their matrices are counted, not the scan between them")
     return cost_table.Metadata(
         synthetic=True,
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
         model=estimated_of(workload),
         source=cost_table.Source(program=cost_table.ESTIMATE, description=sheet.title, options=facts),
-        notes=(f"estimated from the data sheet of {sheet.title}; nothing here was measured", *_scan_note(workload)),
+        notes=tuple(notes),
     )

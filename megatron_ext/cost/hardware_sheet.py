@@ -257,13 +257,10 @@ def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> Hardw
 
 
 def slow_end(field: str, figure: Figure) -> float:
-    """The end of a figure's range at which times are longest."""
-    return figure.ends[more_is_slower(field)]
-
-
-def more_is_slower(field: str) -> bool:
-    """Whether a larger figure means longer times. This holds for latencies, disturbances, and numbers of sharers."""
-    return field.endswith(("_us", "gpus_per_link", "numa_nodes")) or field.startswith("disturbance.")
+    """The end of a figure's range at which times are longest: the higher one of latencies, disturbances, and numbers of
+    sharers."""
+    more_is_slower = field.endswith(("_us", "gpus_per_link", "numa_nodes")) or field.startswith("disturbance.")
+    return figure.ends[more_is_slower]
 
 
 def _replaced(node: Any, field: str, choose) -> Any:

@@ -21,12 +21,6 @@ def main_thread(text: str) -> list[str]:
     return frames[:MOST_FRAMES]
 
 
-def fatal(text: str) -> str:
-    """The signal by which the process ended, as faulthandler calls it; empty if no signal ended it."""
-    found = re.search(r"(?m)^Fatal Python error: (.*)$", text)
-    return found[1] if found else ""
-
-
 def said(folder: str, ranks: int) -> tuple[str, dict[str, float | str]]:
     """For all ranks that wrote stacks: where they were, in one line, and the full text by rank."""
     lines, whole = [], {}
@@ -34,7 +28,8 @@ def said(folder: str, ranks: int) -> tuple[str, dict[str, float | str]]:
         file = path_of(folder, rank)
         text = file.read_text(errors="replace") if file.exists() else ""
         if text:
-            where = [*filter(None, [fatal(text)]), *main_thread(text)]
+            signals = re.findall(r"(?m)^Fatal Python error: (.*)$", text)  # that ended the process, if one did
+            where = [*signals[:1], *main_thread(text)]
             lines.append(f"rank {rank} in {' < '.join(where)}")
             whole[f"stacks_of_rank_{rank}"] = text[:MOST_CHARACTERS]
     return "; ".join(lines), whole

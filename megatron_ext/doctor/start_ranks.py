@@ -43,7 +43,10 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
     Path(options.out).unlink(missing_ok=True)  # the report of another run
     while True:  # ends: every round leaves fewer checks
         with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
-            code, tail = _launch(replace(options, stacks=folder), nproc, environment)
+            encoded = msgspec.json.encode(replace(options, stacks=folder)).decode()
+            command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", encoded]
+            code, said = launcher.launch_quietly(command, nproc, environment=environment)
+            tail = said[-TAIL_CHARACTERS:]
             if code == 2:
                 raise InputError("a rank refused its input; see its error above")
             if code >= 128:
@@ -64,13 +67,6 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Rep
         if not left:
             return report, printed
         options = replace(options, earlier=found, titles=left)
-
-
-def _launch(options: DoctorOptions, nproc: int, environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code of the ranks, and the end of what they printed."""
-    command = [sys.executable, "-m", "megatron_ext.doctor.start_ranks", msgspec.json.encode(options).decode()]
-    code, said = launcher.launch_quietly(command, nproc, environment=environment)
-    return code, said[-TAIL_CHARACTERS:]
 
 
 def _ended_in(title: str, folder: str, nproc: int) -> Finding:

@@ -1,5 +1,6 @@
 """Builds a cost table from the ranks' measurements. The table says what it is valid for and where medians vary."""
 
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from statistics import median
 
@@ -77,7 +78,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
             world_sizes=world_sizes,
             model=compute.get("model"),
             source=cost_table.Source(program="megatron-ext measure", options=options.facts()),
-            notes=(*notes(raw), *_nodes(options), *_parts_note(options)),
+            notes=(*notes(raw), *_notes_of_options(options)),
         ),
         group_overhead=cost_table.GroupOverhead(call_us=_call_us(curves.get("gpu", []))),
         set_up=cost_table.SetUp(**raw.get("set_up", {})),
@@ -92,7 +93,7 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
 
 def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_table.Curve]:
     """The curves, by name in the table."""
-    points = {name: _points(_in_table(name, rows, options)) for name, rows in raw["curves"].items()}
+    points = {name: _points(rows, options.nodes * (name == "internode")) for name, rows in raw["curves"].items()}
     at_once = f"all {options.world_size} ranks at once"
     facts = {"backend": backend, "at_once": at_once, "on_host": " in host memory" * options.optimizer_on_host}
     found = {}
@@ -103,13 +104,6 @@ def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_tabl
         said = f"measured: {source.format(**facts)}"
         found[part] = cost_table.Curve(points=points[name], source=said, reads=reads, algorithms=named)
     return found
-
-
-def _in_table(name: str, rows: list[dict], options: Options) -> list[dict]:
-    """Rows of one curve. For ``internode`` sizes become the bytes that enter each node, because plans look these up."""
-    if name != "internode":
-        return rows
-    return [row | {"size_bytes": crossing_bytes(row["size_bytes"], options.nodes)} for row in rows]
 
 
 DIVIDED = ("forward_us", "forward_p95_us", "backward_us", "backward_p95_us", "activation_bytes", "recompute_bytes")
@@ -124,29 +118,22 @@ def _of_part(row: dict, parts: int) -> cost_table.Compute:
     return msgspec.convert({**row, **of_rank}, cost_table.Compute)
 
 
-def _parts_note(options: Options) -> list[str]:
-    if options.sequence_parts == 1:
-        return []
-    return [
-        f"compute: layers were timed on whole sequences and divided by {options.sequence_parts} context-parallel "
-        "ranks; the exchange of keys and values is not in them"
-    ]
-
-
-def _points(rows: list[dict]) -> tuple[cost_table.Point, ...]:
-    return tuple(
-        cost_table.Point(**{name: value for name, value in row.items() if name in cost_table.Point.__struct_fields__})
-        for row in rows
-    )
-
-
-def _nodes(options: Options) -> list[str]:
-    """Notes on figures that cannot be measured between these nodes."""
+def _notes_of_options(options: Options) -> Iterator[str]:
+    """Notes on figures that cannot be measured between these nodes, or with whole sequences."""
     if options.nodes == 0 and "internode" in options.links:
-        return [
-            "publish.internode: not measured: the nodes do not hold equally many ranks of every data-parallel group"
-        ]
-    return []
+        uneven = "the nodes do not hold equally many ranks of every data-parallel group"
+        yield f"publish.internode: not measured: {uneven}"
+    if options.sequence_parts > 1:
+        timed = f"timed on whole sequences and divided by {options.sequence_parts} context-parallel ranks"
+        yield f"compute: layers were {timed}; the exchange of keys and values is not in them"
+
+
+def _points(rows: list[dict], nodes: int) -> tuple[cost_table.Point, ...]:
+    """The points of one curve. Between ``nodes`` sizes become the bytes that enter each node: plans look these up."""
+    fields = cost_table.Point.__struct_fields__
+    points = [cost_table.Point(**{name: row[name] for name in fields if name in row}) for row in rows]
+    size = lambda point: crossing_bytes(point.size_bytes, nodes) if nodes else point.size_bytes
+    return tuple(msgspec.structs.replace(point, size_bytes=size(point)) for point in points)
 
 
 def _call_us(rows: list[dict]) -> float | None:

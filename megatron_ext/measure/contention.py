@@ -152,15 +152,8 @@ def _measured(
         return taken
 
     first = each_alone(largest)
-    most = fabric.agree(
-        fitting(
-            {name: median(us) * measured[name].messages for name, us in first.items()},
-            wanted,
-            max(deadline - monotonic(), 0.0),
-            largest,
-            least,
-        )
-    )
+    took = {name: median(us) * measured[name].messages for name, us in first.items()}
+    most = fabric.agree(fitting(took, wanted, slot(1), largest, least))
     # Time links alone before and after the pairs, so that a machine that drifts does not look like contention.
     if most == largest:
         before, visits = first, visits - len(measured)
@@ -176,9 +169,7 @@ def _measured(
                 if fabric.rank == 0:
                     report(pair)
                 busy.start()
-                while_busy[pair] = sample(
-                    fabric, measured[pair[0]], size_of(fabric, pair[0], most), slot(visits), warmups=1
-                ).us
+                while_busy[pair] = sample(fabric, measured[pair[0]], sizes[pair[0]], slot(visits), warmups=1).us
                 busy.stop()
                 visits -= 1
         busy.operation.close()
@@ -195,9 +186,9 @@ def _rows(sizes: dict[str, int], fabric: Fabric, alone: dict, while_busy: dict) 
     Collective."""
     rows, everyone = [], gather_objects((alone, while_busy))
     for measured, busy in while_busy:
-        us, slowdown = slowed((measured, busy), fabric.options, everyone)
-        row = {"measured": measured, "busy": busy, "size_bytes": sizes[measured], "p50_us": us, "slowdown": slowdown}
-        rows.append(row)
+        us, by = slowed((measured, busy), fabric.options, everyone)
+        size = sizes[measured]
+        rows.append({"measured": measured, "busy": busy, "size_bytes": size, "p50_us": us, "slowdown": by})
     return rows
 
 

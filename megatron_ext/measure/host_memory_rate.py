@@ -73,7 +73,7 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
 
     Collective.
     """
-    begin, lasts = monotonic(), seconds_of(seconds)
+    begin, lasts = monotonic(), min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
     copies = [kind(fabric) for kind in (HostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
     count = processors_of_rank(fabric)
     size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
@@ -88,11 +88,6 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     everyone = gather_objects(own)
     rounds, ranks = [mean(rates) for rates in zip(*everyone)], map(median, everyone)
     return {"bytes_per_s": median(rounds), "slow_bytes_per_s": min(*rounds, *ranks)}
-
-
-def seconds_of(seconds: float) -> float:
-    """Seconds that all rounds take, if there are ``seconds`` for them."""
-    return min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
 
 
 def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray]], seconds: float) -> float:

@@ -49,11 +49,6 @@ def need_of(samples: Samples, seconds: float, builds: bool) -> float:
     return max(seconds - sum(samples.us) / 1e6 + rounds if builds else rounds, 1e-6)
 
 
-def upwards(visits: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The visits in ascending order of size, with the curves in turns."""
-    return sorted(visits, key=lambda visit: visit[1])
-
-
 def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
     """The rows of one curve, with scaled rows for the ``sizes`` that are larger than the measured sizes."""
     last, before = points[-1], points[-2] if len(points) > 1 else None

@@ -36,11 +36,6 @@ def factor_2(min_bytes: int, max_bytes: int, factor: int = 2) -> list[int]:
     return sizes
 
 
-def off_powers(sizes: list[int]) -> list[int]:
-    """``sizes`` with all but the two ends a sixteenth smaller, see [Note: No powers of two]."""
-    return [sizes[0], *(size * 15 // 16 for size in sizes[1:-1]), *sizes[1:][-1:]]
-
-
 def refinement(medians: Mapping[int, float], at_most: int = 4) -> list[int]:
     """Sizes to add halfway (by ratio) on both sides of the sizes at which linear interpolation is worst.
 
@@ -81,7 +76,8 @@ def sizes_of(name: str, options: Options) -> list[int]:
         sizes = factor_2(max(low, min(SMALL_BYTES, high)), high)
         if low < sizes[0]:
             sizes = [low, *sizes]  # below that size the time of a call does not depend on the bytes
-        sizes = off_powers(sizes)
+        # All but the two ends are a sixteenth smaller, see [Note: No powers of two].
+        sizes = [sizes[0], *(size * 15 // 16 for size in sizes[1:-1]), *sizes[1:][-1:]]
     if name in GATHERS:
         sizes = [*sizes, *options.also_sizes]
     if name in ("publish", "internode") and shards > high:

@@ -19,7 +19,7 @@ from megatron_ext.report.parts import Part, launches, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
-from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.parallel import Parallel
@@ -125,6 +125,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
     times, us = [window.events for window in windows], spread(took).median_us
     found = parts(ours.events, ours.iteration_time_us, times, us, *_grouped(run), on_device=run.on_device)
+    routes = Counter(route for _, route in {(action.group, action.route) for action in run.schedule.unshards})
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
         run=run,
@@ -139,7 +140,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         measured_ratio=ratio,
         verdict_was=check_verdict(judged.figures["answer"], ratio.ratio, ratio.standard_error) if ratio else None,
         loss_difference=largest_loss_difference(run.stock, run.scheduled),
-        routes=_groups_by_route(run.schedule),
+        routes={kind.name: routes[kind.name] for kind in ROUTE_KINDS.values() if routes[kind.name]},
         simulated=ours.events,
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
@@ -188,8 +189,3 @@ def _periods(trace: MeasuredTrace, indices: list[int]) -> Spread | None:
     periods = trace.periods_us()
     warm = [periods[index + 1] for index in indices if index + 1 in periods]
     return summarize(warm) if warm else None
-
-
-def _groups_by_route(schedule: Schedule) -> dict[str, int]:
-    counted = Counter(route for _, route in {(action.group, action.route) for action in schedule.unshards})
-    return {kind.name: counted[kind.name] for kind in ROUTE_KINDS.values() if counted[kind.name]}

@@ -229,7 +229,6 @@ class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     planner: str = ""
     options: PlanOptions = PlanOptions()
     cost_table_sha256: str | None = None
-    megatron_core: str | None = None
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

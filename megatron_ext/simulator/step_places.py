@@ -30,7 +30,8 @@ def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list
 def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[float, float, float]:
     whole_us, run_us = timing.optimizer_us(optimizer_bytes(workload, pp_rank)), 0.0
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
-    rest_us = sum(_around_us(group, workload, timing.among(group.ranks)) for group in own if group.gradients == "host")
+    gradients = [(gradient_bytes(g, workload), timing.among(g.ranks)) for g in own if g.gradients == "host"]
+    rest_us = sum(AROUND_ADD * of_ranks.to_host_us(size)[1] for size, of_ranks in gradients)  # norm, clipping, zeroing
     if not workload.optimizer.on_host:
         rest_us += sum(_moved_us(group, timing.among(group.ranks)) for group in own)
         return whole_us + rest_us, rest_us, 0.0
@@ -53,11 +54,6 @@ def _of_rank(pp_rank: int, schedule: Schedule, workload: Workload, timing: Timin
         rest_us += timing.device_step_us(device_bytes)
         rest_us += sum(_moved_us(group, timing.among(group.ranks)) for group in on_device)
     return whole_us + rest_us, rest_us, run_us
-
-
-def _around_us(group: Group, workload: Workload, timing: Timing) -> float:
-    """Microseconds of the norm, the clipping and the zeroing of a gradient that rests in host memory."""
-    return AROUND_ADD * timing.to_host_us(gradient_bytes(group, workload))[1]
 
 
 def _moved_us(group: Group, timing: Timing) -> float:

@@ -104,19 +104,14 @@ class Timing:
         return self if ranks == self.ranks else self.experts
 
     def _launches(self) -> list[list[tuple[float, float]]] | None:
-        found: list[list[tuple[float, float]]] = []
-        for rank in range(self.workload.parallel.pp):
-            found.append([])
-            for chunk in self.workload.chunks_of_rank(rank):
-                us = self.costs.launches_us(rank, chunk.model_chunk_id, chunk.layer_kinds)
-                if us is None:
-                    return None
-                found[-1].append(us)
-        return found
+        chunks = [self.workload.chunks_of_rank(rank) for rank in range(self.workload.parallel.pp)]
+        found = [[self.costs.launches_us(c.pp_rank, c.model_chunk_id, c.layer_kinds) for c in own] for own in chunks]
+        known = [[us for us in own if us is not None] for own in found]
+        return known if known == found else None
 
     def _layer_times(self, chunk: Chunk) -> LayerTimes:
         rows = self.costs.layer_us(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds, chunk.num_layers)
-        return LayerTimes(tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+        return LayerTimes(*zip(*rows))
 
     def offers(self, route: str) -> bool:
         """Whether the table has times for ``route``.

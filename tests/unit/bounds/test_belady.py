@@ -6,7 +6,7 @@ from itertools import accumulate, combinations
 
 import pytest
 
-from megatron_ext.bounds.belady import missing_bytes
+from megatron_ext.bounds.least_loads import missing_bytes
 
 
 def fewest(keys: tuple[str, ...], sizes: dict[str, int], limit: int) -> int:
