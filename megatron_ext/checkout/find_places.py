@@ -113,10 +113,8 @@ def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     test = lambda s: isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == attribute
     body, index = statement_where(function, test, f"`{attribute} = ...`")
     if body is not function.body or index != len(body) - 1:
-        raise PlaceError(
-            f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno}) "
-            f"but with the statement at line {function.body[-1].lineno}"
-        )
+        said = f"{span(function)} does not end with `{attribute} = ...` (line {body[index].lineno})"
+        raise PlaceError(f"{said} but with the statement at line {function.body[-1].lineno}")
     return proven(function, gap_after(hook, body, index, lines), {"self"})
 
 

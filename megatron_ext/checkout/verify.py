@@ -118,10 +118,9 @@ def strip_hooks(file: str, text: str) -> str:
     written = Counter(hook.text for hook in hooks_of(file))
     for hook_text, lines in numbers.items():
         if len(lines) > written[hook_text]:
-            raise PlaceError(
-                f"lines {', '.join(map(str, lines))} are the same hook line, which belongs in "
-                f"{written[hook_text]} places; delete those that you have added"
-            )
+            said = f"lines {', '.join(map(str, lines))} are the same hook line"
+            how = f"which belongs in {written[hook_text]} places; delete those that you have added"
+            raise PlaceError(f"{said}, {how}")
     return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
 
 

@@ -104,8 +104,7 @@ def text(table: CostTable) -> str:
     for what, curve in all_curves(table):
         for algorithm, points in curves_of(curve).items():
             title = what if algorithm is None else f"{what} by {algorithm}"
-            lines += ["", f"{title} ({curve.source or 'no source given'})"]
-            lines.append(HEAD)
+            lines += ["", f"{title} ({curve.source or 'no source given'})", HEAD]
             for point, miss in zip(points, residuals(points)):
                 p95 = f"{point.p95_us:12.1f}" if point.p95_us is not None else f"{'':12}"
                 rate = point.size_bytes / point.p50_us / 1e3

@@ -74,9 +74,7 @@ def checked_points(points: tuple[Point, ...], field: str, checker: Checker) -> t
     order = sorted(range(len(points)), key=lambda index: points[index].size_bytes)
     for smaller, larger in zip(order, order[1:]):
         if points[larger].p50_us * MOST_FALL < points[smaller].p50_us:
-            message = (
-                f"is not a plausible time: less than 1/{MOST_FALL} of the {points[smaller].p50_us:g} us that "
-                f"{points[smaller].size_bytes} bytes take"
-            )
-            checker.refuse(message, f"{field}[{larger}].p50_us", points[larger].p50_us)
+            took = f"the {points[smaller].p50_us:g} us that {points[smaller].size_bytes} bytes take"
+            said = f"is not a plausible time: less than 1/{MOST_FALL} of {took}"
+            checker.refuse(said, f"{field}[{larger}].p50_us", points[larger].p50_us)
     return tuple(points[index] for index in order)

@@ -62,11 +62,10 @@ def shared(place: Path, ranks: int) -> Finding:
     except OSError as error:
         return not_tried(name, f"{place}: {error.strerror}")
     size = status.f_blocks * status.f_frsize
+    figures: dict[str, float | str] = {"size_bytes": size}
     if ranks > 1 and size < LEAST_SHARED_BYTES:
-        return failed(
-            name, f"{mib(size)} for {ranks} ranks", f"{CONTAINER}, or --shm-size 16g", figures={"size_bytes": size}
-        )
-    return passed(name, mib(size), figures={"size_bytes": size})
+        return failed(name, f"{mib(size)} for {ranks} ranks", f"{CONTAINER}, or --shm-size 16g", figures)
+    return passed(name, mib(size), figures=figures)
 
 
 def mib(size: int) -> str:

@@ -69,9 +69,8 @@ def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
     rate = slowest / (len(block) / 2**30)
     lie = pages_of_nodes(PLACES, "memfd:megatron_ext")
     where = "; ".join(f"node {node}: {count} pages" for node, count in sorted(lie.items())) or "one memory node"
-    return [
-        passed("host pages", f"{rate:.2f} s per GiB, all ranks together; {where}", figures={"seconds_per_gib": rate})
-    ]
+    found = f"{rate:.2f} s per GiB, all ranks together; {where}"
+    return [passed("host pages", found, figures={"seconds_per_gib": rate})]
 
 
 def huge_pages(setting: Path) -> Finding:
@@ -118,6 +117,5 @@ def _pin(place: Place, block: mmap.mmap) -> Finding:
         return failed(name, why, lock_refused.ADVICE)
     device.unpin(memory)
     rate = taken / (len(block) / 2**30)
-    return passed(
-        name, f"{rate:.2f} s per GiB, {place.ranks_per_node} ranks at once", figures={"seconds_per_gib": rate}
-    )
+    found = f"{rate:.2f} s per GiB, {place.ranks_per_node} ranks at once"
+    return passed(name, found, figures={"seconds_per_gib": rate})

@@ -193,9 +193,8 @@ def notes(raw: dict) -> list[str]:
                 f"{worst[0] / MIB:.4g} MiB"
             )
     if once:
-        lines.append(
-            f"out of time: only one pass over some sizes, so their repeatability is not known: {', '.join(once)}"
-        )
+        passes = "only one pass over some sizes, so their repeatability is not known"
+        lines.append(f"out of time: {passes}: {', '.join(once)}")
     rounds = raw.get("compute", {}).get("rounds", ROUNDS)
     if rounds < ROUNDS:
         lines.append(f"compute: micro-batches are so long that only {rounds} rounds fit; use a larger --seconds")

@@ -59,12 +59,11 @@ class RankCheck:
         if schedule.zero_stage < 3:  # whole parameters never leave the device
             self.resident = sum(self.groups[i].bytes for i in self.own)
             if self.resident > self.limit:
-                self._raise(
-                    f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}, "
-                    f"{self.resident - self.limit} more than limits.whole_parameter_bytes",
-                    "limits.whole_parameter_bytes",
-                    self.limit,
-                )
+                said = f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}"
+                self._raise(f"{said}, {self._excess()}", "limits.whole_parameter_bytes", self.limit)
+
+    def _excess(self) -> str:
+        return f"{self.resident - self.limit} more than limits.whole_parameter_bytes"
 
     def _raise(self, message: str, field: str, value: object = ..., index: int | None = None) -> NoReturn:
         where = dict(pp_rank=self.pp_rank, step_index=index)
@@ -157,11 +156,8 @@ class RankCheck:
         if self.schedule.zero_stage == 3:
             self.resident += self.groups[group].bytes
             if self.resident > self.limit:
-                self.refuse(
-                    f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}, "
-                    f"{self.resident - self.limit} more than limits.whole_parameter_bytes",
-                    field,
-                )
+                said = f"unsharding group {group} makes {self.resident} bytes whole on pipeline rank {self.pp_rank}"
+                self.refuse(f"{said}, {self._excess()}", field)
 
     def _check_places(self, action: Unshard, field: str) -> int:
         """Check the place of an unshard and the step that waits for it; return that step's index."""
@@ -178,29 +174,20 @@ class RankCheck:
             self.refuse(f"there are {len(self.rank.steps)} steps", said, action.need_by)
         chunk = self.groups[action.group].model_chunk_id
         if action.at >= 0 and need_by == index and chunk != self.chunk:
-            self.refuse(
-                f"group {action.group} of chunk {chunk} is needed when the step begins, not at a layer of chunk "
-                f"{self.chunk}",
-                f"{field}.at",
-                action.at,
-            )
+            where = f"when the step begins, not at a layer of chunk {self.chunk}"
+            self.refuse(f"group {action.group} of chunk {chunk} is needed {where}", f"{field}.at", action.at)
         return need_by
 
     def _check_route(self, action: Unshard, field: str) -> None:
         """Check that the copy that a group is unsharded from exists."""
         number, group, route, kind = action.group, self.groups[action.group], action.route, kind_of(action.route)
+        goes, none = f"group {number} goes by {route} but", f"there is no copy of its {group.bytes} bytes"
         if kind.shard_from_host and group.shard_rests != "host":
             said = f"group {number} needs a shard that rests in host memory"
         elif kind.needs_device_shard and group.shard_rests == "host":
-            said = (
-                f"group {number} goes by {route} but its shard rests in host memory: there is no copy of its "
-                f"{group.bytes} bytes on the device"
-            )
+            said = f"{goes} its shard rests in host memory: {none} on the device"
         elif kind.copy is not None and kind.copy not in self.destinations.get(number, ()):
-            said = (
-                f"group {number} goes by {route} but is never published there: there is no copy of its "
-                f"{group.bytes} bytes"
-            )
+            said = f"{goes} is never published there: {none}"
         else:
             return
         self.refuse(said, f"{field}.route", route)

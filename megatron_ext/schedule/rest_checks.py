@@ -70,12 +70,9 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
         if settings.delayed and what:
             check.refuse(f"{what} be combined with --delayed-parameter-update", name)
     if schedule.rollback_bytes is not None and settings.gradient_dtype != "float32":
-        check.refuse(
-            "a step during the backward needs fp32 gradients: in "
-            f"{settings.gradient_dtype} rounding can hide that clipping changes them; train with "
-            "--accumulate-allreduce-grads-in-fp32",
-            "rollback_bytes",
-        )
+        why = f"in {settings.gradient_dtype} rounding can hide that clipping changes them"
+        how = "train with --accumulate-allreduce-grads-in-fp32"
+        check.refuse(f"a step during the backward needs fp32 gradients: {why}; {how}", "rollback_bytes")
     for name, rest, largest, what in (
         ("state_slots", "nvme", largest_region, "one parameter and its moments"),
         ("step_slots", None, largest_gradient, "the gradient of one parameter"),
@@ -91,9 +88,6 @@ def _check_host_shards(schedule: Schedule, workload: Workload, check: Checker) -
         if group.shard_rests == "host":
             dtypes = sorted({p.dtype for p in members_of(group, workload)})
             if not all(steps_on_host_shards(workload.optimizer, dtype) for dtype in dtypes):
-                check.refuse(
-                    f"the optimizer updates {'/'.join(dtypes)} parameters where it steps, which is the device; "
-                    "train with --optimizer-cpu-offload",
-                    f"groups[{index}].shard_rests",
-                    "host",
-                )
+                said = f"the optimizer updates {'/'.join(dtypes)} parameters where it steps, which is the device"
+                how = "train with --optimizer-cpu-offload"
+                check.refuse(f"{said}; {how}", f"groups[{index}].shard_rests", "host")

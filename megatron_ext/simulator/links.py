@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from megatron_ext.cost.cost_table import KINDS
 from megatron_ext.formats.trace import Event, Lane
 from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP, NVME, P2P, PUBLISH, REDUCE
-from megatron_ext.simulator.early_units import DelayedStep, EarlySteps
 from megatron_ext.simulator.host_memory_link import HostMemoryLink
 from megatron_ext.simulator.rank_programs import REDUCE_VISIT, SHARD, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
+from megatron_ext.simulator.step_places import DelayedStep, EarlySteps
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 

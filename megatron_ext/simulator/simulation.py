@@ -12,10 +12,9 @@ from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes, slo
 from megatron_ext.schedule.memory_bill import Bill, states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
 from megatron_ext.simulator.activity_kinds import COMPUTE
-from megatron_ext.simulator.early_units import delayed_steps, early_steps
 from megatron_ext.simulator.engine import Engine
 from megatron_ext.simulator.rank_programs import rank_programs
-from megatron_ext.simulator.step_places import optimizer_us
+from megatron_ext.simulator.step_places import delayed_steps, early_steps, optimizer_us
 from megatron_ext.simulator.thread_path import LAUNCHES, least_thread_us, thread_us
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload

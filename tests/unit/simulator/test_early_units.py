@@ -11,8 +11,8 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.user_defined_schedule import PublishGroup
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.early_units import delayed_steps
 from megatron_ext.simulator.host_memory_link import STEP_BYTES
+from megatron_ext.simulator.step_places import delayed_steps
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 
