@@ -64,16 +64,19 @@ def with_device_memory(
             (list(zip(row, times.forward)), list(zip(row, times.backward))[::-1])
             for row, times in zip(sizes, timing.layers[rank])
         ]
-        steps.append([tuple(step_us(run, window, wait) for run, wait in zip(*each)) for each in zip(runs, waits)])
+        pairs = zip(runs, waits)
+        steps.append([(step_us(run[0], window, wait[0]), step_us(run[1], window, wait[1])) for run, wait in pairs])
         mine = [0.0]
         for one, two in zip(order, order[1:]):
             first, second = sizes[one.stage // pp], sizes[two.stage // pp]
             left = (one.stage, len(first) - 1 if one.kind == "F" else 0)
             right = (two.stage, 0 if two.kind == "F" else len(second) - 1)
             before, after = first[left[1]], second[right[1]]
-            apart = left != right and before and after
-            wait = between(before, parameters[two.stage // pp][right[1]]) if apart else 0.0
-            mine.append(max(window(before + after), wait) if apart else 0.0)
+            if left != right and before and after:
+                divided = window(before + after)
+                mine.append(max(divided, between(before, parameters[two.stage // pp][right[1]])))
+            else:
+                mine.append(0.0)
         gaps.append(mine)
         places = [(step.stage // pp, step.kind == "B") for step in order]
         spans.append([*_spans(places, runs, steps[rank], mine, limit, window)])

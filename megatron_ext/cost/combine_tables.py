@@ -56,8 +56,8 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
                 raise InputError("has none", file=name, field=part)
             values[part], origin[part] = value, name
         elif found := [(name, value) for name, table in tables.items() if has(value := part_named(table, part))]:
-            (origin[part], value), *others = found
-            values[part] = _with_algorithms(value, others) if isinstance(value, Curve) else value
+            origin[part], value = found[0]
+            values[part] = _with_algorithms(value, found[1:]) if isinstance(value, Curve) else value
     notes = _leave_out_other_network(tables, values, origin) if "contention" not in chosen else []
     first = next(iter(tables.values()))
     empty = CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes))
