@@ -118,8 +118,7 @@ class Measurement:
             self.drive = nvme_route.sweep(fabric, read, options.seconds * SWEEP_SHARE)
         self.grid = [(name, size) for name in names for size in size_grid.sizes_of(name, options)]
         self.merged, seconds_before = self._kept()
-        missing = [visit for visit in self.grid if visit not in self.merged]
-        self.visits = [sorted(missing, key=lambda visit: visit[1])]  # small sizes first, the curves in turns
+        self.visits = [sorted((visit for visit in self.grid if visit not in self.merged), key=lambda visit: visit[1])]
         self.visits += [shuffled(self.grid, number) for number in range(1, PASSES)]
         self.pairs = contention.pairs(fabric) if "contention" in options.links else []
         self.contention_seconds = options.seconds * CONTENTION_SHARE if self.pairs else 0.0
