@@ -20,7 +20,7 @@ from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, hold_shards, steps_on_the_host
 from megatron_ext.runtime import block_pages, debug, host_threads
-from megatron_ext.runtime.census import Census
+from megatron_ext.runtime.census import Census, Resting
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.gradients import Reducer
@@ -164,9 +164,10 @@ class _Builder:
         parameters = [parameter for ddp in self.own.ddps for parameter in ddp.module.parameters()]
         return Census(self.own.residency, parameters, self._resting, self.reducer)
 
-    def _resting(self) -> tuple[dict[str, int], dict[str, int]]:
-        buffers = [] if self.shards is None else [self.shards.buffer]
-        return resting_storages(self.own, self.copies, self.host_step, self.routes.buffered, self.reducer, buffers)
+    def _resting(self) -> Resting:
+        buffer_bytes = sum(route.buffer_bytes for route in self.routes.buffered)
+        buffer_bytes += 0 if self.shards is None else self.shards.buffer.nbytes
+        return resting_storages(self.own, self.copies, self.host_step, self.reducer, buffer_bytes)
 
     def _checks(self) -> debug.Checks | None:
         if self.routes.order is None:
@@ -205,16 +206,9 @@ class _Builder:
         """The compiled program for a number of micro-batches per iteration."""
         own, schedule = self.own, schedule_for(self.own.schedules, num_microbatches)
         by_name: dict[str, Any] = self.routes.by_name | self.copies.routes
+        rank, checked = schedule.ranks[own.pp_rank], self.routes.order is not None
         placed = place_actions(
-            schedule,
-            schedule.ranks[own.pp_rank],
-            own.groups,
-            by_name,
-            own.clock,
-            self.boundaries,
-            own.recorder,
-            self.routes.order is not None,
-            self.reducer,
+            schedule, rank, own.groups, by_name, own.clock, self.boundaries, own.recorder, checked, self.reducer
         )
         threads = any(part is not None for part in (self.copies.publisher, self.host_step, self.reducer))
         return compile_program(placed, self.boundaries, own.issuer.turn if threads else None)

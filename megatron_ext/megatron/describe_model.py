@@ -28,31 +28,22 @@ from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_work
 def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
     """Parameters of a built model chunk (wrapped or bare) in execution order."""
     layers = layers_of(chunk)
-    parameters = []
-    borrowers: dict[str, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for name in layer.borrowed:
-            borrowers.setdefault(name, []).append(index)
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.parameters:
-            parameters.append(
-                Parameter(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    bytes=parameter.numel() * parameter.element_size(),
-                    layer=index,
-                    shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
-                    expert=not getattr(parameter, "allreduce", True),
-                    borrowed_by=tuple(borrowers.get(name, ())),
-                )
-            )
-    return Chunk(
-        pp_rank=pp_rank,
-        model_chunk_id=model_chunk_id,
-        parameters=tuple(parameters),
-        layer_kinds=tuple(layer.kind for layer in layers),
+    parameters = tuple(
+        Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.numel() * parameter.element_size(),
+            layer=index,
+            shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+            expert=not getattr(parameter, "allreduce", True),
+            borrowed_by=tuple(number for number, other in enumerate(layers) if name in other.borrowed),
+        )
+        for index, layer in enumerate(layers)
+        for name, parameter in layer.parameters
     )
+    kinds = tuple(layer.kind for layer in layers)
+    return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=parameters, layer_kinds=kinds)
 
 
 def size_without_tokenizer() -> None:

@@ -71,20 +71,6 @@ OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_fo
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
 
 
-def check_start(args) -> None:
-    """Refuse a run that could not train by a schedule as Megatron trains without one.
-
-    Args:
-        args: Megatron's validated arguments.
-
-    Raises:
-        InputError: an option cannot be combined with a schedule (the error names it and its value), or
-            a hook is missing or in a wrong place (the error names the command that says more).
-    """
-    refuse_unsupported(args)
-    require_hooks(megatron_root())
-
-
 def refuse_unsupported(args) -> None:
     """Refuse options under which the schedule would not control how parameters are gathered.
 
