@@ -154,14 +154,7 @@ def _take_meta_tensors() -> None:
     # A private name that only old releases have.
     done = importlib.import_module("torch._C._distributed_c10d")._create_work_from_future(future).boxed()
     _META_COLLECTIVES.append(torch.library.Library("c10d", "IMPL"))  # the registrations end with this object
-    for name in (
-        "broadcast_",
-        "allreduce_",
-        "allgather_",
-        "reduce_scatter_",
-        "_allgather_base_",
-        "_reduce_scatter_base_",
-    ):
+    for name in "broadcast_ allreduce_ allgather_ reduce_scatter_ _allgather_base_ _reduce_scatter_base_".split():
         _META_COLLECTIVES[0].impl(name, lambda tensors, *_: (tensors, done), "Meta")
     for name in ("alltoall_base_", "send", "recv_"):
         _META_COLLECTIVES[0].impl(name, lambda *_: done, "Meta")

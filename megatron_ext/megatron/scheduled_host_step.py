@@ -85,7 +85,9 @@ class HostStep:
         through_slots = any(self._schedule.groups[index].states_rest is None for index in chosen)
         slots = self._schedule.step_slots if through_slots else None
         self.link = self._make_link(chosen, slots)
-        self.rooms = self._make_rooms(slots)
+        self.rooms: OwnRooms | SharedRooms = OwnRooms(self.link)
+        if slots is not None:
+            self.rooms = SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
         self._after_norm = AfterNorm(self.link)
         self.states: list[DriveStates] = []
         self._pieces: dict[torch.Tensor, Piece] = {}  # by the host's parameter
@@ -132,11 +134,6 @@ class HostStep:
         """The largest number of bytes, in fp32, of this rank's part of one parameter of the group."""
         parameters, shard = self._own.bucket_groups[index].params, self._own.groups[index].shard
         return tensor_bytes(min(max(parameter.numel() for parameter in parameters), shard.numel()))
-
-    def _make_rooms(self, slots: StepSlots | None) -> OwnRooms | SharedRooms:
-        if slots is None:
-            return OwnRooms(self.link)
-        return SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
 
     # Units.
 

@@ -297,12 +297,10 @@ class Executor(StepCalls):
         self._leave_program()
         self.busy = True
         with contextlib.nullcontext() if self._memory is None else self._memory.unused():
-            for index in sorted(self.groups):
-                group = self.groups[index]
-                if group.state is UNSHARDING:
-                    group.wait(self.clock)
-                elif group.state is SHARDED:
+            for _, group in sorted(self.groups.items()):
+                if group.state is SHARDED:
                     group.unshard(self.gather, self.clock)
+                if group.state is UNSHARDING:
                     group.wait(self.clock)
         self.busy = False
 

@@ -111,9 +111,7 @@ class Transfer:
 
     def wait(self) -> None:
         with self._done:
-            pass
-        if self.error is not None:
-            raise self.error
+            self.check()
 
     def check(self) -> None:
         """Raise the error of the transfer, if any; the transfer has ended."""
