@@ -250,8 +250,7 @@ def _stop_at_model(chunks: list) -> None:
 
     norm_parts_of_sequences()
 
-    training = sys.modules.get("megatron.training.training")
-    begin, get_model = MegatronModule.__init__, vars(training).get("get_model") if training is not None else None
+    training, begin = sys.modules.get("megatron.training.training"), MegatronModule.__init__
 
     def on_meta(build):
         @functools.wraps(build)
@@ -268,10 +267,6 @@ def _stop_at_model(chunks: list) -> None:
         balance_experts(config)
         begin(self, config, *args, **kwargs)
 
-    def get_model_on_meta(model_provider_func, *args, **kwargs):
-        assert get_model is not None  # otherwise this function is not installed
-        return get_model(on_meta(model_provider_func), *args, **kwargs)
-
     @functools.wraps(DistributedDataParallel.__init__)
     def collect(self, config, ddp_config, module, *args, **kwargs):
         torch.nn.Module.__init__(self)
@@ -280,8 +275,8 @@ def _stop_at_model(chunks: list) -> None:
             raise _Built
 
     MegatronModule.__init__ = begin_without_values
-    if training is not None and get_model is not None:
-        vars(training)["get_model"] = get_model_on_meta
+    if (get_model := getattr(training, "get_model", None)) is not None:
+        vars(training)["get_model"] = lambda provider, *args, **kwargs: get_model(on_meta(provider), *args, **kwargs)
     GPTModel.__init__ = on_meta(GPTModel.__init__)  # whichever code builds the model
     DistributedDataParallel.__init__ = collect
 

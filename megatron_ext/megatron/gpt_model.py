@@ -20,6 +20,8 @@ SAME_NAMES = (
     *("sequence_parallel", "qk_layernorm"),
 )
 """Options that have the same names in Megatron's TransformerConfig and on its command line."""
+FUSIONS = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
+"""Kernels of Megatron's and Apex's, which compute otherwise or may not be installed."""
 GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances")
 """Options that have the same names in Megatron's parallel_state."""
@@ -52,10 +54,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         batch_p2p_comm=vp is None,
         # On the CPU a message does not keep a tensor alive whose ``data`` is replaced: freed memory would be sent.
         deallocate_pipeline_outputs=on_gpu,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
+        **dict.fromkeys(FUSIONS, False),
         persist_layer_norm=False,
         attention_softmax_in_fp32=not (args.bf16 or args.fp16),
     )

@@ -92,16 +92,11 @@ class _Block:
         for rank, flag in enumerate(flags):
             if flag.load() >= value:
                 continue
+            who = f"data-parallel rank {rank} of this node (process {self.pids[rank]})"
             if any(own[rank].load() == FAILED for own in self.flags.values()):
-                raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) could not publish; "
-                    "see its own error"
-                )
+                raise PeerLost(f"{who} could not publish; see its own error")
             if not _alive(self.pids[rank]) and flag.load() < value:
-                raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) ended while others "
-                    f"waited for it {what}"
-                )
+                raise PeerLost(f"{who} ended while others waited for it {what}")
 
     def close(self) -> None:
         """Unmap the block. Its memory is freed with its last rank."""
