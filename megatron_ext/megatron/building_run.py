@@ -283,9 +283,8 @@ class BuildingRun:
         refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
         taken = memory_bill.host_bytes_taken(self.schedule, workload, held, getattr(args, "save", None) is not None)
         self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
-        free_host_memory.require(
-            self._host_bytes, "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
-        )
+        what = "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
+        free_host_memory.require(self._host_bytes, what)
         for number, schedule in self.own.schedules.items():
             of_number = workload.with_microbatches(number)
             memory_bill.check_run(schedule, of_number, file=self.path)

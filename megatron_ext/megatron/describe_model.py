@@ -136,11 +136,8 @@ def make_fake_world(rank: int, world_size: int) -> None:
     try:
         store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     except (ImportError, AttributeError):
-        raise InputError(
-            "has no `fake` process groups, which describing a model needs: use another release",
-            field="torch",
-            value=str(torch.__version__),
-        ) from None
+        why = "has no `fake` process groups, which describing a model needs: use another release"
+        raise InputError(why, field="torch", value=str(torch.__version__)) from None
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     _take_meta_tensors()
 

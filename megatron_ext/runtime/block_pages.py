@@ -92,16 +92,9 @@ def spread(block: mmap.mmap) -> bool:
     start = (ctypes.c_char * len(block)).from_buffer(block)
     # The kernel reads one bit less than the count that it is given.
     bits = ctypes.c_ulong(64 * len(mask) + 1)
-    failed = _LIBC.syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(ctypes.addressof(start)),
-        ctypes.c_ulong(len(block)),
-        ctypes.c_int(MPOL_INTERLEAVE),
-        mask,
-        bits,
-        ctypes.c_uint(0),
-    )
-    return failed == 0
+    where = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_ulong(len(block))
+    policy = ctypes.c_int(MPOL_INTERLEAVE), mask, bits, ctypes.c_uint(0)
+    return _LIBC.syscall(ctypes.c_long(number), *where, *policy) == 0
 
 
 def make(

@@ -154,9 +154,8 @@ class DriveFile:
         except OSError as error:
             if need_direct:
                 os.close(descriptor)
-                raise InputError(
-                    f"cannot be read without the page cache: {error.strerror}", field=OPTION, value=label
-                ) from None
+                why = f"cannot be read without the page cache: {error.strerror}"
+                raise InputError(why, field=OPTION, value=label) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
