@@ -283,7 +283,7 @@ def _move_parameters(
             first, last, _ = buffer.param_index_map[parameter]
             with torch.no_grad():
                 view = storages[-1][first - begin : last - begin].view(parameter.shape)
-                view.copy_(parameter.data if late is None else late.value_of(parameter))
+                view.copy_(parameter.data if late is None else late.parked.take(parameter))
                 parameter.data = view
         try:
             if late is not None:

@@ -125,7 +125,7 @@ def set_values(parameter, values) -> None:
     if late is None:
         parameter.data.copy_(values)
     else:
-        late.set_values(parameter, values)
+        late.parked.put(parameter, values)
 
 
 def on_pretrain() -> None:
