@@ -124,16 +124,11 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     """The chunks of every pipeline rank."""
     ours = Path(__file__).parents[2]
     path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     # Describing needs no GPU, and must give the same result with and without one.
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # --deterministic-mode requires this.
-        "NCCL_ALGO": "Ring",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # --deterministic-mode requires this.
+    environment |= {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     environment.pop("LOCAL_WORLD_SIZE", None)
     module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()

@@ -90,6 +90,9 @@ def layer_spec(args, config: TransformerConfig, **stage) -> Any:
 def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     """All model chunks of this pipeline rank, in chunk order."""
     vp = args.num_virtual_stages_per_pipeline_rank
+    shape = {"vocab_size": args.padded_vocab_size, "max_sequence_length": args.max_position_embeddings}
+    tied = not args.untie_embeddings_and_output_weights
+    shape |= {"share_embeddings_and_output_weights": tied, "position_embedding_type": args.position_embedding_type}
     chunks = []
     for chunk in range(vp or 1):
         stage: dict[str, Any] = dict(vp_stage=chunk) if vp else {}
@@ -98,17 +101,6 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
             stage = {}
         pre = parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, **stage)
         post = parallel_state.is_pipeline_last_stage(ignore_virtual=vp is None, **stage)
-        chunks.append(
-            GPTModel(
-                config=config,
-                transformer_layer_spec=layer_spec(args, config, **stage),
-                vocab_size=args.padded_vocab_size,
-                max_sequence_length=args.max_position_embeddings,
-                pre_process=pre,
-                post_process=post,
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-                position_embedding_type=args.position_embedding_type,
-                **stage,
-            )
-        )
+        spec = layer_spec(args, config, **stage)
+        chunks.append(GPTModel(config, spec, pre_process=pre, post_process=post, **shape, **stage))
     return chunks
