@@ -140,15 +140,13 @@ class _Builder:
     def _reducer(self) -> Reducer | None:
         """The reducer of this rank's gradients that come and go, whose shards the optimizers then read; None if all
         gradients stay whole."""
-        own = self.own
-        kept = {index: one.gradient for index, one in sorted(own.bucket_groups.items()) if one.gradient is not None}
+        own, groups = self.own, self.own.bucket_groups
+        kept = {index: one.gradient for index, one in sorted(groups.items()) if one.gradient is not None}
         if not kept:
             return None
         on_host = [index for index in kept if self.schedule.groups[index].gradients == "host"]
         held = [
-            HeldGradient(
-                own.bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device
-            )
+            HeldGradient(groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device)
             for index, one in kept.items()
         ]
         hold_gradients(own.optimizers, held, own.links)

@@ -245,11 +245,9 @@ def _check_processes(args, world_size: int) -> None:
 
 def _fill_batch(args) -> None:
     """Set ``global_batch_size``, ``num_microbatches`` and ``ramp``."""
-    pp = args.pipeline_model_parallel_size
-    args.data_parallel_size = args.data_parallel_size or 1
-    dp = args.data_parallel_size
+    dp = args.data_parallel_size = args.data_parallel_size or 1
     if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * dp * 2 * pp
+        args.global_batch_size = args.micro_batch_size * dp * 2 * args.pipeline_model_parallel_size
     *args.ramp, args.num_microbatches = numbers_of_microbatches(args)
     args.global_batch_size = args.num_microbatches * args.micro_batch_size * dp
 

@@ -39,7 +39,6 @@ def transformer_config(args, **overrides) -> TransformerConfig:
     """Megatron's TransformerConfig for checked options."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     vp = args.num_virtual_stages_per_pipeline_rank
-    on_gpu = has_cuda()
     values: dict[str, Any] = dict(
         **{name: getattr(args, name) for name in SAME_NAMES},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
@@ -53,7 +52,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,
         # On the CPU a message does not keep a tensor alive whose ``data`` is replaced: freed memory would be sent.
-        deallocate_pipeline_outputs=on_gpu,
+        deallocate_pipeline_outputs=has_cuda(),
         **dict.fromkeys(FUSIONS, False),
         persist_layer_norm=False,
         attention_softmax_in_fp32=not (args.bf16 or args.fp16),

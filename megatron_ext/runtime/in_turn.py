@@ -96,9 +96,8 @@ class InTurn(StepCalls):
         uses = {index: self.layers.uses(index) for index in self.groups if self.chunks[index] == chunk}
         used = [index for index, (first, last) in uses.items() if first <= layer <= last]
         coming = sorted((index for index in uses if uses[index][0] > layer), key=lambda index: uses[index])
-        sums = accumulate(
-            (self.groups[index].bytes for index in coming), initial=sum(self.groups[i].bytes for i in used)
-        )
+        size_of = lambda index: self.groups[index].bytes
+        sums = accumulate(map(size_of, coming), initial=sum(map(size_of, used)))
         self.bring(used, coming[: sum(size <= self.most_bytes for size in sums) - 1])
 
     def end_iteration(self) -> None:
