@@ -128,9 +128,6 @@ class _Builder:
         own, host_step = self.own, None
         if own.groups and (own.delay is not None or _steps_on_host(self.schedule)):
             host_step = HostStep(own, self.copies.publisher)
-            if any(unit.stay for unit in host_step.units):
-                how = "by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
-                _say_once(f"the host steps {how}")
         units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
         make_gradients(own.optimizers, units)
         if own.links.counts:
