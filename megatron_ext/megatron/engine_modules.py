@@ -30,7 +30,7 @@ PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" fo
 class _Module(torch.nn.Module):
     """Base of all modules. They are made on torch's default device, whatever device they are given."""
 
-    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: float | None = None, **options):
+    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: float | None = None, /, **options):
         """Register a parameter and initialize it: with the number ``fill``, or as ``options`` of Transformer Engine
         say. These are a function (by default a normal distribution), and a tracker with the name of its random
         state."""
