@@ -97,7 +97,7 @@ class _Builder:
 
     def executor(self) -> Executor:
         own, copies = self.own, self.copies
-        steps = () if self.host_step is None else self.host_step.parts
+        steps = () if self.host_step is None else (self.host_step.early, self.host_step.delayed)
         parts = (self.reducer, self.shards, copies.publisher, *steps, self._census())
         executor = Executor(
             self._program(self.schedule.parallel.num_microbatches),

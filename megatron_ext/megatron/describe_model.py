@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -169,8 +170,5 @@ def only_fake_groups():
     def fake_group(*args, backend=None, **kwargs):
         return new_group(*args, **kwargs)
 
-    torch.distributed.new_group = fake_group
-    try:
+    with mock.patch.object(torch.distributed, "new_group", fake_group):
         yield
-    finally:
-        torch.distributed.new_group = new_group

@@ -47,7 +47,6 @@ from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
-from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.schedule.host_slots import cast_part_bytes
 from megatron_ext.schedule.user_defined_schedule import StepSlots
@@ -67,7 +66,6 @@ class HostStep:
 
     Attributes:
         early, delayed: the parts for early and for delayed steps, or None.
-        parts: those of the two that exist, as the executor takes them.
 
     Raises:
         InputError: an optimizer does not step on the host, a slot is too small, or the drive is full.
@@ -101,7 +99,6 @@ class HostStep:
             if of_optimizer:
                 self._replace_step(optimizer.optimizer, of_optimizer)
         self.units = [unit for of_optimizer in units.values() for unit in of_optimizer]
-        self.parts: list[Part] = [part for part in (self.early, self.delayed) if part is not None]
 
     def _has_units(self, index: int) -> bool:
         """Whether parameters of the group ``index`` are removed from the host optimizer's own optimizers."""
