@@ -271,7 +271,9 @@ def _stop_at_model(chunks: list) -> None:
 
     MegatronModule.__init__ = begin_without_values
     if (get_model := getattr(training, "get_model", None)) is not None:
-        vars(training)["get_model"] = lambda provider, *args, **kwargs: get_model(on_meta(provider), *args, **kwargs)
+        vars(training)["get_model"] = lambda model_provider_func, *args, **kwargs: get_model(
+            on_meta(model_provider_func), *args, **kwargs
+        )
     GPTModel.__init__ = on_meta(GPTModel.__init__)  # whichever code builds the model
     DistributedDataParallel.__init__ = collect
 
