@@ -234,11 +234,14 @@ class Reducer(Part):
             self._recorder.add("reduce_wait", "a gradient", begin, self._recorder.now())
         if to_host is None:
             self._add(gradient, gradient.part)
+        self._free(gradient)
+        if to_host is None and last and self.complete is not None:
+            self.complete(gradient.index, None)
+
+    def _free(self, gradient: Gradient) -> None:
         gradient.resize(0)
         gradient.state = _FREED
         self.residency.bytes -= gradient.bytes
-        if to_host is None and last and self.complete is not None:
-            self.complete(gradient.index, None)
 
     def _add(self, gradient: Gradient, part: torch.Tensor) -> None:
         gradient.shard.add_(part)
