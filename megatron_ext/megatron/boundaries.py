@@ -61,9 +61,8 @@ def layers_of(chunk: torch.nn.Module) -> list[Layer]:
         else:  # final norm, output layer, and all modules after them
             place = (2, 0)
         found.setdefault(place, []).append((name, parameter))
-    for name in modules:  # a tied output layer owns no parameter but is run
-        if name == "output_layer" and (2, 0) not in found:
-            found[(2, 0)] = []
+    if "output_layer" in modules:  # a tied output layer owns no parameter but is run
+        found.setdefault((2, 0), [])
     layers = []
     for (part, index), parameters in sorted(found.items()):
         borrowed = ()

@@ -172,10 +172,6 @@ def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
             why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
             raise InputError(why, file=file, field=f"groups[{index}].parameters", value=name)
         members.append(names[name])
-    if len(members) > 1 and any(getattr(parameter, "shared_embedding", False) for parameter in members):
-        raise InputError(
-            "the shared embedding must be a group of its own", file=file, field=f"groups[{index}].parameters"
-        )
     return members
 
 
@@ -183,11 +179,10 @@ def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None
     """Refuse a group whose parameters do not all lie in ``buffer``, or are sharded over another number of ranks."""
     own, field = {id(parameter) for parameter in buffer.params}, f"groups[{index}]"
     apart = next((parameter for parameter in members if id(parameter) not in own), None)
-    if apart is not None and is_expert(apart) != is_expert(members[0]):
-        why = "mixes parameters of experts with others: those are sharded over other ranks"
-        raise InputError(why, file=file, field=f"{field}.parameters")
     if apart is not None:
-        raise InputError("mixes dtypes; a group must have one", file=file, field=f"{field}.parameters")
+        experts = "parameters of experts with others: those are sharded over other ranks"
+        what = experts if is_expert(apart) != is_expert(members[0]) else "dtypes; a group must have one"
+        raise InputError(f"mixes {what}", file=file, field=f"{field}.parameters")
     if group.ranks != buffer.data_parallel_world_size:
         why = f"in this run its parameters are sharded over {buffer.data_parallel_world_size} ranks"
         raise InputError(why, file=file, field=f"{field}.ranks", value=group.ranks)
@@ -288,7 +283,7 @@ def _move_parameters(
             first, last, _ = buffer.param_index_map[parameter]
             with torch.no_grad():
                 view = storages[-1][first - begin : last - begin].view(parameter.shape)
-                view.copy_(parameter.data if late is None else late.value_of(parameter))
+                view.copy_(parameter.data if late is None else late.parked.take(parameter))
                 parameter.data = view
         try:
             if late is not None:

@@ -20,7 +20,7 @@ from megatron_ext.megatron.run_summary import say
 from megatron_ext.megatron.scheduled_host_step import HostStep
 from megatron_ext.megatron.shards import HeldGradient, hold_gradients, hold_shards, steps_on_the_host
 from megatron_ext.runtime import block_pages, debug, host_threads
-from megatron_ext.runtime.census import Census
+from megatron_ext.runtime.census import Census, Resting
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.executor import Executor
 from megatron_ext.runtime.gradients import Reducer
@@ -97,7 +97,7 @@ class _Builder:
 
     def executor(self) -> Executor:
         own, copies = self.own, self.copies
-        steps = () if self.host_step is None else self.host_step.parts
+        steps = () if self.host_step is None else (self.host_step.early, self.host_step.delayed)
         parts = (self.reducer, self.shards, copies.publisher, *steps, self._census())
         executor = Executor(
             self._program(self.schedule.parallel.num_microbatches),
@@ -128,10 +128,6 @@ class _Builder:
         own, host_step = self.own, None
         if own.groups and (own.delay is not None or _steps_on_host(self.schedule)):
             host_step = HostStep(own, self.copies.publisher)
-            if any(unit.stay for unit in host_step.units):
-                _say_once(
-                    "the host steps by torch's fused AdamW on joined parameters: the bits of Megatron's own host step"
-                )
         units = [] if host_step is None else [unit.optimizer for unit in host_step.units]
         make_gradients(own.optimizers, units)
         if own.links.counts:
@@ -141,15 +137,13 @@ class _Builder:
     def _reducer(self) -> Reducer | None:
         """The reducer of this rank's gradients that come and go, whose shards the optimizers then read; None if all
         gradients stay whole."""
-        own = self.own
-        kept = {index: one.gradient for index, one in sorted(own.bucket_groups.items()) if one.gradient is not None}
+        own, groups = self.own, self.own.bucket_groups
+        kept = {index: one.gradient for index, one in sorted(groups.items()) if one.gradient is not None}
         if not kept:
             return None
         on_host = [index for index in kept if self.schedule.groups[index].gradients == "host"]
         held = [
-            HeldGradient(
-                own.bucket_groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device
-            )
+            HeldGradient(groups[index].params, one.shard, one.shard_start, index in on_host, one.whole.device)
             for index, one in kept.items()
         ]
         hold_gradients(own.optimizers, held, own.links)
@@ -164,9 +158,10 @@ class _Builder:
         parameters = [parameter for ddp in self.own.ddps for parameter in ddp.module.parameters()]
         return Census(self.own.residency, parameters, self._resting, self.reducer)
 
-    def _resting(self) -> tuple[dict[str, int], dict[str, int]]:
-        buffers = [] if self.shards is None else [self.shards.buffer]
-        return resting_storages(self.own, self.copies, self.host_step, self.routes.buffered, self.reducer, buffers)
+    def _resting(self) -> Resting:
+        buffer_bytes = sum(route.buffer_bytes for route in self.routes.buffered)
+        buffer_bytes += 0 if self.shards is None else self.shards.buffer.nbytes
+        return resting_storages(self.own, self.copies, self.host_step, self.reducer, buffer_bytes)
 
     def _checks(self) -> debug.Checks | None:
         if self.routes.order is None:
@@ -205,16 +200,9 @@ class _Builder:
         """The compiled program for a number of micro-batches per iteration."""
         own, schedule = self.own, schedule_for(self.own.schedules, num_microbatches)
         by_name: dict[str, Any] = self.routes.by_name | self.copies.routes
+        rank, checked = schedule.ranks[own.pp_rank], self.routes.order is not None
         placed = place_actions(
-            schedule,
-            schedule.ranks[own.pp_rank],
-            own.groups,
-            by_name,
-            own.clock,
-            self.boundaries,
-            own.recorder,
-            self.routes.order is not None,
-            self.reducer,
+            schedule, rank, own.groups, by_name, own.clock, self.boundaries, own.recorder, checked, self.reducer
         )
         threads = any(part is not None for part in (self.copies.publisher, self.host_step, self.reducer))
         return compile_program(placed, self.boundaries, own.issuer.turn if threads else None)

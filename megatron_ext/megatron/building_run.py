@@ -32,7 +32,6 @@ from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
 from megatron_ext.megatron.gather_on_read import GatherOnRead
-from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.recompute import check_recompute
 from megatron_ext.megatron.reference_delay import ReferenceDelay
@@ -66,7 +65,7 @@ class State(Enum):
     CLOSED = "closed"
 
 
-def _refusal(step: Callable, *given) -> str | None:
+def refusal(step: Callable, *given) -> str | None:
     """The text of the InputError that ``step(*given)`` raises, or None."""
     try:
         step(*given)
@@ -86,10 +85,15 @@ class BuildingRun:
         delay: value of --delayed-parameter-update, or None.
         nvme_path: directory on the drive for states that are made before training begins, or None.
 
+    Attributes:
+        schedule: the schedule of most iterations; not set without ``schedule``.
+
     Raises:
         InputError: the schedule cannot be read, is not valid, or is for other parallel sizes; or the reference was
             made with another schedule.
     """
+
+    schedule: Schedule
 
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
         self.path, self.trace_path, self.delay = schedule, trace, delay
@@ -101,17 +105,14 @@ class BuildingRun:
         self.own = OwnRank(recorder=recorder, nvme_path=nvme_path)
         self.sample = run_summary.Sample(self.own.recorder)
         self.check: EqualityCheck | None = None
-        self.schedule: Schedule | None = None
         self.executor: Executor | None = None
         self.watch: Watch | None = None
         self.stock_gather = os.environ.get(STOCK_GATHER) == "1"
         self._error: str | None = None
         self._host_bytes = 0  # host memory that this node needs
-        self._late: late_model.LateModel | None = None
         self._looked_late = False
         self._chained: list = []  # Megatron's distributed optimizers
         self._optimizers_pending: set[int] = set()
-        self._steps: OptimizerSteps | None = None
         self._reference: ReferenceGradients | None = None
         self._reference_delay: ReferenceDelay | None = None
         self._reads: GatherOnRead | None = None
@@ -126,7 +127,7 @@ class BuildingRun:
                 # Checked before the model is built, which takes minutes. An error on this node alone is agreed on then.
                 _check_copies(self.schedule, nvme_path, file=schedule)
                 if self.schedule.uses_drive:
-                    self._error = _refusal(drive.refuse_no_drive, nvme_path)
+                    self._error = refusal(drive.refuse_no_drive, nvme_path)
             if check is not None:
                 rule = "" if delay is None else f" {host_optimizers.DELAY_OPTION} {delay}"
                 self.check = EqualityCheck(check, self.sha256 + rule)
@@ -139,24 +140,24 @@ class BuildingRun:
             stock_trace.record_steps(self.own.recorder)
             if rank == 0:
                 # Reported now, and not after hours of training whose trace would be lost.
-                self._error = self._error or _refusal(json_files.check_writable, trace)
+                self._error = self._error or refusal(json_files.check_writable, trace)
 
     @property
     def late(self) -> late_model.LateModel | None:
         """What builds the model if its parameters never fit whole; None in other runs, and when the model is built. The
         first access is collective."""
-        if self.state is not State.BUILDING or self.stock_gather or self.schedule is None:
+        if self.state is not State.BUILDING or self.stock_gather:
             return None
         if not self._looked_late and memory_bill.never_whole(self.schedule):
             self._looked_late, pp_rank = True, parallel_state.get_pipeline_model_parallel_rank()
             try:
                 if memory_bill.short_of_whole(self.schedule, pp_rank):
                     checkpoint_layout.refuse_conversion()
-                    self._late = late_model.LateModel(self.schedule, pp_rank)
+                    self.own.late = late_model.LateModel(self.schedule, pp_rank)
             except InputError as error:
                 self._error = str(error)
             self._agree(self._error)
-        return self._late
+        return self.own.late
 
     def _agree(self, error: str | None) -> None:
         kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
@@ -167,10 +168,10 @@ class BuildingRun:
         legal = before is not State.CLOSED if state is State.CLOSED else before is State.BUILDING
         assert legal, f"a run that is {before.value} cannot become {state.value}"
         self.state = state
-        if self._late is not None:
-            self._late.close()
+        if self.own.late is not None:
+            self.own.late.close()
         host_optimizers.forget_chosen()
-        if self.schedule is not None:  # replaced functions of Megatron outlive the run and must not keep its memory
+        if self.path is not None:  # replaced functions of Megatron outlive the run and must not keep its memory
             late_memory.leave_buffers_out(lambda: False, lambda: False)
             late_model.install(lambda: None)
 
@@ -197,11 +198,10 @@ class BuildingRun:
         """A chunk was built. A chunk built after the setup is not part of the scheduled model and stays Megatron's."""
         if self.state is State.BUILDING:
             self._lay_out(ddp)
-        if self.schedule is None or self.stock_gather:
+        if self.path is None or self.stock_gather:
             stock_trace.record_gathers(ddp, self.own.recorder)
 
     def _lay_out(self, ddp) -> None:
-        assert self.schedule is not None
         chunk = len(self.own.ddps)
         self.own.ddps.append(ddp)
         if has_cuda():  # before host memory is made
@@ -226,7 +226,7 @@ class BuildingRun:
         self._agree(self._error)  # the groups of a model that is built late are broadcast next
         lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
         # Megatron's next collectives need a model on every rank.
-        self._agree(_refusal(lambda: self.own.bucket_groups.update(lay_out())))
+        self._agree(refusal(lambda: self.own.bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())
         if of_experts:
             first = next(index for index, own in self.own.bucket_groups.items() if own in of_experts)
@@ -257,14 +257,13 @@ class BuildingRun:
         Raises:
             InputError: on this rank.
         """
-        assert self.schedule is not None
         if not self.own.ddps:
             self._error = "no model chunk passed the hook in DistributedDataParallel: is this Megatron patched?"
         self._error = self._error or refusals.schedule_without_hooks()
-        flushed = _refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any of them looks for memory
+        flushed = refusal(late_memory.flush, self.own.optimizers)  # on all ranks, before any of them looks for memory
         pp_rank, chunks = parallel_state.get_pipeline_model_parallel_rank(), []
         describe = lambda: chunks.extend(describe_chunk(ddp, pp_rank, n) for n, ddp in enumerate(self.own.ddps))
-        self._error = self._error or flushed or _refusal(describe)  # may fail on one rank; the others wait in a gather
+        self._error = self._error or flushed or refusal(describe)  # may fail on one rank; the others wait in a gather
         errors, everybody, held = zip(*gather_objects((self._error, chunks, self._held_on_host())))
         if (error := next(filter(None, errors), None)) is not None:
             raise InputError(error)
@@ -284,19 +283,17 @@ class BuildingRun:
         refusals.refuse_without_stream_flags(self.schedule, device.why_no_flags, self.delay is not None, file=self.path)
         taken = memory_bill.host_bytes_taken(self.schedule, workload, held, getattr(args, "save", None) is not None)
         self._host_bytes = taken[dist.get_rank() // self.schedule.parallel.node_size]
-        free_host_memory.require(
-            self._host_bytes, "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
-        )
+        what = "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
+        free_host_memory.require(self._host_bytes, what)
         for number, schedule in self.own.schedules.items():
             of_number = workload.with_microbatches(number)
             memory_bill.check_run(schedule, of_number, file=self.path)
             check_recompute(schedule, of_number, self.own.ddps[0].config, file=self.path)
 
     def _held_on_host(self) -> tuple[int, int]:
-        assert self.schedule is not None
         rest = {index: self.schedule.groups[index].states_rest for index in self.own.bucket_groups}
         on_drive = {self._stored(index).untyped_storage()._cdata for index in rest if rest[index] == "nvme"}
-        return held_on_host(self.own.ddps, self._late, self.own.optimizers, on_drive)
+        return held_on_host(self.own.ddps, self.own.late, self.own.optimizers, on_drive)
 
     def _check_numbers(self, args, workload: Workload) -> None:
         """Check that every number of micro-batches that the run will reach has a schedule, and that all schedules are
@@ -312,7 +309,6 @@ class BuildingRun:
 
     def _announce(self, args) -> None:
         """Print what this run does, and why its prediction may not hold."""
-        assert self.schedule is not None
         lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
         warning = refusals.environment_mismatch(self.schedule, self.path)
         if warning is not None:

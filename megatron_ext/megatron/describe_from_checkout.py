@@ -124,16 +124,11 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     """The chunks of every pipeline rank."""
     ours = Path(__file__).parents[2]
     path = os.pathsep.join([str(tree), str(ours), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     # Describing needs no GPU, and must give the same result with and without one.
-    environment = os.environ | {
-        "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # --deterministic-mode requires this.
-        "NCCL_ALGO": "Ring",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    }
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    # --deterministic-mode requires this.
+    environment |= {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
     environment.pop("LOCAL_WORLD_SIZE", None)
     module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
@@ -250,8 +245,7 @@ def _stop_at_model(chunks: list) -> None:
 
     norm_parts_of_sequences()
 
-    training = sys.modules.get("megatron.training.training")
-    begin, get_model = MegatronModule.__init__, vars(training).get("get_model") if training is not None else None
+    training, begin = sys.modules.get("megatron.training.training"), MegatronModule.__init__
 
     def on_meta(build):
         @functools.wraps(build)
@@ -268,10 +262,6 @@ def _stop_at_model(chunks: list) -> None:
         balance_experts(config)
         begin(self, config, *args, **kwargs)
 
-    def get_model_on_meta(model_provider_func, *args, **kwargs):
-        assert get_model is not None  # otherwise this function is not installed
-        return get_model(on_meta(model_provider_func), *args, **kwargs)
-
     @functools.wraps(DistributedDataParallel.__init__)
     def collect(self, config, ddp_config, module, *args, **kwargs):
         torch.nn.Module.__init__(self)
@@ -280,8 +270,10 @@ def _stop_at_model(chunks: list) -> None:
             raise _Built
 
     MegatronModule.__init__ = begin_without_values
-    if training is not None and get_model is not None:
-        vars(training)["get_model"] = get_model_on_meta
+    if (get_model := getattr(training, "get_model", None)) is not None:
+        vars(training)["get_model"] = lambda model_provider_func, *args, **kwargs: get_model(
+            on_meta(model_provider_func), *args, **kwargs
+        )
     GPTModel.__init__ = on_meta(GPTModel.__init__)  # whichever code builds the model
     DistributedDataParallel.__init__ = collect
 

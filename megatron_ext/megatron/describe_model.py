@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -28,31 +29,22 @@ from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_work
 def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
     """Parameters of a built model chunk (wrapped or bare) in execution order."""
     layers = layers_of(chunk)
-    parameters = []
-    borrowers: dict[str, list[int]] = {}
-    for index, layer in enumerate(layers):
-        for name in layer.borrowed:
-            borrowers.setdefault(name, []).append(index)
-    for index, layer in enumerate(layers):
-        for name, parameter in layer.parameters:
-            parameters.append(
-                Parameter(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    dtype=str(parameter.dtype).removeprefix("torch."),
-                    bytes=parameter.numel() * parameter.element_size(),
-                    layer=index,
-                    shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
-                    expert=not getattr(parameter, "allreduce", True),
-                    borrowed_by=tuple(borrowers.get(name, ())),
-                )
-            )
-    return Chunk(
-        pp_rank=pp_rank,
-        model_chunk_id=model_chunk_id,
-        parameters=tuple(parameters),
-        layer_kinds=tuple(layer.kind for layer in layers),
+    parameters = tuple(
+        Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.numel() * parameter.element_size(),
+            layer=index,
+            shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+            expert=not getattr(parameter, "allreduce", True),
+            borrowed_by=tuple(number for number, other in enumerate(layers) if name in other.borrowed),
+        )
+        for index, layer in enumerate(layers)
+        for name, parameter in layer.parameters
     )
+    kinds = tuple(layer.kind for layer in layers)
+    return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=parameters, layer_kinds=kinds)
 
 
 def size_without_tokenizer() -> None:
@@ -145,11 +137,8 @@ def make_fake_world(rank: int, world_size: int) -> None:
     try:
         store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
     except (ImportError, AttributeError):
-        raise InputError(
-            "has no `fake` process groups, which describing a model needs: use another release",
-            field="torch",
-            value=str(torch.__version__),
-        ) from None
+        why = "has no `fake` process groups, which describing a model needs: use another release"
+        raise InputError(why, field="torch", value=str(torch.__version__)) from None
     torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=world_size)
     _take_meta_tensors()
 
@@ -163,14 +152,7 @@ def _take_meta_tensors() -> None:
     # A private name that only old releases have.
     done = importlib.import_module("torch._C._distributed_c10d")._create_work_from_future(future).boxed()
     _META_COLLECTIVES.append(torch.library.Library("c10d", "IMPL"))  # the registrations end with this object
-    for name in (
-        "broadcast_",
-        "allreduce_",
-        "allgather_",
-        "reduce_scatter_",
-        "_allgather_base_",
-        "_reduce_scatter_base_",
-    ):
+    for name in "broadcast_ allreduce_ allgather_ reduce_scatter_ _allgather_base_ _reduce_scatter_base_".split():
         _META_COLLECTIVES[0].impl(name, lambda tensors, *_: (tensors, done), "Meta")
     for name in ("alltoall_base_", "send", "recv_"):
         _META_COLLECTIVES[0].impl(name, lambda *_: done, "Meta")
@@ -188,8 +170,5 @@ def only_fake_groups():
     def fake_group(*args, backend=None, **kwargs):
         return new_group(*args, **kwargs)
 
-    torch.distributed.new_group = fake_group
-    try:
+    with mock.patch.object(torch.distributed, "new_group", fake_group):
         yield
-    finally:
-        torch.distributed.new_group = new_group

@@ -30,17 +30,19 @@ PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" fo
 class _Module(torch.nn.Module):
     """Base of all modules. They are made on torch's default device, whatever device they are given."""
 
-    def new_parameter(
-        self, name: str, shape: tuple[int, ...], dtype, fill: Callable | float | None, tracker=None, state=None
-    ):
-        """Register a parameter and initialize it: with the number ``fill``, or by the function ``fill`` or a normal
-        distribution (None) under the random state of ``tracker`` that is named ``state``; None is its default."""
-        fill = partial(torch.nn.init.normal_, std=0.023) if fill is None else fill
+    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: float | None = None, /, **options):
+        """Register a parameter and initialize it: with the number ``fill``, or as ``options`` of Transformer Engine
+        say. These are a function (by default a normal distribution), and a tracker with the name of its random
+        state."""
         parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
         self.register_parameter(name, parameter)
+        tracker, state = options.get("get_rng_state_tracker"), options.get("rng_tracker_name")
         named = [] if state is None else [state]
         with torch.no_grad(), contextlib.nullcontext() if tracker is None else tracker().fork(*named):
-            fill(parameter) if callable(fill) else parameter.fill_(fill)
+            if fill is None:
+                (options.get("init_method") or partial(torch.nn.init.normal_, std=0.023))(parameter)
+            else:
+                parameter.fill_(fill)
 
 
 class SavesInputs(torch.autograd.Function):
@@ -123,9 +125,6 @@ class Linear(_Module):
         fuse_wgrad_accumulation: bool = False,
         tp_group=None,
         tp_size: int = 1,
-        get_rng_state_tracker=None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype=None,
@@ -147,7 +146,7 @@ class Linear(_Module):
             how = params_dtype, self.sequence_parallel, zero_centered_gamma
             _add_norm(self, "layer_norm_", normalization, in_features, *how)
         shape = (self.out_features, self.in_features)
-        self.new_parameter("weight", shape, params_dtype, init_method, get_rng_state_tracker, rng_tracker_name)
+        self.new_parameter("weight", shape, params_dtype, **options)
         if bias:
             self.new_parameter("bias", (self.out_features,), params_dtype, 0.0)
         else:
@@ -229,20 +228,15 @@ class GroupedLinear(_Module):
         in_features: int,
         out_features: int,
         *,
-        init_method: Callable | None = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype=None,
-        get_rng_state_tracker=None,
-        rng_tracker_name: str | None = None,
         **options,
     ):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for number in range(num_gemms):
-            shape = (out_features, in_features)
-            how = init_method, get_rng_state_tracker, rng_tracker_name
-            self.new_parameter(f"weight{number}", shape, params_dtype, *how)
+            self.new_parameter(f"weight{number}", (out_features, in_features), params_dtype, **options)
             if bias:
                 self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
 

@@ -43,10 +43,7 @@ def check(args) -> None:
     experts, whole = args.num_experts, args.sequence_parallel or args.tensor_model_parallel_size == 1
     sizes = [name for name, how in OPTIONS.items() if how.get("type") is int]
     for name, wrong, why in (
-        *(
-            (name, (1 if getattr(args, name) is None else getattr(args, name)) < 1, "must be at least 1")
-            for name in sizes
-        ),
+        *((name, getattr(args, name) is not None and getattr(args, name) < 1, "must be at least 1") for name in sizes),
         ("expert_model_parallel_size", not experts and args.expert_model_parallel_size > 1, "needs --num-experts"),
         ("num_experts", (experts or 0) % args.expert_model_parallel_size, "does not divide into expert-parallel ranks"),
         ("moe_router_topk", experts and args.moe_router_topk > experts, f"there are {experts} experts"),

@@ -4,6 +4,7 @@ Without ``--user-defined-schedule`` (and without a trace) every hook returns at 
 """
 
 import atexit
+import itertools
 import os
 import sys
 import traceback
@@ -87,7 +88,8 @@ def _configure_from(args) -> None:
         from megatron_ext.megatron import refusals
         from megatron_ext.megatron.workload_of_run import parallel_of_megatron
 
-        refusals.check_start(args)
+        refusals.refuse_unsupported(args)
+        refusals.require_hooks(refusals.megatron_root())
         parallel = parallel_of_megatron(args)
     of_us = ("trace", "check", "nvme_path")
     trace, check, nvme_path = (getattr(args, f"user_defined_schedule_{name}", None) for name in of_us)
@@ -123,7 +125,7 @@ def set_values(parameter, values) -> None:
     if late is None:
         parameter.data.copy_(values)
     else:
-        late.set_values(parameter, values)
+        late.parked.put(parameter, values)
 
 
 def on_pretrain() -> None:
@@ -186,18 +188,17 @@ def begin_steps(config, model, num_microbatches: int, forward_only: bool):
     calls = begin_iteration(config, model, num_microbatches, forward_only)
     if calls is IDLE:
         return calls, schedules.forward_step, schedules.backward_step
-    counts = [0, 0]
+    forwards, backwards = itertools.count(), itertools.count()
 
     def forward_step(*args, **kwargs):
-        calls.pre_forward(counts[0], 0)
-        counts[0] += 1
+        calls.pre_forward(next(forwards), 0)
         return schedules.forward_step(*args, **kwargs)
 
     def backward_step(*args, **kwargs):
-        calls.pre_backward(counts[1], 0)
+        number = next(backwards)
+        calls.pre_backward(number, 0)
         result = schedules.backward_step(*args, **kwargs)
-        calls.post_backward(counts[1])
-        counts[1] += 1
+        calls.post_backward(number)
         return result
 
     return calls, forward_step, backward_step

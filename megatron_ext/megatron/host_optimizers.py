@@ -10,6 +10,7 @@ Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from math import inf
+from unittest import mock
 
 import torch
 
@@ -39,12 +40,9 @@ def forget_chosen() -> None:
 
 def sort_some(sort_parameters, hybrid, wanted: Callable[[torch.Tensor], bool], offload_fraction: float) -> tuple:
     """The result of Megatron's ``_get_sub_optimizer_param_groups`` for the parameters that are ``wanted``."""
-    everything = hybrid.param_groups
-    hybrid.param_groups = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in everything]
-    try:
+    some = [{**group, "params": [p for p in group["params"] if wanted(p)]} for group in hybrid.param_groups]
+    with mock.patch.object(hybrid, "param_groups", some):
         return sort_parameters(hybrid, offload_fraction)
-    finally:
-        hybrid.param_groups = everything
 
 
 def divide(

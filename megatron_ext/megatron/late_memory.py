@@ -21,6 +21,7 @@ import gc
 from collections.abc import Callable, Collection, Iterable
 from functools import partial, partialmethod
 from math import nan
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -169,11 +170,8 @@ def _lock_or_tell(hybrid, method: Callable) -> None:
         return lock_or_tell(made) if pin_memory else made
 
     lock, make = torch.Tensor.pin_memory, torch.empty
-    torch.Tensor.pin_memory, torch.empty = lock_or_tell, make_or_tell
-    try:
+    with mock.patch.object(torch.Tensor, "pin_memory", lock_or_tell), mock.patch.object(torch, "empty", make_or_tell):
         method(hybrid)
-    finally:
-        torch.Tensor.pin_memory, torch.empty = lock, make
 
 
 def make_gradients(optimizers: list, units: Collection[torch.optim.Optimizer]) -> None:

@@ -43,6 +43,7 @@ class LateModel:
     fit into host memory.
 
     Attributes:
+        parked: the values of parameters that are in no group yet.
         groups: the groups that have been laid out, by index.
         residency: counts their whole copies.
         reads: notices uses of their parameters.
@@ -58,7 +59,7 @@ class LateModel:
             ranks * whole, f"the parameters of {ranks} ranks, which never fit whole onto their devices,"
         )
         self.schedule, self.groups, self.residency = schedule, {}, Residency()
-        self._parked = Parked("cuda" if has_cuda() else "cpu")
+        self.parked = Parked("cuda" if has_cuda() else "cpu")
         self._of_storage: dict[int, FreedGroup] = {}
         self._held: list[FreedGroup] = []  # the groups that have bytes
         self.reads = ParamReads((), self._hold, self._missing)
@@ -80,17 +81,9 @@ class LateModel:
 
     def _park(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         # Parameters of another dtype are not parked: Float16Module reads and converts them.
-        self._parked.park(parameter for parameter in module.parameters() if parameter.dtype == dtype)
+        self.parked.park(parameter for parameter in module.parameters() if parameter.dtype == dtype)
 
     # While chunks are wrapped.
-
-    def set_values(self, parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-        """Set ``parameter``, of a model that is not wrapped yet, to ``values``."""
-        self._parked.put(parameter, values)
-
-    def value_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The values of ``parameter``, wherever they are; may be called once per parameter."""
-        return self._parked.take(parameter)
 
     def hold(self, index: int, whole: torch.Tensor, process_group, instances=None) -> None:
         """Keep this rank's shard of group ``index``, whose values are in ``whole``. ``instances``: the process group of

@@ -237,12 +237,8 @@ def _gate_evenly(gating, topk: int, *args, **kwargs):
 
 def _stacked_batches(tokens, positions):
     """An endless iterator of micro-batches that are stacked from rows in memory."""
-    batch = {
-        "tokens": tokens,
-        "labels": tokens,
-        "loss_mask": torch.ones_like(tokens, dtype=torch.float32),
-        "position_ids": positions,
-    }
+    mask = torch.ones_like(tokens, dtype=torch.float32)
+    batch = {"tokens": tokens, "labels": tokens, "loss_mask": mask, "position_ids": positions}
     rows = [{key: value[index] for key, value in batch.items()} for index in range(len(tokens))]
     while True:
         yield {key: torch.stack([row[key] for row in rows]) for key in batch}

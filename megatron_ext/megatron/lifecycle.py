@@ -15,7 +15,6 @@ laid out. If a single rank gave up, the others would wait for it in a collective
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -27,12 +26,11 @@ from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree
 from megatron_ext.megatron.build_executor import build_executor, ready_the_host, schedule_for
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
-from megatron_ext.megatron.building_run import BuildingRun, State
+from megatron_ext.megatron.building_run import BuildingRun, State, refusal
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.one_line_end import says_all
 from megatron_ext.megatron.optimizer_steps import OptimizerSteps
-from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.shards import steps_on_the_host
@@ -44,11 +42,11 @@ from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.step_calls import IDLE, StepCalls
 from megatron_ext.runtime.watch import DEFAULT_STEP_SECONDS, Watch
 
-T = TypeVar("T")
-
 
 class Run(BuildingRun):
     """State of a scheduled or traced run on this rank."""
+
+    _steps: OptimizerSteps
 
     # Once, before the first step.
 
@@ -63,7 +61,7 @@ class Run(BuildingRun):
             InputError: on every rank, with the same text.
         """
         after = [self._step_ended]
-        if self.schedule is None:
+        if self.path is None:
             agree(self._error, ("trace", str(self.trace_path)), file=self.trace_path)
         else:
             assert self.state is State.BUILDING, f"training can begin only once; the run is {self.state.value}"
@@ -78,47 +76,37 @@ class Run(BuildingRun):
             if self.check is not None:
                 self.check.iterations = iterations_ahead(args)
                 after.append(self.check.note)
-            own = self._together(self._take_shards, args)
-            self._together(self._prepare, args, optimizer, own)
+            self.own.delay = None if self.delay is None else (getattr(args, "iteration", 0), self.delay)
+            self._together(self._take_shards)
+            self._together(self._prepare, args, optimizer)
             self._begin()
             self._watch_reads(optimizer)
         traced = self.own.recorder if self.trace_path is not None else NOTHING
         self._steps = OptimizerSteps(optimizer, *after, recorder=traced)
 
-    def _together(self, step: Callable[..., T], *arguments) -> T | None:
+    def _together(self, step: Callable[..., None], *arguments) -> None:
         """Call ``step``, which may fail on this rank alone: then all ranks refuse, otherwise all go on; collective."""
-        result = refused = None
         try:
-            result = step(*arguments)
-        except InputError as error:
-            refused = str(error)
+            refused = refusal(step, *arguments)
         except (OSError, RuntimeError) as error:  # on this rank alone: memory cannot be pinned, for example
             refused = f"rank {dist.get_rank()} cannot prepare for {self.path}: {error}".splitlines()[0]
         self._agree(refused)
-        return result
 
-    def _take_shards(self, args) -> OwnRank | None:
-        """Make this rank's groups. Their shards in host memory are page-locked here, before any collective uses them.
-        None if Megatron gathers."""
-        if self.stock_gather:
-            return None
-        own = self.own
-        own.late = self.late
-        own.delay = None if self.delay is None else (getattr(args, "iteration", 0), self.delay)
-        ready_the_host(own)
-        assert own.groups.keys() == own.bucket_groups.keys()
-        return own
+    def _take_shards(self) -> None:
+        """Make this rank's groups, unless Megatron gathers. Their shards in host memory are page-locked here, before
+        any collective uses them."""
+        if not self.stock_gather:
+            ready_the_host(self.own)
+            assert self.own.groups.keys() == self.own.bucket_groups.keys()
 
-    def _prepare(self, args, optimizer, own: OwnRank | None) -> None:
+    def _prepare(self, args, optimizer) -> None:
         """Make the executor of this run, or the parts of the reference."""
-        assert self.schedule is not None
-        if own is not None:
+        if not self.stock_gather:
             self.watch = Watch(dist.get_rank(), _step_seconds(args))
-            self.executor = build_executor(own)
+            self.executor = build_executor(self.own)
             return
-        if self.delay is not None:
-            begun = getattr(args, "iteration", 0)
-            self._reference_delay = ReferenceDelay(optimizer, self.own.optimizers, self.own.ddps, begun, self.delay)
+        if self.own.delay is not None:
+            self._reference_delay = ReferenceDelay(optimizer, self.own.optimizers, self.own.ddps, *self.own.delay)
         if any(group.gradients for group in self.schedule.groups):
             self._reference = ReferenceGradients(self.schedule, self.own.bucket_groups, self.own.optimizers)
 
@@ -134,7 +122,7 @@ class Run(BuildingRun):
         if self.stock_gather:
             self._move_to(State.REFERENCE)
             return
-        assert self.schedule is not None and self.executor is not None and self.watch is not None
+        assert self.executor is not None and self.watch is not None
         for bucket_group in self.own.bucket_groups.values():
             bucket_group.executor = self.executor
         self._move_to(State.READY)
@@ -166,7 +154,6 @@ class Run(BuildingRun):
 
     def _replicas(self) -> list[int]:
         """Global ranks that gather together; with experts they can be in several data-parallel groups."""
-        assert self.schedule is not None
         parallel, pp_rank = self.schedule.parallel, parallel_state.get_pipeline_model_parallel_rank()
         apart = {group.ranks for group in self.schedule.groups} != {parallel.dp}
         all_of_stage = apart and parallel.etp != parallel.tensor_model_parallel_size
@@ -202,7 +189,6 @@ class Run(BuildingRun):
         assert self.executor is not None
         if forward_only:
             return self.executor.evaluation() or IDLE
-        assert self._steps is not None
         self._steps.watch()
         self._steps.check()
         self.executor.expect(num_microbatches)
@@ -212,8 +198,8 @@ class Run(BuildingRun):
     def on_params_updated(self, optimizer, update_successful: bool) -> None:
         """One of the run's optimizers has written new shards; publish after the last one."""
         self._unfinished = False
-        on_host = self.schedule is not None and any(group.gradients == "host" for group in self.schedule.groups)
-        if self.executor is not None and on_host and not steps_on_the_host(optimizer):
+        on_host = self.executor is not None and any(group.gradients == "host" for group in self.schedule.groups)
+        if on_host and not steps_on_the_host(optimizer):
             optimizer.zero_grad()  # frees the gradients of this step, which Megatron keeps until the next iteration
         if update_successful:
             self._optimizers_pending.add(id(optimizer))
@@ -226,7 +212,6 @@ class Run(BuildingRun):
         elif not update_successful:
             self._step_skipped()
         else:
-            assert self._steps is not None
             self._steps.told += 1
             self.own.recorder.end_count()
             self.executor.params_updated()
@@ -273,8 +258,7 @@ class Run(BuildingRun):
         if self._reads is not None:
             self._reads.close()
         never_whole = self.executor is not None and self.executor.in_turn is not None
-        stage = getattr(self.schedule, "zero_stage", 0)
-        brought = self.executor is None or read_later or self.check is not None or stage < 3
+        brought = self.executor is None or read_later or self.check is not None or self.schedule.zero_stage < 3
         if brought:
             self._make_whole()
         digest = parameter_digest(self.own.ddps) if self.check is not None else ""
@@ -289,7 +273,7 @@ class Run(BuildingRun):
             if dist.get_rank() == 0:
                 events = [event for events, _ in everybody for event in events]
                 moved = [counted for _, counted in everybody]
-                about = {"kind": "measured", "scheduled": self.schedule is not None, "moved_bytes": moved}
+                about = {"kind": "measured", "scheduled": self.path is not None, "moved_bytes": moved}
                 try:
                     trace_file.save(self.trace_path, events, about=about)
                 except InputError as error:  # the trained model and its metrics matter more
@@ -318,7 +302,6 @@ class Run(BuildingRun):
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
         """Print on the first rank what was measured and whether the check holds; collective. ``steps``: the number of
         steps during the backward, and of those that were taken back."""
-        assert self.schedule is not None
         everybody = gather_objects((self.sample.of_rank(), digest, steps))
         error = None
         if dist.get_rank() == 0:

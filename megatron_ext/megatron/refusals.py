@@ -19,27 +19,19 @@ _ACTIVATIONS = "its copies of activations use the same link as host copies, and 
 
 REASONS = {
     "optimizer": "Megatron shards only the states of adam",
-    "use_megatron_fsdp": _OWN_SHARDS,
-    "use_custom_fsdp": _OWN_SHARDS,
-    "use_torch_fsdp2": _OWN_SHARDS,
+    **dict.fromkeys(("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"), _OWN_SHARDS),
     "nccl_ub": "registers Megatron's buffers with NCCL, but groups have their own storage",
-    "fp8_param_gather": _SCALED,
-    "fp4_param_gather": _SCALED,
+    **dict.fromkeys(("fp8_param_gather", "fp4_param_gather"), _SCALED),
     "reuse_grad_buf_for_mxfp8_param_ag": "gathers parameters into the memory of the gradients",
     "use_layer_wise_distributed_optimizer": "each rank owns complete layers instead of shards",
     "overlap_moe_expert_parallel_comm": "alternates layers of two micro-batches, which no order of steps has",
     "use_tp_pp_dp_mapping": "numbers ranks in another way",
     "hybrid_context_parallel": "divides sequences differently for each micro-batch",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "adds some parameters' gradients in separate buffers",
-    "defer_embedding_wgrad_compute": _AFTER_REDUCE,
-    "overlap_dispatch_backward_with_experts_wgrad": _AFTER_REDUCE,
-    "cuda_graph_impl": _GRAPH,
-    "enable_cuda_graph": _GRAPH,
-    "external_cuda_graph": _GRAPH,
+    **dict.fromkeys(("defer_embedding_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"), _AFTER_REDUCE),
+    **dict.fromkeys(("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"), _GRAPH),
     "optimizer_cuda_graph": "a replayed step does not call the hook that reports changed parameters",
-    "cpu_offloading": _ACTIVATIONS,
-    "cpu_offloading_weights": _ACTIVATIONS,
-    "fine_grained_activation_offloading": _ACTIVATIONS,
+    **dict.fromkeys(("cpu_offloading", "cpu_offloading_weights", "fine_grained_activation_offloading"), _ACTIVATIONS),
     "moe_use_upcycling": "also builds a dense model; convert it to a model with experts in a run without a schedule",
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "changes whole parameters outside the optimizer",
@@ -69,20 +61,6 @@ OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_fo
 """Options that are passed to DistributedDataParallel, and may be set without a command line."""
 
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
-
-
-def check_start(args) -> None:
-    """Refuse a run that could not train by a schedule as Megatron trains without one.
-
-    Args:
-        args: Megatron's validated arguments.
-
-    Raises:
-        InputError: an option cannot be combined with a schedule (the error names it and its value), or
-            a hook is missing or in a wrong place (the error names the command that says more).
-    """
-    refuse_unsupported(args)
-    require_hooks(megatron_root())
 
 
 def refuse_unsupported(args) -> None:

@@ -2,7 +2,7 @@
 before its first iteration."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 
 import torch
 
@@ -11,28 +11,21 @@ from megatron_ext.megatron.copies import Copies
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.scheduled_host_step import HostStep
-from megatron_ext.runtime.census import storage_bytes
+from megatron_ext.runtime.census import Resting, storage_bytes
 from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup
-from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 
 
 def resting_storages(
-    own: OwnRank,
-    copies: Copies,
-    host_step: HostStep | None,
-    routes: Iterable[BufferedGather],
-    reducer: Reducer | None,
-    buffers: list[torch.Tensor],
-) -> tuple[dict[str, int], dict[str, int]]:
+    own: OwnRank, copies: Copies, host_step: HostStep | None, reducer: Reducer | None, buffer_bytes: int
+) -> Resting:
     """Bytes by kind on the device, and by kind in host memory.
 
     Args:
         copies: the node's host copies.
         host_step: the optimizer's host step, or None if Megatron makes it without us.
-        routes: routes whose gathers use buffers.
         reducer: the reducer of gradients that come and go, or None.
-        buffers: buffers on the device through which parameters pass.
+        buffer_bytes: of other buffers on the device through which parameters pass.
     """
     held: dict[str, Counter[str]] = {"device": Counter(), "host": Counter()}
     device, host = held.values()
@@ -41,7 +34,7 @@ def resting_storages(
         counter["shards"] += storage_bytes(group.shard for group in freed if group.on_host is (where == "host"))
     gradients = [buffer.grad_data for ddp in own.ddps for buffer in buffers_of(ddp)]
     device["gradients"] += storage_bytes(gradients)
-    device["buffers"] += sum(route.buffer_bytes for route in routes) + storage_bytes(buffers)
+    device["buffers"] += buffer_bytes
     host["host_copies"] += copies.own_bytes
     if host_step is not None:
         device["buffers"] += host_step.link.device_bytes

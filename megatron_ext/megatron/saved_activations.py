@@ -115,14 +115,9 @@ def _decisions_are_true(unknown: type[Exception]):
         yield
 
 
-BALANCED = {
-    "moe_token_dispatcher_type": "alltoall",
-    "moe_expert_capacity_factor": 1.0,
-    "moe_pad_expert_input_to_capacity": True,
-    "moe_permute_fusion": False,
-    "moe_router_fusion": False,
-    "moe_shared_expert_overlap": False,
-}
+BALANCED: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0}
+BALANCED |= {"moe_pad_expert_input_to_capacity": True}
+BALANCED |= dict.fromkeys(("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"), False)
 
 
 def balance_experts(config) -> None:

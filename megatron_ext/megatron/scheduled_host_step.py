@@ -47,7 +47,6 @@ from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
 from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
-from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.publisher import Publisher
 from megatron_ext.schedule.host_slots import cast_part_bytes
 from megatron_ext.schedule.user_defined_schedule import StepSlots
@@ -67,7 +66,6 @@ class HostStep:
 
     Attributes:
         early, delayed: the parts for early and for delayed steps, or None.
-        parts: those of the two that exist, as the executor takes them.
 
     Raises:
         InputError: an optimizer does not step on the host, a slot is too small, or the drive is full.
@@ -85,7 +83,9 @@ class HostStep:
         through_slots = any(self._schedule.groups[index].states_rest is None for index in chosen)
         slots = self._schedule.step_slots if through_slots else None
         self.link = self._make_link(chosen, slots)
-        self.rooms = self._make_rooms(slots)
+        self.rooms: OwnRooms | SharedRooms = OwnRooms(self.link)
+        if slots is not None:
+            self.rooms = SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
         self._after_norm = AfterNorm(self.link)
         self.states: list[DriveStates] = []
         self._pieces: dict[torch.Tensor, Piece] = {}  # by the host's parameter
@@ -99,7 +99,6 @@ class HostStep:
             if of_optimizer:
                 self._replace_step(optimizer.optimizer, of_optimizer)
         self.units = [unit for of_optimizer in units.values() for unit in of_optimizer]
-        self.parts: list[Part] = [part for part in (self.early, self.delayed) if part is not None]
 
     def _has_units(self, index: int) -> bool:
         """Whether parameters of the group ``index`` are removed from the host optimizer's own optimizers."""
@@ -132,11 +131,6 @@ class HostStep:
         """The largest number of bytes, in fp32, of this rank's part of one parameter of the group."""
         parameters, shard = self._own.bucket_groups[index].params, self._own.groups[index].shard
         return tensor_bytes(min(max(parameter.numel() for parameter in parameters), shard.numel()))
-
-    def _make_rooms(self, slots: StepSlots | None) -> OwnRooms | SharedRooms:
-        if slots is None:
-            return OwnRooms(self.link)
-        return SharedRooms(self.link, slots.slots, slots.slot_bytes, slots.cast == "device")
 
     # Units.
 

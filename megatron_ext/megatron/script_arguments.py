@@ -62,9 +62,8 @@ class ScriptArguments(NamedTuple):
             InputError: neither an option nor a launcher gives it.
         """
         if self.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
-            raise InputError(
-                "is needed: the script's arguments do not give the number of replicas", field="--data-parallel-size"
-            )
+            why = "is needed: the script's arguments do not give the number of replicas"
+            raise InputError(why, field="--data-parallel-size")
         return self.world_size() // self.replica_size
 
 

@@ -16,13 +16,9 @@ def workload_of_run(args) -> Workload:
     """A workload without chunks for Megatron's (or the example's) options. Raises InputError, as
     :func:`parallel_of_megatron` does."""
     parallel = parallel_of(args) if hasattr(args, "num_microbatches") else parallel_of_megatron(args)
+    settings = optimizer_settings(args)
     return Workload(
-        schema_version=SCHEMA_VERSION,
-        kind="workload",
-        parallel=parallel,
-        zero_stage=1,
-        chunks=(),
-        optimizer=optimizer_settings(args),
+        schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=1, chunks=(), optimizer=settings
     )
 
 

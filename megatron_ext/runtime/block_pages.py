@@ -92,31 +92,27 @@ def spread(block: mmap.mmap) -> bool:
     start = (ctypes.c_char * len(block)).from_buffer(block)
     # The kernel reads one bit less than the count that it is given.
     bits = ctypes.c_ulong(64 * len(mask) + 1)
-    failed = _LIBC.syscall(
-        ctypes.c_long(number),
-        ctypes.c_void_p(ctypes.addressof(start)),
-        ctypes.c_ulong(len(block)),
-        ctypes.c_int(MPOL_INTERLEAVE),
-        mask,
-        bits,
-        ctypes.c_uint(0),
-    )
-    return failed == 0
+    where = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_ulong(len(block))
+    policy = ctypes.c_int(MPOL_INTERLEAVE), mask, bits, ctypes.c_uint(0)
+    return _LIBC.syscall(ctypes.c_long(number), *where, *policy) == 0
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes of a part of a block whose pages are made, and all bytes of that part."""
+
+
+def silent(done: int, total: int) -> None:
+    """A :data:`Progress` that reports nothing."""
 
 
 def make(
-    block: mmap.mmap,
-    part: int,
-    parts: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    region: tuple[int, int] | None = None,
+    block: mmap.mmap, part: int, parts: int, progress: Progress = silent, region: tuple[int, int] | None = None
 ) -> None:
     """Make the pages of one of ``parts`` equal parts of ``block``, which has not been written to yet.
 
     Args:
         region: first byte (at the start of a page) and length of the region that is cut into parts; None: the whole
             block.
-        progress: called with the allocated bytes of this part, and all bytes of this part.
 
     Raises:
         OSError: there is not enough memory.

@@ -17,6 +17,9 @@ from megatron_ext.runtime.group import Residency
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
+Resting = tuple[dict[str, int], dict[str, int]]
+"""Bytes by kind, on the device and in host memory, that rest between steps."""
+
 
 class Census(Part):
     """One instance per rank, the last of its parts.
@@ -24,18 +27,15 @@ class Census(Part):
     Args:
         residency: counts whole parameters.
         parameters: tensors whose storages are not counted as activations.
-        resting: gives the bytes by kind, on the device and on the host, that rest between steps.
+        resting: gives the bytes that rest between steps.
         reducer: handles the gradients that come and go, or None. They are counted like what autograd saves.
     """
 
     def __init__(
-        self,
-        residency: Residency,
-        parameters: Iterable[torch.Tensor],
-        resting: Callable[[], tuple[dict[str, int], dict[str, int]]],
-        reducer: Reducer | None = None,
+        self, residency: Residency, parameters: Iterable[torch.Tensor], resting: Callable[[], Resting], reducer=None
     ):
-        self._residency, self._resting, self._reducer = residency, resting, reducer
+        self._residency, self._resting = residency, resting
+        self._reducer: Reducer | None = reducer
         self._saved: SavedTensors | None = SavedTensors(parameters, self._sample)
         self._counting = False
         self._whole = self._activations = self._gradients = self._first_peak = 0

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from megatron_ext.formats.errors import InputError
@@ -153,9 +154,8 @@ class DriveFile:
         except OSError as error:
             if need_direct:
                 os.close(descriptor)
-                raise InputError(
-                    f"cannot be read without the page cache: {error.strerror}", field=OPTION, value=label
-                ) from None
+                why = f"cannot be read without the page cache: {error.strerror}"
+                raise InputError(why, field=OPTION, value=label) from None
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
@@ -169,14 +169,7 @@ class DriveFile:
         self._movers = _Movers(queue_depth)
 
     def start(
-        self,
-        memory: memoryview,
-        offset: int,
-        what: str,
-        transfer: Transfer,
-        before_end: Callable[[], None] | None = None,
-        *,
-        write: bool = False,
+        self, memory: memoryview, offset: int, what: str, transfer: Transfer, before_end=None, *, write: bool = False
     ) -> None:
         """Begin to fill ``memory`` (aligned, a multiple of BLOCK) from ``offset``, behind reads that began before.
         With ``write``, begin to write ``memory`` there past the page cache; it must not change until ``transfer`` ends.
@@ -184,7 +177,7 @@ class DriveFile:
         Another thread finishes ``transfer`` when all bytes have moved, or with a DriveError that names ``what`` and the
         file. It calls ``before_end()`` just before.
         """
-        _Move(self, memory, offset, what, transfer, before_end, write=write).begin()
+        _Move(self, memory, offset, what, transfer, before_end, write).begin()
 
     def read(self, memory: memoryview, offset: int, what: str) -> None:
         """Like :meth:`start`, but block until the bytes are there.
@@ -286,27 +279,21 @@ def _end_all(threads: list[threading.Thread], calls: queue.SimpleQueue) -> None:
         calls.put(None)
 
 
+@dataclass(eq=False)
 class _Move:
     """One read or write of contiguous bytes, see [Note: Blocks in flight]."""
 
-    def __init__(
-        self,
-        file: DriveFile,
-        memory: memoryview,
-        offset: int,
-        what: str,
-        transfer: Transfer,
-        before_end,
-        *,
-        write: bool,
-    ):
-        self.file, self.memory, self.offset, self.what = file, memory, offset, what
-        self.transfer, self.before_end, self.is_write = transfer, before_end, write
-        self._lock, self._left, self._error = threading.Lock(), 0, None
+    file: DriveFile
+    memory: memoryview
+    offset: int
+    what: str
+    transfer: Transfer
+    before_end: Callable[[], None] | None
+    is_write: bool
 
     def begin(self) -> None:
         starts = range(0, len(self.memory), self.file.block_bytes)
-        self._left = len(starts)
+        self._lock, self._left, self._error = threading.Lock(), len(starts), None
         for start in starts:
             self.file._movers.submit(partial(guarded(self._move_block), start))
 

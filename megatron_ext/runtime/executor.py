@@ -3,9 +3,12 @@
 import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from megatron_ext.runtime.debug import Checks
 from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
+from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.issuer import Issuer
@@ -21,6 +24,7 @@ SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum t
 Kind = TypeVar("Kind", bound=Part)
 
 
+@dataclass(eq=False)
 class Executor(StepCalls):
     """Runs a compiled program; one instance per rank.
 
@@ -43,43 +47,35 @@ class Executor(StepCalls):
             other.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        groups: dict[int, Group],
-        clock: Clock,
-        residency: Residency,
-        gather: Callable,
-        issuer: Issuer,
-        parts: Sequence[Part] = (),
-        *,
-        pool=None,
-        recorder: Recorder = NOTHING,
-        checks=None,
-        drop_staged: Callable[[], None] = lambda: None,
-        memory: MemoryPool | None = None,
-        in_turn: InTurn | None = None,
-        program_for: Callable[[int], Program] | None = None,
-    ):
-        self.groups, self.clock, self.residency = groups, clock, residency
-        self.gather, self.issuer, self.parts = gather, issuer, tuple(parts)
-        self.pool, self.recorder, self.checks = pool, recorder, checks
-        self._follow(program)
-        self._program_for = program_for
-        self._count_forward = self._count_backward = 0
-        self.iterations, self._drop_staged = 0, drop_staged
+    program: Program
+    groups: dict[int, Group]
+    clock: Clock
+    residency: Residency
+    gather: Callable
+    issuer: Issuer
+    parts: Sequence[Part] = ()
+    pool: HostPool | None = None
+    recorder: Recorder = NOTHING
+    checks: Checks | None = None
+    drop_staged: Callable[[], None] = lambda: None
+    memory: MemoryPool | None = None
+    in_turn: InTurn | None = None
+    program_for: Callable[[int], Program] | None = None
+
+    def __post_init__(self) -> None:
+        self._follow(self.program)
+        self._count_forward = self._count_backward = self.iterations = 0
         self.peak_bytes = 0  # of whole parameters in the last iteration
-        self._memory, self.in_turn, self._started = memory, in_turn, False
         self._delayed = self.part(DelayedUpdate)
-        self._left = issuer.left  # empty in most steps
-        self._undisturbed = True
+        self._left = self.issuer.left  # empty in most steps
+        self._undisturbed, self._started = True, False
         self.busy = False  # True between the begin of an iteration and the update of parameters
         self._ended = True  # whether all steps of the last iteration have run
         self.reads: ParamReads | None = None  # open between the update and the next iteration
         self.connects: list[Callable[[], None]] = []  # collective calls, for when all ranks have what they need
         self._close: list[Callable[[], None]] = []
-        if in_turn is not None:
-            in_turn.evaluated = lambda: self._watch_reads(True)
+        if self.in_turn is not None:
+            self.in_turn.evaluated = lambda: self._watch_reads(True)
 
     def _follow(self, program: Program) -> None:
         self.program = program
@@ -118,11 +114,10 @@ class Executor(StepCalls):
             ScheduleError: there is no schedule for this number.
         """
         if num_microbatches != self._num_microbatches:
-            if self._program_for is None:
-                raise ScheduleError(
-                    f"the iteration has {num_microbatches} micro-batches, but the schedule has {self._num_microbatches}"
-                )
-            self._follow(self._program_for(num_microbatches))
+            if self.program_for is None:
+                planned = f"the schedule has {self._num_microbatches}"
+                raise ScheduleError(f"the iteration has {num_microbatches} micro-batches, but {planned}")
+            self._follow(self.program_for(num_microbatches))
             self._undisturbed = False  # the former program's start has issued other groups
 
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
@@ -296,13 +291,11 @@ class Executor(StepCalls):
         """
         self._leave_program()
         self.busy = True
-        with contextlib.nullcontext() if self._memory is None else self._memory.unused():
-            for index in sorted(self.groups):
-                group = self.groups[index]
-                if group.state is UNSHARDING:
-                    group.wait(self.clock)
-                elif group.state is SHARDED:
+        with contextlib.nullcontext() if self.memory is None else self.memory.unused():
+            for _, group in sorted(self.groups.items()):
+                if group.state is SHARDED:
                     group.unshard(self.gather, self.clock)
+                if group.state is UNSHARDING:
                     group.wait(self.clock)
         self.busy = False
 
@@ -318,7 +311,7 @@ class Executor(StepCalls):
     def fill_memory(self, rehearsal: Callable[[], None]) -> str | None:
         """Take the memory of an iteration from the device, see :meth:`MemoryPool.fill`; before the first iteration."""
         self._drop_all()
-        return None if self._memory is None else self._memory.fill(rehearsal)
+        return None if self.memory is None else self.memory.fill(rehearsal)
 
     # For the watch, called from another thread.
 
@@ -352,7 +345,7 @@ class Executor(StepCalls):
         for group in self.groups.values():
             if group.state is not SHARDED:
                 group.drop()
-        self._drop_staged()
+        self.drop_staged()
         self._started = False
         self.residency.restart()
 

@@ -61,9 +61,7 @@ class _Block:
         pids: process ids of its ranks.
     """
 
-    def __init__(
-        self, sharers: Sharers, copied: set[int], by_thread: Collection[int], progress: Callable[[int, int], None]
-    ):
+    def __init__(self, sharers: Sharers, copied: set[int], by_thread: Collection[int], progress: block_pages.Progress):
         self.sharers, rows = sharers, 2 * len(sharers.groups) + 1
         rank, size, exchange = sharers[1:]
         hosted = [group for group in sharers.groups if group.index in copied]
@@ -92,16 +90,11 @@ class _Block:
         for rank, flag in enumerate(flags):
             if flag.load() >= value:
                 continue
+            who = f"data-parallel rank {rank} of this node (process {self.pids[rank]})"
             if any(own[rank].load() == FAILED for own in self.flags.values()):
-                raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) could not publish; "
-                    "see its own error"
-                )
+                raise PeerLost(f"{who} could not publish; see its own error")
             if not _alive(self.pids[rank]) and flag.load() < value:
-                raise PeerLost(
-                    f"data-parallel rank {rank} of this node (process {self.pids[rank]}) ended while others "
-                    f"waited for it {what}"
-                )
+                raise PeerLost(f"{who} ended while others waited for it {what}")
 
     def close(self) -> None:
         """Unmap the block. Its memory is freed with its last rank."""
@@ -119,7 +112,7 @@ class HostPool:
         copied: indices of groups that have a host copy; the others have only flags.
         by_thread: indices of the groups whose host copy is written by threads.
         device: page-locks the blocks, see :meth:`pin`.
-        progress: called with the bytes of this rank's part of a block whose pages are made, and all bytes of that part.
+        progress: told of this rank's part of each block.
         on_drive: indices of the groups that have a copy on the drive.
 
     Attributes:
@@ -140,7 +133,7 @@ class HostPool:
         copied: set[int],
         by_thread: set[int],
         device,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        progress: block_pages.Progress = block_pages.silent,
         on_drive: Collection[int] = (),
     ):
         self._device, self._by_thread = device, by_thread

@@ -8,6 +8,7 @@ same pool.
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -18,6 +19,7 @@ from megatron_ext.runtime.program import Layers
 from megatron_ext.runtime.step_calls import StepCalls
 
 
+@dataclass(eq=False)
 class InTurn(StepCalls):
     """One instance per rank. For iterations without a backward it replaces the executor as the object that Megatron's
     schedules call around their steps.
@@ -33,19 +35,16 @@ class InTurn(StepCalls):
         evaluated: called when the last forward of an iteration without backwards has ended.
     """
 
-    def __init__(
-        self,
-        groups: dict[int, Group],
-        clock: Clock,
-        gather: Callable,
-        layers: Layers,
-        chunks: dict[int, int],
-        most_bytes: int,
-    ):
-        self.groups, self.clock, self._gather, self._layers = groups, clock, gather, layers
-        self._chunks, self._most_bytes = chunks, most_bytes
-        self.evaluated: Callable[[], None] = lambda: None
-        self._of_storage = {group.whole.untyped_storage()._cdata: index for index, group in groups.items()}
+    groups: dict[int, Group]
+    clock: Clock
+    gather: Callable
+    layers: Layers
+    chunks: dict[int, int]
+    most_bytes: int
+    evaluated: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._of_storage = {group.whole.untyped_storage()._cdata: index for index, group in self.groups.items()}
 
     def group_of(self, tensor: torch.Tensor) -> int | None:
         """Index of the group whose whole copy contains ``tensor``, or None."""
@@ -62,9 +61,9 @@ class InTurn(StepCalls):
     def check_room(self, wanted: Collection[int]) -> None:
         """Raise ScheduleError if several groups together exceed the limit for whole groups."""
         need = sum(self.groups[index].bytes for index in wanted)
-        if len(wanted) > 1 and need > self._most_bytes:
+        if len(wanted) > 1 and need > self.most_bytes:
             raise ScheduleError(
-                f"{need} bytes of parameters are used at once, {need - self._most_bytes} more than limits.device_bytes "
+                f"{need} bytes of parameters are used at once, {need - self.most_bytes} more than limits.device_bytes "
                 "leaves room for: use them one after the other, or, if the device has enough memory, first call "
                 "megatron_ext.megatron.hooks.unshard_all() on all ranks"
             )
@@ -79,7 +78,7 @@ class InTurn(StepCalls):
                 group.drop()
         for group in map(self.groups.__getitem__, (*wanted, *ahead)):
             if group.state is State.SHARDED:
-                group.unshard(self._gather, self.clock)
+                group.unshard(self.gather, self.clock)
         for group in map(self.groups.__getitem__, wanted):
             if group.state is State.UNSHARDING:
                 group.wait(self.clock)
@@ -89,18 +88,17 @@ class InTurn(StepCalls):
     def pre_forward(self, virtual_microbatch_id: int, model_chunk_id: int) -> None:
         """A forward of a chunk begins."""
         self._before_layer(model_chunk_id, 0)
-        for layer in range(1, self._layers.num_layers(model_chunk_id)):
-            self._layers.arm(model_chunk_id, layer, (partial(self._before_layer, model_chunk_id, layer),), ())()
+        for layer in range(1, self.layers.num_layers(model_chunk_id)):
+            self.layers.arm(model_chunk_id, layer, (partial(self._before_layer, model_chunk_id, layer),), ())()
 
     def _before_layer(self, chunk: int, layer: int) -> None:
         """Make the groups of the layer whole, and issue the gathers of the next layers as far as there is room."""
-        uses = {index: self._layers.uses(index) for index in self.groups if self._chunks[index] == chunk}
+        uses = {index: self.layers.uses(index) for index in self.groups if self.chunks[index] == chunk}
         used = [index for index, (first, last) in uses.items() if first <= layer <= last]
         coming = sorted((index for index in uses if uses[index][0] > layer), key=lambda index: uses[index])
-        sums = accumulate(
-            (self.groups[index].bytes for index in coming), initial=sum(self.groups[i].bytes for i in used)
-        )
-        self.bring(used, coming[: sum(size <= self._most_bytes for size in sums) - 1])
+        size_of = lambda index: self.groups[index].bytes
+        sums = accumulate(map(size_of, coming), initial=sum(map(size_of, used)))
+        self.bring(used, coming[: sum(size <= self.most_bytes for size in sums) - 1])
 
     def end_iteration(self) -> None:
         """The last forward has ended."""

@@ -56,10 +56,6 @@ class Issuer:
             self.wait(lambda: transfer.ended)
             transfer.check()
 
-    def finish(self) -> None:
-        """Block until everything is issued."""
-        self.wait(lambda: not self.left)
-
     def turn(self) -> None:
         """:meth:`poll`, if anything is left."""
         if self.left:

@@ -95,12 +95,7 @@ class ParamReads(TorchFunctionMode):
 
     def unnoticed(self, function: Callable) -> Callable:
         """Wrap ``function`` so that its uses of parameters are not noticed."""
-
-        def call(*args, **kwargs):
-            with self.suspended():
-                return function(*args, **kwargs)
-
-        return call
+        return self.suspended()(function)
 
     def _replace(self, mode: "ParamReads | None") -> None:
         """Put ``mode`` below all modes but torch's default device, or remove this one.

@@ -240,17 +240,16 @@ class _Compiler:
 
     def _before(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just before ``layer`` computes (-1: at the begin of the step)."""
-        if place.step.kind == "F":
-            return place.begin if layer <= 0 else place.at.setdefault(layer, [])
-        top = self.layers.num_layers(place.chunk) - 1
-        return place.begin if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
+        return self._at(place, layer + (place.step.kind == "B"), place.begin)
 
     def _behind(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just after ``layer`` has computed (-1: at the end of the step)."""
-        if place.step.kind == "B":
-            return place.end if layer <= 0 else place.at.setdefault(layer, [])
-        top = self.layers.num_layers(place.chunk) - 1
-        return place.end if layer < 0 or layer >= top else place.at.setdefault(layer + 1, [])
+        return self._at(place, layer + (place.step.kind == "F"), place.end)
+
+    def _at(self, place: PlacedStep, boundary: int, edge: list[Action]) -> list[Action]:
+        """The list of actions at ``boundary``; ``edge`` if the chunk has no such boundary."""
+        inside = 0 < boundary < self.layers.num_layers(place.chunk)
+        return place.at.setdefault(boundary, []) if inside else edge
 
     def stage_in(self, action) -> Action:
         stage = partial(self.routes["nvme"].stage_in, self.groups[action.group], action.slot)

@@ -78,22 +78,21 @@ class Publisher(Part):
 
     def __init__(self, targets: list[Target], copies: NodeCopies):
         self.targets = targets
-        self.pool, self.nvme, device, self.issuer, self.clock, recorder = copies
-        self.device, self.recorder = device, recorder
+        self.pool, self.nvme, self.device, self.issuer, self.clock, self.recorder = copies
         self.worker, self.arrivals = Worker("publisher"), None
         if any(target.nodes.crosses_nodes for target in targets):
             self.arrivals = Worker("publisher-arrivals")
-        self.stream = device.stream("publish")
-        self.stream.log = log_of(recorder, "publish", "to_host", "publish")
-        self.copied = device.event()
+        self.stream = self.device.stream("publish")
+        self.stream.log = log_of(self.recorder, "publish", "to_host", "publish")
+        self.copied = self.device.event()
         """After the last queued copy of a shard on the device."""
-        self._taken, self._flags = device.event(), private_flags(len(targets), device)
+        self._taken, self._flags = self.device.event(), private_flags(len(targets), self.device)
         self._jobs: list[Transfer] = []
         self._published = 0
         unhosted = [target.group.shard for target in targets if not target.host]
         size = max((shard.numel() * shard.element_size() for shard in unhosted), default=0)
         # Shards that are copied only to the drive pass through these buffers, one after another.
-        self._bounce = [device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
+        self._bounce = [self.device.host_tensor(size, torch.uint8) for _ in range(IN_FLIGHT if size else 0)]
         self._bounced: deque[Transfer] = deque([], maxlen=IN_FLIGHT)
         self._sent: deque[Transfer] = deque()  # exchanges in flight; used by the thread
         self._bounces = self._last_ns = 0

@@ -115,11 +115,9 @@ class Recorder:
         if self._bases:
             torch.cuda.synchronize()
         base_ns = self._base_times_ns()
-        offset = self.epoch_offset_ns
+        begin_us = lambda start, iteration: (self._ns(start, iteration, base_ns) + self.epoch_offset_ns) / 1e3
         return [
-            Event(
-                self.rank, lane, name, (self._ns(start, iteration, base_ns) + offset) / 1e3, _us(start, end), iteration
-            )
+            Event(self.rank, lane, name, begin_us(start, iteration), _us(start, end), iteration)
             for lane, name, start, end, iteration in self.rows
         ]
 

@@ -191,8 +191,5 @@ class Arrival:
         """Make later work of the compute stream wait for the end of the transfer."""
         if not self.issued:
             assert self._issuer is not None
-            self._issuer.wait(self._is_issued)
+            self._issuer.wait(lambda: self.issued)
         self._compute.wait(self.event)
-
-    def _is_issued(self) -> bool:
-        return self.issued

@@ -56,21 +56,17 @@ def tell_watch(error: BaseException) -> None:
         on_failure(error)
 
 
-def report_failure(error: BaseException) -> None:
-    """Like :func:`tell_watch`, for an error that no caller gets: it is printed if no watch runs."""
-    if on_failure is None and not isinstance(error, Exiting):
-        traceback.print_exception(error, file=sys.stderr)
-    tell_watch(error)
-
-
 def guarded(function: Callable) -> Callable:
-    """Wrap ``function`` for a background thread: its errors are reported, because no caller could catch them."""
+    """Wrap ``function`` for a background thread: its errors are told to the watch, because no caller could catch them;
+    if no watch runs, they are printed."""
 
     def run(*arguments) -> None:
         try:
             function(*arguments)
         except BaseException as error:
-            report_failure(error)
+            if on_failure is None and not isinstance(error, Exiting):
+                traceback.print_exception(error, file=sys.stderr)
+            tell_watch(error)
 
     return run
 
@@ -111,9 +107,7 @@ class Transfer:
 
     def wait(self) -> None:
         with self._done:
-            pass
-        if self.error is not None:
-            raise self.error
+            self.check()
 
     def check(self) -> None:
         """Raise the error of the transfer, if any; the transfer has ended."""

@@ -130,9 +130,8 @@ class Link:
         self.device.compute.wait(self.left)
 
     def close(self) -> None:
-        self.arriving.close()
-        self.leaving.close()
-        self.returning.close()
+        for stream in (self.arriving, self.leaving, self.returning):
+            stream.close()
 
 
 class Room:

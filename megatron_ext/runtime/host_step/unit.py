@@ -41,13 +41,7 @@ class HostUnit:
     begun_ns = read_ns = 0
 
     def __init__(
-        self,
-        group: int,
-        optimizer: torch.optim.Optimizer,
-        pieces: list[Piece],
-        rooms: Rooms,
-        alignment: int = 4,
-        later: bool = False,
+        self, group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece], rooms: Rooms, alignment=4, later=False
     ):
         self.group, self.optimizer, self.pieces, self.rooms, self.later = group, optimizer, pieces, rooms, later
         self._flat = optimizer if isinstance(optimizer, FlatAdamW) else None

@@ -64,7 +64,7 @@ def test_what_an_issue_adds_is_left_for_the_next_look():
     issuer.poll()
     assert issued == ["first"] and len(issuer.left) == 1
     never.ready = True
-    issuer.finish()
+    issuer.poll()
     assert issued == ["first", "more"]
 
 
