@@ -97,15 +97,20 @@ class Search:
         copied = any(kind_of(route).reads_host_copy for route in routes)
         self.hosts = range(orders if limited and copied else 1)
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
+        self._blocks, self._grouped = cache(self._cut), cache(self._group)
+        self._equal: dict[Blocks, Blocks] = {}
+        self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
+        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin anew, with what is known of groups and of how settings are placed."""
         self.effort, self.tried = self.full_effort, 0
         self.estimates: dict[Settings, float] = {}
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
-        self._blocks, self._grouped = cache(self._cut), cache(self._group)
-        self._equal: dict[Blocks, Blocks] = {}
-        self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
-        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
+        self._placer.cache_clear()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -255,7 +260,11 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(problem, **how)
+    return searched(Search(problem, **how))
+
+
+def searched(state: Search) -> tuple[Schedule, float]:
+    """The same for a search that has just begun."""
     state.descend()
     if all(us == inf for us in state.estimates.values()):
         raise state.refused or InputError(

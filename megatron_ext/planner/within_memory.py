@@ -18,7 +18,7 @@ from megatron_ext.planner.effort import SMALL_STEPS, judged_us, last_found, mark
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
-from megatron_ext.planner.search import Search, Settings, search
+from megatron_ext.planner.search import Search, Settings, searched
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_facts import can_rest_on_host
@@ -71,11 +71,11 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
     estimated = _estimated(problem, reliefs)
     found: list[tuple[float, Schedule, Rule]] = []
     many = number_of_steps(problem.workload) > FEW_STEPS
-    for us, rule in estimated:
+    for us, rule, state in estimated:
         if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         with suppress(InputError):
-            found.append((*_searched(problem, rule), rule))
+            found.append((*_searched(problem, state), rule))
     if found:
         return _relieved_less(problem, *min(found, key=lambda item: item[0]))
     if not or_least:
@@ -92,11 +92,9 @@ def gathers_within_memory(problem: Problem) -> Schedule:
     return last_found("gathers_within_memory", workload, timing, partial(plan_within_memory, alone, only_gathers=True))
 
 
-def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
-    workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
-    limited = problem._replace(workload=with_whole_bytes(workload, rule))
-    schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
-    check_limits(schedule, workload)
+def _searched(problem: Problem, state: Search) -> tuple[float, Schedule]:
+    schedule, us = searched(state)
+    check_limits(schedule, problem.workload)
     return marked(us, schedule), schedule
 
 
@@ -127,9 +125,10 @@ def check_limits(schedule: Schedule, workload: Workload) -> None:
     match(validate(with_states_on_drive(schedule, workload)), workload)
 
 
-def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:
-    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups in the same way only one is
-    kept: the rule that gives all remaining bytes to whole parameters or, if that does not work, the rule itself."""
+def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule, Search]]:
+    """Rules that fit, with their searches, the fastest by estimate first. Of rules that place a layer's groups in the
+    same way only one is kept: the rule that gives all remaining bytes to whole parameters or, if that does not work,
+    the rule itself."""
     workload, seen, found = problem.workload, {}, []
     layers, _ = groups_of(workload, layer_buckets)
 
@@ -144,15 +143,17 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
         filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            us = _estimate(Search(problem._replace(workload=with_whole_bytes(workload, rule)), offloader))
+            limited = problem._replace(workload=with_whole_bytes(workload, rule))
+            us = _estimate(state := Search(limited, offloader, 1 / SEARCHED))
+            state.begin()
             seen[key] = us < inf
             if us < inf:
-                found.append((us, len(found), rule))
+                found.append((us, len(found), rule, state))
         return seen[key]
 
     for rule in rules(workload, reliefs):
         works(rule)
-    return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
+    return [(us, rule, state) for us, _, rule, state in sorted(found, key=lambda item: item[:2])]
 
 
 def _estimate(state: Search) -> float:

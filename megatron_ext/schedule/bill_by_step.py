@@ -1,6 +1,6 @@
 """What comes and goes with the steps of a rank: whole parameters, whole gradients and activations."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, Unshard
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload
 
@@ -36,26 +36,33 @@ def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Mo
     whole = sum(groups[a.group].bytes for a in rank.start.unshard)
     if not freed:
         whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
+
+    def at_layers(actions: Sequence[Unshard] | Sequence[Reshard]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for action in actions:
+            at = max(action.at, -1)
+            found[at] = found.get(at, 0) + groups[action.group].bytes
+        return found
+
     for entry, (chunk, backward, by_layer) in zip(rank.steps, activations(workload, pp_rank)):
         if not (backward and gradients.come_and_go) and not (freed and (entry.unshard or entry.reshard)):
             yield Moment(entry.step, whole, max(by_layer), gradients.bytes)  # nothing else changes within the step
             continue
         best = Moment(entry.step, 0, 0, 0)
+        come, go = (at_layers(actions) if freed else {} for actions in (entry.unshard, entry.reshard))
+        whole += come.get(-1, 0)
         if backward:
             gradients.begin(chunk)
         for layer, saved in reversed(list(enumerate(by_layer))) if backward else enumerate(by_layer):
-            if freed:
-                first = layer == (len(by_layer) - 1 if backward else 0)
-                whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
+            whole += come.get(layer, 0)
             if backward:
                 gradients.before(chunk, layer)
-            best = max(best, Moment(entry.step, whole, saved, gradients.bytes), key=lambda m: m.total)
+            if whole + saved + gradients.bytes > best.total:
+                best = Moment(entry.step, whole, saved, gradients.bytes)
             if backward:
                 gradients.behind(chunk, layer)
-            if freed and entry.reshard:
-                whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at == layer)
-        if freed:
-            whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at < 0)
+            whole -= go.get(layer, 0)
+        whole -= go.get(-1, 0)
         yield best
 
 

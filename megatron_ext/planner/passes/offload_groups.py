@@ -23,7 +23,7 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.group_facts import first_of, steps_on_host_shards, uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
 from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
@@ -106,7 +106,6 @@ class Offloader:
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, tuple[dict[Residency, float], dict[Residency, tuple[int, int, int, int]]]] = {}
         self._rounding: dict[tuple, int] = {}
-        self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
         """The groups with ``gradients``, ``reduce_every`` and ``shard_rests`` set; None if memory is short."""
@@ -185,9 +184,7 @@ class Offloader:
             yield rank, indices, [self._place(groups[index], spans[index]) for index in indices]
 
     def _place(self, group: Group, span: tuple[int, int]) -> OffloadCosts:
-        stage = group.model_chunk_id * self.workload.parallel.pp + group.pp_rank
-        first = self._dtypes[stage][group.parameters[0]]
-        gradient = gradient_bytes(group, self.workload)
+        first, gradient = first_of(group, self.workload), gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding and not self.workload.keeps_gradients:
             gradients += ["sharded"] * (group.ranks > 1)
