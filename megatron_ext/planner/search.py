@@ -142,12 +142,13 @@ class Search:
         groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
         return None if groups is None else self._equal.setdefault(kept := blocks._replace(groups=groups), kept)
 
-    def _place(self, given: Grouping, workload: Workload) -> Plan:
+    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Plan:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
-        return self._placer(given.blocks, workload is self.rough).place(given.choices)
+        return self._placer(given.blocks, workload is self.rough).place(given.choices, most_us)
 
-    def estimate(self, settings: Settings) -> float:
-        """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload."""
+    def estimate(self, settings: Settings, most_us: float = inf) -> float:
+        """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload;
+        infinite if it is after ``most_us``."""
         if settings not in self.estimates:
             given, us, rough = self.made(settings), inf, self.rough
             if given is not None:
@@ -157,8 +158,8 @@ class Search:
                 try:
                     us = next((us for least, most, us in ends if least <= horizon_us <= most), inf)
                     if us == inf:
-                        _, _, us, alike = self._place(given, rough)
-                        ends.append((*alike, us))
+                        _, _, us, alike = self._place(given, rough, most_us)
+                        ends += [(*alike, us)] if us < inf else []
                 except InputError as error:  # the size of a group was not measured
                     self.refused = self.refused or error
             self.estimates[settings] = us

@@ -5,7 +5,7 @@ A rule reserves some bytes for whole parameters and gives an order of reliefs (`
 passes estimate every rule; the best few rules are searched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -53,13 +53,16 @@ TRIES = 40
 """How often it is tried to relieve less memory. In large cases this takes a small part of a search."""
 
 
-def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least: bool = True) -> Schedule:
+def plan_within_memory(
+    problem: Problem, *, only_gathers: bool = False, or_least: bool = True, most_us: Callable[[], float] = lambda: inf
+) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
         problem: with routes; shards are gathered from the host as well if they may rest there.
         only_gathers: use all-gathers alone, with shards that stay on the device.
         or_least: if no rule works, return one of the plans that hold the fewest bytes.
+        most_us: returns an estimate above which rules are not searched. Called if any rule works.
 
     Raises:
         InputError: nothing fits. The message has what is missing and the settings that would help.
@@ -70,9 +73,9 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
         problem = problem._replace(routes=routes)
     estimated = _estimated(problem, reliefs)
     found: list[tuple[float, Schedule, Rule]] = []
-    many = number_of_steps(problem.workload) > FEW_STEPS
+    many, below_us = number_of_steps(problem.workload) > FEW_STEPS, most_us() if estimated else inf
     for us, rule, state in estimated:
-        if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
+        if len(found) == SEARCHED or us > below_us or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         with suppress(InputError):
             found.append((*_searched(problem, state), rule))
@@ -159,7 +162,10 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 def _estimate(state: Search) -> float:
     """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
-    best = min((Settings(cut, 0, state.middle, 0) for cut in cuts), key=state.estimate)
+    least_us, best = inf, Settings(cuts[0], 0, state.middle, 0)
+    for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
+        settings = best._replace(cut=cut)
+        least_us, best = min((least_us, best), (state.estimate(settings, least_us * (1 + 1e-9)), settings))
     if state.steps > SMALL_STEPS:
         return state.estimate(best)
     if state.estimate(best) < inf and (made := state.made(best)) is not None:
