@@ -1,6 +1,5 @@
 """Blocks: contiguous layers of a chunk whose groups are unsharded and resharded together."""
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -94,8 +93,7 @@ def make_blocks(
     for chunk, starts in zip(workload.chunks, cuts):
         spans: dict[int, tuple[int, int]] = {}
         for first, end in zip(starts, [*starts[1:], chunk.num_layers]):
-            begin, behind = (bisect_left(chunk.parameters, layer, key=lambda p: p.layer) for layer in (first, end))
-            inside = chunk.parameters[begin:behind]
+            inside = [parameter for parameter in chunk.parameters if first <= parameter.layer < end]
             for whole in _by_kind(inside, lambda parameter, end=end: parameter.uses[-1] >= end):
                 for part in split(whole) if split else [whole]:
                     spans[len(groups)] = first, max(parameter.uses[-1] for parameter in part)
@@ -133,11 +131,8 @@ def _add_blocks(
         spans: by group, the first layer of its parameters and the last layer that uses one of them.
     """
     ids: list[int] = []
-    inside: list[list[int]] = [[] for _ in starts]
-    for index, (first, last) in spans.items():
-        for one in inside[bisect_right(starts, first) - 1 : bisect_right(starts, last)]:
-            one.append(index)
-    for first, end, own in zip(starts, [*starts[1:], chunk.num_layers], map(tuple, inside)) if spans else ():
+    for first, end in zip(starts, [*starts[1:], chunk.num_layers]) if spans else ():
+        own = tuple(index for index, span in spans.items() if span[0] < end and span[1] >= first)
         if own:
             begin = first if ids else 0  # leading layers without parameters belong to the first block
             ids.append(len(blocks))

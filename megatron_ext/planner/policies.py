@@ -277,7 +277,7 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
             gain_us = best.simulated_us() - finished(given[0]._replace(workload=more)).simulated_us()
             return marked(judged_us(workload, problem.timing, given[0].schedule), given[0].schedule) + gain_us
 
-        made = plan_within_memory(problem._replace(workload=less), or_least=False, most_us=most_us)
+        made = plan_within_memory(problem._replace(workload=less), most_us=most_us)
         whole = replace(made, limits=replace(made.limits, device_bytes=limit))
         said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
         tried = finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)

@@ -5,7 +5,7 @@ The effort is counted in simulated steps and not in seconds, so the same inputs 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from megatron_ext.planner.effort import (
     visits_of_gradients,
 )
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
+from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
@@ -97,29 +97,20 @@ class Search:
         copied = any(kind_of(route).reads_host_copy for route in routes)
         self.hosts = range(orders if limited and copied else 1)
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
-        self._blocks, self._grouped = cache(self._cut), cache(self._group)
-        self._equal: dict[Blocks, Blocks] = {}
-        self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
-        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin anew, with what is known of groups and of how settings are placed."""
         self.effort, self.tried = self.full_effort, 0
         self.estimates: dict[Settings, float] = {}
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
-        self._placer.cache_clear()
+        self._blocks, self._grouped = cache(self._cut), cache(self._group)
+        self._equal: dict[Blocks, Blocks] = {}
+        self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
+        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The number of settings along each axis."""
         return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
-
-    def also_halved(self) -> None:
-        """Also try every division with each of its groups cut into two of about equal bytes."""
-        self.divides += [partial(halves, divide) for divide in self.divides]
 
     def made(self, settings: Settings) -> Grouping | None:
         """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
@@ -261,11 +252,7 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    return searched(Search(problem, **how))
-
-
-def searched(state: Search) -> tuple[Schedule, float]:
-    """The same for a search that has just begun."""
+    state = Search(problem, **how)
     state.descend()
     if all(us == inf for us in state.estimates.values()):
         raise state.refused or InputError(

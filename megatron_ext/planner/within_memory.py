@@ -18,7 +18,7 @@ from megatron_ext.planner.effort import SMALL_STEPS, judged_us, last_found, mark
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
-from megatron_ext.planner.search import Search, Settings, searched
+from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_facts import can_rest_on_host
@@ -53,16 +53,14 @@ TRIES = 40
 """How often it is tried to relieve less memory. In large cases this takes a small part of a search."""
 
 
-def plan_within_memory(
-    problem: Problem, *, only_gathers: bool = False, or_least: bool = True, most_us: Callable[[], float] = lambda: inf
-) -> Schedule:
+def plan_within_memory(problem: Problem, *, only_gathers=False, most_us: Callable[[], float] | None = None) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
         problem: with routes; shards are gathered from the host as well if they may rest there.
         only_gathers: use all-gathers alone, with shards that stay on the device.
-        or_least: if no rule works, return one of the plans that hold the fewest bytes.
-        most_us: returns an estimate above which rules are not searched. Called if any rule works.
+        most_us: returns an estimate above which rules are not searched. Called if any rule works. Without it, if no
+            rule works, return one of the plans that hold the fewest bytes.
 
     Raises:
         InputError: nothing fits. The message has what is missing and the settings that would help.
@@ -73,15 +71,15 @@ def plan_within_memory(
         problem = problem._replace(routes=routes)
     estimated = _estimated(problem, reliefs)
     found: list[tuple[float, Schedule, Rule]] = []
-    many, below_us = number_of_steps(problem.workload) > FEW_STEPS, most_us() if estimated else inf
-    for us, rule, state in estimated:
+    many, below_us = number_of_steps(problem.workload) > FEW_STEPS, most_us() if estimated and most_us else inf
+    for us, rule in estimated:
         if len(found) == SEARCHED or us > below_us or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         with suppress(InputError):
-            found.append((*_searched(problem, state), rule))
+            found.append((*_searched(problem, rule), rule))
     if found:
         return _relieved_less(problem, *min(found, key=lambda item: item[0]))
-    if not or_least:
+    if most_us:
         raise InputError("no rule keeps them", field="limits")
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
@@ -95,9 +93,11 @@ def gathers_within_memory(problem: Problem) -> Schedule:
     return last_found("gathers_within_memory", workload, timing, partial(plan_within_memory, alone, only_gathers=True))
 
 
-def _searched(problem: Problem, state: Search) -> tuple[float, Schedule]:
-    schedule, us = searched(state)
-    check_limits(schedule, problem.workload)
+def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
+    workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
+    limited = problem._replace(workload=with_whole_bytes(workload, rule))
+    schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
+    check_limits(schedule, workload)
     return marked(us, schedule), schedule
 
 
@@ -128,10 +128,9 @@ def check_limits(schedule: Schedule, workload: Workload) -> None:
     match(validate(with_states_on_drive(schedule, workload)), workload)
 
 
-def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule, Search]]:
-    """Rules that fit, with their searches, the fastest by estimate first. Of rules that place a layer's groups in the
-    same way only one is kept: the rule that gives all remaining bytes to whole parameters or, if that does not work,
-    the rule itself."""
+def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float, Rule]]:
+    """Rules that fit, the fastest by estimate first. Of rules that place a layer's groups in the same way only one is
+    kept: the rule that gives all remaining bytes to whole parameters or, if that does not work, the rule itself."""
     workload, seen, found = problem.workload, {}, []
     layers, _ = groups_of(workload, layer_buckets)
 
@@ -146,17 +145,15 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
         filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            limited = problem._replace(workload=with_whole_bytes(workload, rule))
-            us = _estimate(state := Search(limited, offloader, 1 / SEARCHED))
-            state.begin()
+            us = _estimate(Search(problem._replace(workload=with_whole_bytes(workload, rule)), offloader))
             seen[key] = us < inf
             if us < inf:
-                found.append((us, len(found), rule, state))
+                found.append((us, len(found), rule))
         return seen[key]
 
     for rule in rules(workload, reliefs):
         works(rule)
-    return [(us, rule, state) for us, _, rule, state in sorted(found, key=lambda item: item[:2])]
+    return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
 
 
 def _estimate(state: Search) -> float:
@@ -167,8 +164,8 @@ def _estimate(state: Search) -> float:
         settings = best._replace(cut=cut)
         least_us, best = min((least_us, best), (state.estimate(settings, least_us * (1 + 1e-9)), settings))
     if state.steps > SMALL_STEPS:
-        return state.estimate(best)
-    if state.estimate(best) < inf and (made := state.made(best)) is not None:
+        return least_us
+    if least_us < inf and (made := state.made(best)) is not None:
         state.time_of(made)
     return state.best_mark
 

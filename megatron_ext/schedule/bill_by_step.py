@@ -1,6 +1,7 @@
 """What comes and goes with the steps of a rank: whole parameters, whole gradients and activations."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 from operator import itemgetter
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes
-from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, Unshard
+from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload
 
@@ -36,33 +37,27 @@ def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Mo
     whole = sum(groups[a.group].bytes for a in rank.start.unshard)
     if not freed:
         whole = sum(group.bytes for group in groups if group.pp_rank == pp_rank)
-
-    def at_layers(actions: Sequence[Unshard] | Sequence[Reshard]) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for action in actions:
-            at = max(action.at, -1)
-            found[at] = found.get(at, 0) + groups[action.group].bytes
-        return found
-
     for entry, (chunk, backward, by_layer) in zip(rank.steps, activations(workload, pp_rank)):
         if not (backward and gradients.come_and_go) and not (freed and (entry.unshard or entry.reshard)):
             yield Moment(entry.step, whole, max(by_layer), gradients.bytes)  # nothing else changes within the step
             continue
         best = Moment(entry.step, 0, 0, 0)
-        come, go = (at_layers(actions) if freed else {} for actions in (entry.unshard, entry.reshard))
-        whole += come.get(-1, 0)
+        come, go = Counter[int](), Counter[int]()
+        for action in (*entry.unshard, *entry.reshard) if freed else ():
+            (come if isinstance(action, Unshard) else go)[max(action.at, -1)] += groups[action.group].bytes
+        whole += come[-1]
         if backward:
             gradients.begin(chunk)
         for layer, saved in reversed(list(enumerate(by_layer))) if backward else enumerate(by_layer):
-            whole += come.get(layer, 0)
+            whole += come[layer]
             if backward:
                 gradients.before(chunk, layer)
             if whole + saved + gradients.bytes > best.total:
                 best = Moment(entry.step, whole, saved, gradients.bytes)
             if backward:
                 gradients.behind(chunk, layer)
-            whole -= go.get(layer, 0)
-        whole -= go.get(-1, 0)
+            whole -= go[layer]
+        whole -= go[-1]
         yield best
 
 

@@ -45,12 +45,8 @@ def members_of(group: Group, workload: Workload) -> list[Parameter]:
 
 def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[int, int]]:
     """For each group, the first and the last layer of its chunk that use it."""
-    found = []
-    for group in groups:
-        chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
-        uses = [layer for name in group.parameters for layer in chunk.parameters[chunk.places[name]].uses]
-        found.append((min(uses), max(uses)))
-    return found
+    uses = ([layer for p in members_of(group, workload) for layer in p.uses] for group in groups)
+    return [(min(own), max(own)) for own in uses]
 
 
 def shard_numel(group: Group, members: list[Parameter]) -> int:

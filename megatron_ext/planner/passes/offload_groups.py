@@ -12,7 +12,7 @@ first. The order that costs less by the cost table is chosen.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
@@ -97,9 +97,8 @@ class Offloader:
     def __init__(self, workload: Workload, rule: Rule, timing: Timing | None = None):
         self.workload, self.rule, self.timing = workload, rule, timing
         self.activations = activation_peaks(workload)
-        limit = workload.limits.device_bytes
-        assert limit is not None
-        self.limit = limit
+        assert workload.limits.device_bytes is not None
+        self.limit = workload.limits.device_bytes
         unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits
         self.fixed, self.optimizer = _fixed_bytes(unlimited), optimizer_on_host(unlimited, on_drive=True)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
@@ -233,7 +232,7 @@ class Offloader:
     def _relieve(self, rank: int, weighed: list[OffloadCosts]) -> list[list[Residency]]:
         """Ways to keep the groups of a rank with which everything fits, the cheapest first."""
         start = [Residency() for _ in weighed]
-        if self._fits(rank, weighed, start):
+        if self.held(rank, weighed, start) <= self.limit:
             return [start]
         found = [self._in_order(rank, weighed, start, order) for order in _orders(weighed)]
         return sorted(
@@ -262,7 +261,7 @@ class Offloader:
             least, least_held, begin = kept, self.held(rank, weighed, kept), 0
             for end in ends:
                 if (held := self.held(rank, weighed, first(end))) <= self.limit:
-                    fits = partial(self._fits, rank, weighed)
+                    fits = lambda kept: self.held(rank, weighed, kept) <= self.limit
                     number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
                     return self._given_back(weighed, first(number), fits)
                 if held < least_held:
@@ -317,9 +316,6 @@ class Offloader:
             self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
         return self._rounding[key]
 
-    def _fits(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> bool:
-        return self.held(rank, weighed, kept) <= self.limit
-
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
         """A lower bound of the bytes that the rank holds at its peak: in a step of the pipeline, assuming that all
         kinds of bytes are largest at the same time, or while its optimizer steps."""
@@ -362,10 +358,8 @@ def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
 
 
 def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
-    orders = []
-    for sign in (-1, 1):  # the largest first, the smallest first
-        keys = [(sign * one.group.bytes, -one.span[1], -index) for index, one in enumerate(weighed)]
-        orders.append(sorted(range(len(weighed)), key=keys.__getitem__))
+    keys = [(one.group.bytes, -one.span[1], -index) for index, one in enumerate(weighed)]
+    orders = [sorted(range(len(keys)), key=lambda i: (sign * keys[i][0], *keys[i][1:])) for sign in (-1, 1)]
     return orders if orders[0] != orders[1] else orders[:1]
 
 

@@ -312,17 +312,16 @@ class GatherPlacer:
         self.ranks = [RankUses(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
 
     def place(self, choices: Choices, most_us: float = inf) -> Plan:
-        """Run the placement pass of all ranks through one iteration. If a rank cannot end by ``most_us``, stop, and return
-        the part of a plan with an infinite time."""
+        """Run the placement pass of all ranks through one iteration. If a rank cannot end by ``most_us``, the pass
+        stops and returns a part of a plan, with an infinite time."""
         parallel = self.workload.parallel
         placements = [RankPlacement(given, self.times, choices) for given in self.ranks]
 
         def run(rank: int, index: int, _, arrival: float) -> float:
             own = placements[rank]
             end = own.run_step(index, arrival) if max(own.now, arrival) < inf else inf
-            if end + own.given.ideal[-1] - own.given.ideal[own.number] > most_us:
-                own.now = end = inf
-            return end
+            own.now = end if end + own.given.ideal[-1] - own.given.ideal[own.number] <= most_us else inf
+            return own.now
 
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us

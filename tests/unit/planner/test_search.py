@@ -135,9 +135,3 @@ def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
             within, beyond = (GatherPlacer(work, timing, made.blocks).place(made.choices, us * x) for x in (1.001, 0.5))
             assert within.end_us == us and beyond.end_us == float("inf")
             assert 2 * sum(map(len, beyond.placed)) < 1.5 * sum(map(len, within.placed))
-    before, cuts, cut = dict(state.estimates), [], search_module.cut_groups
-    monkeypatch.setattr(search_module, "cut_groups", lambda *given: cuts.append(given) or cut(*given))
-    passes.clear()
-    state.begin()
-    state.descend()
-    assert state.estimates == before and not passes and not cuts

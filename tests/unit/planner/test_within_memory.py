@@ -90,11 +90,11 @@ def test_relieved_groups_are_the_cheapest_and_none_could_be_relieved_less():
 def test_rules_that_are_estimated_to_be_too_slow_are_not_searched():
     work, table, stock = case("DP 4")
     problem = problem_of(limited(work, stock // 2), table, offloads=True, extrapolate=False)
-    found = plan_within_memory(problem, or_least=False, most_us=lambda: 1e9)
-    assert found == plan_within_memory(problem, or_least=False)
+    found = plan_within_memory(problem, most_us=lambda: 1e9)
+    assert found == plan_within_memory(problem)
     us = judged_us(problem.workload, problem.timing, found)
     with pytest.raises(InputError, match="no rule"):
-        plan_within_memory(problem, or_least=False, most_us=lambda: 0.9 * us)
+        plan_within_memory(problem, most_us=lambda: 0.9 * us)
 
 
 def test_what_the_rule_leaves_goes_to_whole_parameters():
