@@ -161,8 +161,8 @@ def _estimate(state: Search) -> float:
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
     least_us, best = inf, Settings(cuts[0], 0, state.middle, 0)
     for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
-        settings = best._replace(cut=cut)
-        least_us, best = min((least_us, best), (state.estimate(settings, least_us * (1 + 1e-9)), settings))
+        us = state.estimate(one := best._replace(cut=cut), least_us * (1 + 1e-9))
+        least_us, best = min((least_us, best), (us, one))
     if state.steps > SMALL_STEPS:
         return least_us
     if least_us < inf and (made := state.made(best)) is not None:
