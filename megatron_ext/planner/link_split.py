@@ -80,6 +80,7 @@ def part_of(
     return inside, [p for p in parameters if p.name not in chosen]
 
 
+@lru_cache(maxsize=4)
 def splitter(timing: Timing, routes: tuple[Route, ...]):
     """A rule for :func:`megatron_ext.planner.blocks.make_blocks` that makes one group for each link."""
 

@@ -7,13 +7,14 @@ and memory is tight, the best schedule does neither at every place.
 
 import contextlib
 import random
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from math import exp, inf
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.decisions import Decisions, RankGaps
+from megatron_ext.planner.passes.cut_groups import halves
 from megatron_ext.planner.passes.place_gathers import place_gathers
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.search import Grouping, Search, Settings
@@ -72,7 +73,7 @@ def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
     """The groups of ``known``, and the best other groupings by estimate. Of groupings with the same groups only one is
     kept."""
     every = Search(problem)
-    every.also_halved()
+    every.divides += [partial(halves, divide) for divide in every.divides]  # each group cut into two
     best: dict[tuple, tuple[float, Settings]] = {}
     cuts, divides, horizons, _, hosts = map(range, every.sizes)
     for cut, divide, horizon, order in product(cuts, divides, horizons, hosts):

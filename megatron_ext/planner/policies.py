@@ -265,13 +265,19 @@ def _within_device_bytes(problem: Problem, given: Candidate) -> Candidate:
 
 def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candidate:
     """The fastest candidate after all passes. At zero stage 3 whole parameters usually take all the room that the limit
-    leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases."""
+    leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases. They
+    must not be slower by more than what the room would gain if it were there in addition."""
     best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
     limit = workload.limits.device_bytes or 0
 
     def with_room(size: int) -> tuple:
-        less = workload.with_limits(device_bytes=limit - size)
-        made = plan_within_memory(problem._replace(workload=less), or_least=False)
+        less, more = (workload.with_limits(device_bytes=limit + by) for by in (-size, size))
+
+        def most_us() -> float:
+            gain_us = best.simulated_us() - finished(given[0]._replace(workload=more)).simulated_us()
+            return marked(judged_us(workload, problem.timing, given[0].schedule), given[0].schedule) + gain_us
+
+        made = plan_within_memory(problem._replace(workload=less), most_us=most_us)
         whole = replace(made, limits=replace(made.limits, device_bytes=limit))
         said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
         tried = finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)

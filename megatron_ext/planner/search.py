@@ -5,7 +5,7 @@ The effort is counted in simulated steps and not in seconds, so the same inputs 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from itertools import zip_longest
 from math import inf
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from megatron_ext.planner.effort import (
     visits_of_gradients,
 )
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits, halves
+from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
@@ -112,10 +112,6 @@ class Search:
         """The number of settings along each axis."""
         return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
 
-    def also_halved(self) -> None:
-        """Also try every division with each of its groups cut into two of about equal bytes."""
-        self.divides += [partial(halves, divide) for divide in self.divides]
-
     def made(self, settings: Settings) -> Grouping | None:
         """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
         made = self._grouped(settings._replace(horizon=0))[0]
@@ -137,12 +133,13 @@ class Search:
         groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
         return None if groups is None else self._equal.setdefault(kept := blocks._replace(groups=groups), kept)
 
-    def _place(self, given: Grouping, workload: Workload) -> Plan:
+    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Plan:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
-        return self._placer(given.blocks, workload is self.rough).place(given.choices)
+        return self._placer(given.blocks, workload is self.rough).place(given.choices, most_us)
 
-    def estimate(self, settings: Settings) -> float:
-        """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload."""
+    def estimate(self, settings: Settings, most_us: float = inf) -> float:
+        """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload;
+        infinite if it is after ``most_us``."""
         if settings not in self.estimates:
             given, us, rough = self.made(settings), inf, self.rough
             if given is not None:
@@ -152,8 +149,8 @@ class Search:
                 try:
                     us = next((us for least, most, us in ends if least <= horizon_us <= most), inf)
                     if us == inf:
-                        _, _, us, alike = self._place(given, rough)
-                        ends.append((*alike, us))
+                        _, _, us, alike = self._place(given, rough, most_us)
+                        ends += [(*alike, us)] if us < inf else []
                 except InputError as error:  # the size of a group was not measured
                     self.refused = self.refused or error
             self.estimates[settings] = us

@@ -152,7 +152,8 @@ def compare_with(
     best = _or_itself(best, planned)
     if workload.zero_stage < 3:
         return Comparison((option, naive, naive_us), best, naive_us, by_option_us)
-    return Comparison(_alone(best), best, naive_us if keeps_device_bytes(naive, workload) else None, {})
+    alone = (f"the best plan by all-gathers alone ({best[0]})", *best[1:])
+    return Comparison(alone, best, naive_us if keeps_device_bytes(naive, workload) else None, {})
 
 
 def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[str, Schedule, float]:
@@ -160,10 +161,6 @@ def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[st
     us = planned.predicted.iteration_time_us if planned.predicted is not None else inf
     alone = all(action.route == ALL_GATHER for action in planned.unshards)
     return ("this plan", planned, us) if alone and us <= best[2] else best
-
-
-def _alone(gathers: tuple[str, Schedule, float]) -> tuple[str, Schedule, float]:
-    return f"the best plan by all-gathers alone ({gathers[0]})", *gathers[1:]
 
 
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:

@@ -5,7 +5,7 @@ A rule reserves some bytes for whole parameters and gives an order of reliefs (`
 passes estimate every rule; the best few rules are searched.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -53,13 +53,14 @@ TRIES = 40
 """How often it is tried to relieve less memory. In large cases this takes a small part of a search."""
 
 
-def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least: bool = True) -> Schedule:
+def plan_within_memory(problem: Problem, *, only_gathers=False, most_us: Callable[[], float] | None = None) -> Schedule:
     """The fastest schedule found within ``limits.device_bytes``.
 
     Args:
         problem: with routes; shards are gathered from the host as well if they may rest there.
         only_gathers: use all-gathers alone, with shards that stay on the device.
-        or_least: if no rule works, return one of the plans that hold the fewest bytes.
+        most_us: returns an estimate above which rules are not searched. Called if any rule works. Without it, if no
+            rule works, return one of the plans that hold the fewest bytes.
 
     Raises:
         InputError: nothing fits. The message has what is missing and the settings that would help.
@@ -70,15 +71,15 @@ def plan_within_memory(problem: Problem, *, only_gathers: bool = False, or_least
         problem = problem._replace(routes=routes)
     estimated = _estimated(problem, reliefs)
     found: list[tuple[float, Schedule, Rule]] = []
-    many = number_of_steps(problem.workload) > FEW_STEPS
+    many, below_us = number_of_steps(problem.workload) > FEW_STEPS, most_us() if estimated and most_us else inf
     for us, rule in estimated:
-        if len(found) == SEARCHED or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
+        if len(found) == SEARCHED or us > below_us or (found and many and us > estimated[0][0] * (1 + MUCH_SLOWER)):
             break
         with suppress(InputError):
             found.append((*_searched(problem, rule), rule))
     if found:
         return _relieved_less(problem, *min(found, key=lambda item: item[0]))
-    if not or_least:
+    if most_us:
         raise InputError("no rule keeps them", field="limits")
     from megatron_ext.planner.least_memory import least_plan  # ortools takes a while to import
 
@@ -158,10 +159,13 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 def _estimate(state: Search) -> float:
     """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
     cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
-    best = min((Settings(cut, 0, state.middle, 0) for cut in cuts), key=state.estimate)
+    least_us, best = inf, Settings(cuts[0], 0, state.middle, 0)
+    for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
+        us = state.estimate(one := best._replace(cut=cut), least_us * (1 + 1e-9))
+        least_us, best = min((least_us, best), (us, one))
     if state.steps > SMALL_STEPS:
-        return state.estimate(best)
-    if state.estimate(best) < inf and (made := state.made(best)) is not None:
+        return least_us
+    if least_us < inf and (made := state.made(best)) is not None:
         state.time_of(made)
     return state.best_mark
 

@@ -1,5 +1,6 @@
 """What comes and goes with the steps of a rank: whole parameters, whole gradients and activations."""
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload
 
@@ -41,21 +42,22 @@ def moments(schedule: Schedule, workload: Workload, pp_rank: int) -> Iterator[Mo
             yield Moment(entry.step, whole, max(by_layer), gradients.bytes)  # nothing else changes within the step
             continue
         best = Moment(entry.step, 0, 0, 0)
+        come, go = Counter[int](), Counter[int]()
+        for action in (*entry.unshard, *entry.reshard) if freed else ():
+            (come if isinstance(action, Unshard) else go)[max(action.at, -1)] += groups[action.group].bytes
+        whole += come[-1]
         if backward:
             gradients.begin(chunk)
         for layer, saved in reversed(list(enumerate(by_layer))) if backward else enumerate(by_layer):
-            if freed:
-                first = layer == (len(by_layer) - 1 if backward else 0)
-                whole += sum(groups[a.group].bytes for a in entry.unshard if a.at == layer or (first and a.at < 0))
+            whole += come[layer]
             if backward:
                 gradients.before(chunk, layer)
-            best = max(best, Moment(entry.step, whole, saved, gradients.bytes), key=lambda m: m.total)
+            if whole + saved + gradients.bytes > best.total:
+                best = Moment(entry.step, whole, saved, gradients.bytes)
             if backward:
                 gradients.behind(chunk, layer)
-            if freed and entry.reshard:
-                whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at == layer)
-        if freed:
-            whole -= sum(groups[a.group].bytes for a in entry.reshard if a.at < 0)
+            whole -= go[layer]
+        whole -= go[-1]
         yield best
 
 

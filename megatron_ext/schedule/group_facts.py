@@ -30,20 +30,23 @@ def make_group(
     )
 
 
+def first_of(group: Group, workload: Workload) -> Parameter:
+    """The parameter that a group names first. All of its parameters have the same dtype."""
+    chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
+    return chunk.parameters[chunk.places[group.parameters[0]]]
+
+
 def members_of(group: Group, workload: Workload) -> list[Parameter]:
     """The parameters of a group, in execution order; they have one dtype."""
-    names = set(group.parameters)
-    return [p for p in workload.chunk(group.pp_rank, group.model_chunk_id).parameters if p.name in names]
+    chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
+    places = sorted(chunk.places[name] for name in group.parameters if name in chunk.places)
+    return [chunk.parameters[place] for place in places]
 
 
 def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[int, int]]:
     """For each group, the first and the last layer of its chunk that use it."""
-    layers = {(c.pp_rank, c.model_chunk_id, p.name): p.uses for c in workload.chunks for p in c.parameters}
-    found = []
-    for group in groups:
-        uses = [layer for name in group.parameters for layer in layers[group.pp_rank, group.model_chunk_id, name]]
-        found.append((min(uses), max(uses)))
-    return found
+    uses = ([layer for p in members_of(group, workload) for layer in p.uses] for group in groups)
+    return [(min(own), max(own)) for own in uses]
 
 
 def shard_numel(group: Group, members: list[Parameter]) -> int:

@@ -3,7 +3,7 @@ large they are, and the buffers on the device that go with them."""
 
 from collections.abc import Iterable
 
-from megatron_ext.schedule.group_facts import largest_gradient
+from megatron_ext.schedule.group_facts import first_of, largest_gradient
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS, LINE_BYTES, ROUNDING_BYTES, gradient_slot_bytes
@@ -30,9 +30,7 @@ def planned_slot_bytes(largest: int, in_all: int) -> int:
 
 def gradient_bytes(group: Group, workload: Workload) -> int:
     """Bytes of the whole gradient of ``group``, with Megatron's padding."""
-    parameters = workload.chunk(group.pp_rank, group.model_chunk_id).parameters
-    dtype = next(p.dtype for p in parameters if p.name == group.parameters[0])
-    return group.bytes // ITEM_BYTES[dtype] * workload.optimizer.gradient_item_bytes
+    return group.bytes // ITEM_BYTES[first_of(group, workload).dtype] * workload.optimizer.gradient_item_bytes
 
 
 def cast_part_bytes(slot_bytes: int) -> int:

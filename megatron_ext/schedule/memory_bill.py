@@ -33,7 +33,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule import host_slots
 from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.group_facts import members_of
+from megatron_ext.schedule.group_facts import first_of, members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
@@ -175,8 +175,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
         else:
             continue
-        parameters = workload.chunk(pp_rank, group.model_chunk_id).parameters
-        key = (action.route, group.ranks, next(p.dtype for p in parameters if p.name == group.parameters[0]))
+        key = action.route, group.ranks, first_of(group, workload).dtype
         most[key] = max(most.get(key, 0), size)
     return sum(most.values())
 

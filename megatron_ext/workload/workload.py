@@ -7,6 +7,7 @@ can be unsharded or resharded.
 
 import hashlib
 from collections.abc import Iterable
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -54,7 +55,7 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.bytes // ITEM_BYTES[self.dtype]
 
 
-class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, dict=True):
     """Parameters of one model chunk of one pipeline rank; there may be none.
 
     ``layer_kinds[i]`` is the kind (``embedding``, ``transformer``, ``output``, ...) of the
@@ -75,7 +76,12 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def bytes(self) -> int:
         return sum(parameter.bytes for parameter in self.parameters)
 
-    @property
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """By name, the place of a parameter in ``parameters``."""
+        return {parameter.name: place for place, parameter in enumerate(self.parameters)}
+
+    @cached_property
     def num_layers(self) -> int:
         """Number of layers of the chunk; at least 1, so that every chunk has a point at which compute can wait."""
         last = max((parameter.layer for parameter in self.parameters), default=0)

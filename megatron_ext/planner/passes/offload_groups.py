@@ -12,7 +12,7 @@ first. The order that costs less by the cost table is chosen.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from math import ceil, inf
 from typing import Literal, NamedTuple
@@ -23,7 +23,7 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.group_facts import first_of, steps_on_host_shards, uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
 from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
@@ -97,16 +97,14 @@ class Offloader:
     def __init__(self, workload: Workload, rule: Rule, timing: Timing | None = None):
         self.workload, self.rule, self.timing = workload, rule, timing
         self.activations = activation_peaks(workload)
-        limit = workload.limits.device_bytes
-        assert limit is not None
-        self.limit = limit
+        assert workload.limits.device_bytes is not None
+        self.limit = workload.limits.device_bytes
         unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits
         self.fixed, self.optimizer = _fixed_bytes(unlimited), optimizer_on_host(unlimited, on_drive=True)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing is None or timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, tuple[dict[Residency, float], dict[Residency, tuple[int, int, int, int]]]] = {}
         self._rounding: dict[tuple, int] = {}
-        self._dtypes = [{p.name: p for p in chunk.parameters} for chunk in workload.chunks]
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
         """The groups with ``gradients``, ``reduce_every`` and ``shard_rests`` set; None if memory is short."""
@@ -185,18 +183,15 @@ class Offloader:
             yield rank, indices, [self._place(groups[index], spans[index]) for index in indices]
 
     def _place(self, group: Group, span: tuple[int, int]) -> OffloadCosts:
-        stage = group.model_chunk_id * self.workload.parallel.pp + group.pp_rank
-        first = self._dtypes[stage][group.parameters[0]]
-        gradient = gradient_bytes(group, self.workload)
+        first, gradient = first_of(group, self.workload), gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding and not self.workload.keeps_gradients:
             gradients += ["sharded"] * (group.ranks > 1)
             gradients += ["host"] * may_rest_on_host(first.dtype, self.workload.optimizer.on_host)
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
-        rests = (False, True) if on_host else (False,)
         key = group.bytes, group.ranks, group.algorithm, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
-            hows = list(product(rests, (False, True)))
+            hows = list(product((False, True)[: 1 + on_host], (False, True)))
             ways = [Residency(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
             held = {way: self._held(group, gradient, way) for way in ways}
             self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}, held
@@ -236,7 +231,7 @@ class Offloader:
     def _relieve(self, rank: int, weighed: list[OffloadCosts]) -> list[list[Residency]]:
         """Ways to keep the groups of a rank with which everything fits, the cheapest first."""
         start = [Residency() for _ in weighed]
-        if self._fits(rank, weighed, start):
+        if self.held(rank, weighed, start) <= self.limit:
             return [start]
         found = [self._in_order(rank, weighed, start, order) for order in _orders(weighed)]
         return sorted(
@@ -265,7 +260,7 @@ class Offloader:
             least, least_held, begin = kept, self.held(rank, weighed, kept), 0
             for end in ends:
                 if (held := self.held(rank, weighed, first(end))) <= self.limit:
-                    fits = partial(self._fits, rank, weighed)
+                    fits = lambda kept: self.held(rank, weighed, kept) <= self.limit
                     number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
                     return self._given_back(weighed, first(number), fits)
                 if held < least_held:
@@ -320,9 +315,6 @@ class Offloader:
             self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
         return self._rounding[key]
 
-    def _fits(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> bool:
-        return self.held(rank, weighed, kept) <= self.limit
-
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
         """A lower bound of the bytes that the rank holds at its peak: in a step of the pipeline, assuming that all
         kinds of bytes are largest at the same time, or while its optimizer steps."""
@@ -365,10 +357,8 @@ def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
 
 
 def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
-    orders = []
-    for sign in (-1, 1):  # the largest first, the smallest first
-        keys = [(sign * one.group.bytes, -one.span[1], -index) for index, one in enumerate(weighed)]
-        orders.append(sorted(range(len(weighed)), key=keys.__getitem__))
+    keys = [(one.group.bytes, -one.span[1], -index) for index, one in enumerate(weighed)]
+    orders = [sorted(range(len(keys)), key=lambda i: (sign * keys[i][0], *keys[i][1:])) for sign in (-1, 1)]
     return orders if orders[0] != orders[1] else orders[:1]
 
 

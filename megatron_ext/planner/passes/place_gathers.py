@@ -311,13 +311,17 @@ class GatherPlacer:
         self.workload, self.timing, self.times = workload, timing, GroupTimes(workload, timing, blocks)
         self.ranks = [RankUses(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
 
-    def place(self, choices: Choices) -> Plan:
-        """Run the placement pass of all ranks through one iteration."""
+    def place(self, choices: Choices, most_us: float = inf) -> Plan:
+        """Run the placement pass of all ranks through one iteration. If a rank cannot end by ``most_us``, the pass
+        stops and returns a part of a plan, with an infinite time."""
         parallel = self.workload.parallel
         placements = [RankPlacement(given, self.times, choices) for given in self.ranks]
 
         def run(rank: int, index: int, _, arrival: float) -> float:
-            return placements[rank].run_step(index, arrival)
+            own = placements[rank]
+            end = own.run_step(index, arrival) if max(own.now, arrival) < inf else inf
+            own.now = end if end + own.given.ideal[-1] - own.given.ideal[own.number] <= most_us else inf
+            return own.now
 
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us

@@ -117,9 +117,8 @@ def by_hidden_steps(schedule: Schedule, workload: Workload) -> list[int]:
 def may_rest_on_device(workload: Workload, timing: Timing) -> bool:
     """Whether states can rest on the device while the optimizer steps on the host: the table has figures for both
     steps, and a limit says how much room there is."""
-    settings = workload.optimizer
-    known = timing.offers_device_step and workload.limits.device_bytes is not None
-    return settings.on_host and not settings.delayed and known
+    settings, timed = workload.optimizer, timing.offers_device_step
+    return settings.on_host and not settings.delayed and timed and workload.limits.device_bytes is not None
 
 
 def with_states_on_device(
@@ -130,7 +129,9 @@ def with_states_on_device(
     limit = workload.limits.device_bytes
     assert limit is not None
     left = [limit - max(bill.step_device_bytes) for bill in memory_bill(schedule, workload)]
-    given, stays = schedule.groups, _by_cpu_shard(schedule)
+    # Shards that come by cpu_shard have to rest in host memory.
+    stays = {action.group for action in schedule.unshards if kind_of(action.route).shard_from_host}
+    given = schedule.groups
     moved = {index: moved_group(given[index]) for index in order if index not in stays}
     need = {i: device_bytes(group, workload) - device_bytes(given[i], workload) for i, group in moved.items()}
     seen = [given]
@@ -192,8 +193,3 @@ def device_bytes(group: Group, workload: Workload) -> int:
     """Bytes that the group alone holds on the device during the whole iteration. Several groups hold at most their
     sum."""
     return sum(resting_bytes([group], workload)[0].values())
-
-
-def _by_cpu_shard(schedule: Schedule) -> set[int]:
-    """Groups whose shards have to rest in host memory."""
-    return {action.group for action in schedule.unshards if kind_of(action.route).shard_from_host}

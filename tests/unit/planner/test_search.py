@@ -123,7 +123,7 @@ def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
     work = make_workload(**shape, whole_parameter_bytes=3 * layer + 4096)
     table = make_table(work, gpu=(1.0, layer / 300.0), cpu=(1.0, layer / 200.0), forward=200.0, backward=400.0)
     timing, passes, place = Timing(work, table), [], GatherPlacer.place
-    monkeypatch.setattr(GatherPlacer, "place", lambda self, choices: passes.append(choices) or place(self, choices))
+    monkeypatch.setattr(GatherPlacer, "place", lambda self, *given: passes.append(given) or place(self, *given))
     monkeypatch.setattr(search_module, "FRUITLESS", 100)
     state = Search(Problem(work, timing, ("gpu", "cpu")))
     state.descend()
@@ -131,3 +131,7 @@ def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
     for settings, us in state.estimates.items():
         made = state.made(settings)
         assert us == (place_gathers(work, timing, *made).end_us if made else float("inf")), settings
+        if us < float("inf"):
+            within, beyond = (GatherPlacer(work, timing, made.blocks).place(made.choices, us * x) for x in (1.001, 0.5))
+            assert within.end_us == us and beyond.end_us == float("inf")
+            assert 2 * sum(map(len, beyond.placed)) < 1.5 * sum(map(len, within.placed))

@@ -9,9 +9,12 @@ from variations import some
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
+from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.passes.offload_groups import Offloader, Residency, Rule
+from megatron_ext.planner.problem import problem_of
 from megatron_ext.planner.stock import groups_of
+from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.match import match
@@ -82,6 +85,16 @@ def test_relieved_groups_are_the_cheapest_and_none_could_be_relieved_less():
         less = [way for way in one.ways if one.ways[way] < one.ways[kept[index]]]
         assert all(held([*kept[:index], way, *kept[index + 1 :]]) > offloader.limit for way in less)
     assert {group.gradients for group in placed} == {None, "sharded"}  # host memory would cost a copy more
+
+
+def test_rules_that_are_estimated_to_be_too_slow_are_not_searched():
+    work, table, stock = case("DP 4")
+    problem = problem_of(limited(work, stock // 2), table, offloads=True, extrapolate=False)
+    found = plan_within_memory(problem, most_us=lambda: 1e9)
+    assert found == plan_within_memory(problem)
+    us = judged_us(problem.workload, problem.timing, found)
+    with pytest.raises(InputError, match="no rule"):
+        plan_within_memory(problem, most_us=lambda: 0.9 * us)
 
 
 def test_what_the_rule_leaves_goes_to_whole_parameters():
