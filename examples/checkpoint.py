@@ -93,7 +93,7 @@ def load(directory, model, optimizer) -> int:
     Raises:
         InputError: on every rank, if there is no checkpoint, a file is damaged, or a run of another shape saved it.
     """
-    error, state, file = None, {}, Path(directory) / LATEST
+    error, state, iteration, file = None, {}, 0, Path(directory) / LATEST
     try:
         file = _latest(directory) / _name()
         state = _read(file, _digest_beside(file))
@@ -101,6 +101,7 @@ def load(directory, model, optimizer) -> int:
         error = str(refused)
     _agree(error, directory)
     try:
+        iteration = int(state["iteration"])
         # The optimizer first: Megatron's host optimizer makes its states with a step, which changes parameters.
         _load_optimizer(optimizer, state["optimizer"], file)
         for number, (chunk, digest) in enumerate(zip(model, state["model"], strict=True)):
@@ -113,7 +114,7 @@ def load(directory, model, optimizer) -> int:
             InputError(f"was saved by a run of another shape: {_first_line(failed)}", file=file, field="--load")
         )
     _agree(error, directory)
-    return state["iteration"]
+    return iteration
 
 
 def _first_line(failed: Exception) -> str:
@@ -218,15 +219,15 @@ def _latest(directory) -> Path:
     latest = Path(directory) / LATEST
     try:
         folder = _folder(directory, int(latest.read_text()))
-    except (OSError, ValueError):
+        replaced = folder.with_suffix(".old")
+        return replaced if replaced.exists() and not folder.exists() else folder
+    except (OSError, ValueError):  # the number may be too long for a file's name
         raise InputError("there is no checkpoint", file=latest, field="--load") from None
-    replaced = folder.with_suffix(".old")
-    return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def _digest_beside(file: Path) -> str:
     try:
-        return file.with_suffix(".sha256").read_text().strip()
+        return file.with_suffix(".sha256").read_text(errors="replace").strip()
     except OSError as failed:
         raise _unreadable(file, failed) from None
 

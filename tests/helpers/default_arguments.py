@@ -34,7 +34,7 @@ CASES = {
         3,
         10,
     ),
-    "context parallel": ("0.17.1", "--context-parallel-size 2", 3, 13),
+    "context parallel": ("0.17.1", "--context-parallel-size 2 --position-embedding-type rope --no-rope-fusion", 3, 13),
     "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
     "experts": ("0.16.1", EXPERTS, 3, 16),
     "two instances of the optimizer": ("0.17.1", "--num-distributed-optimizer-instances 2", 1, 17),

@@ -71,7 +71,9 @@ def flip(path) -> None:
         (lambda path: flip(path.with_suffix(".model_0.pt")), r"rank_00000.model_0.pt: --load: is damaged"),
         (lambda path: path.unlink(), r"rank_00000.pt: --load: cannot be read: rank_00000.pt: No such file"),
         (lambda path: path.with_suffix(".sha256").unlink(), r"cannot be read: rank_00000.sha256: No such file"),
+        (lambda path: path.with_suffix(".sha256").write_bytes(b"\xba"), r"rank_00000.pt: --load: is damaged"),
         (lambda path: (path.parents[1] / checkpoint.LATEST).write_text("?"), r"there is no checkpoint"),
+        (lambda path: (path.parents[1] / checkpoint.LATEST).write_text("9" * 300), r"there is no checkpoint"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(saved, damage, said):
@@ -110,6 +112,16 @@ def test_a_made_up_file_with_its_digest_is_refused(saved, data):
     path.write_bytes(data)
     path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
     with pytest.raises(InputError, match="rank_00000.pt: --load: is not a checkpoint of this example: "):
+        checkpoint.load(saved, model(0.0), OPTIMIZER)
+
+
+def test_a_file_without_its_iteration_is_refused(saved):
+    path = rank_file(saved)
+    state = torch.load(path, weights_only=True)
+    del state["iteration"]
+    torch.save(state, path)
+    path.with_suffix(".sha256").write_text(checkpoint.file_digest(path))
+    with pytest.raises(InputError, match="was saved by a run of another shape: 'iteration'"):
         checkpoint.load(saved, model(0.0), OPTIMIZER)
 
 
