@@ -21,7 +21,6 @@ def test_the_releases_people_run_are_served():
 def test_manifest_and_patches_agree():
     """A patch file holds the lines of the manifest, each inserted at its number, and nothing else."""
     names = {hook.name: hook for hook in HOOKS}
-    assert manifest().hooks == [*HOOKS]
     for release in manifest().releases:
         assert tuple(entry.path for entry in release.files) == FILES
         rows = iter((directory() / release.patch).read_text().splitlines())
