@@ -210,6 +210,8 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
             copies = (getattr(module, "config", config) for module in chunk.modules())  # experts have their own copy
             for own in {id(each): each for each in copies}.values():
                 put(own, "bias_activation_fusion", gated)
+                if getattr(own, "fp8", None):  # layers in 16 bits save more
+                    put(own, "fp8", None)
         if engine:
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
             if getattr(getattr(config, "attention_backend", None), "name", "") == "unfused":

@@ -24,7 +24,8 @@ ACCEPTED = {
     "`describe`, `fit` and `cost estimate` do not",
     "--num-distributed-optimizer-instances": "parameters are sharded over the ranks of one instance; all zero stages, "
     "also with experts",
-    "--fp8-format": "compute in fp8, parameters gathered in 16 bits; described and planned, trained on no GPU yet",
+    "--fp8-format": "compute in fp8, parameters gathered in 16 bits; activations are counted as in 16 bits, which is "
+    "more; described and planned, trained on no GPU yet",
     "--log-params-norm": "reads whole, fresh parameters",
     "--async-save": "except for states on the drive, for new parameters that the device casts, and for states in host "
     "memory with a persistent worker",

@@ -66,6 +66,8 @@ def test_a_public_script_is_described_and_planned(clone, script):
             describe_command_line(clone, options, entry)
         return
     workload = describe_command_line(clone, options, entry).workload
+    # Only a clone's script builds layers that predict further tokens.
+    assert workload.counts_activations or ("--mtp-num-layers" in options and not MIRROR)
     assert bool(workload.ramp) == ("--rampup-batch-size" in options)
     kinds = {kind for chunk in workload.chunks for kind in chunk.layer_kinds}
     table = made_up_table()
