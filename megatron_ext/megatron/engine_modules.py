@@ -10,6 +10,7 @@ attributes of parameters.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,11 +20,10 @@ from types import ModuleType
 import torch
 from torch.nn import functional as F
 
-VERSION = "2.6.0"
-"""The version that the stand-in reports, from which Megatron decides which arguments modules take. With a later version
-the stand-in would also need kernels of the experts' router."""
+VERSION = "2.8.0"
+"""The version that the stand-in reports, from which Megatron decides which arguments modules take."""
 
-PARTS = ("distributed", "fp8", "ops", "optimizers", "permutation", "tensor")
+PARTS = ("distributed", "fp8", "ops", "optimizers", "permutation", "router", "tensor")
 PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
@@ -199,23 +199,45 @@ class LayerNormLinear(Linear):
 
 
 class DotProductAttention(_Module):
-    """Attention, which has no parameters. Query, key and value have shape (sequence, batch, heads, channels)."""
+    """Attention. Query, key and value have shape (sequence, batch, heads, channels). The only possible parameter is
+    ``softmax_offset``, one number per head, with ``softmax_type="learnable"``."""
 
     def __init__(
-        self, num_attention_heads: int, kv_channels, *, attention_dropout: float = 0.0, softmax_scale=None, **options
+        self,
+        num_attention_heads: int,
+        kv_channels,
+        *,
+        attention_dropout: float = 0.0,
+        softmax_scale=None,
+        softmax_type: str = "vanilla",
+        tp_size: int = 1,
+        **options,
     ):
         super().__init__()
-        self.dropout, self.scale = attention_dropout, softmax_scale
+        self.dropout, self.scale, self.softmax_type = attention_dropout, softmax_scale, softmax_type
+        if softmax_type == "learnable":
+            self.new_parameter("softmax_offset", (num_attention_heads // tp_size,), None, **options)
 
     def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
         # Transformer Engine saves copies if the three are not one tensor (get_qkv_layout), and their source is freed.
         q, k, v = (part.contiguous().permute(1, 2, 0, 3) for part in (query, key, value))
         causal = "causal" in attn_mask_type
+        if self.softmax_type != "vanilla":
+            offset = self.softmax_offset if self.softmax_type == "learnable" else torch.zeros(q.shape[1])
+            return SavesInputs.apply(self._with_offset, q, k, v, offset).permute(2, 0, 1, 3).flatten(2)
         mask = None if causal or attention_mask is None else ~attention_mask
         out = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, causal, scale=self.scale, enable_gqa=True
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _with_offset(self, query, key, value, offset):
+        """Causal attention without dropout, whose softmax has one more score per head: its offset."""
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        scores = query @ key.transpose(2, 3) * (self.scale or query.shape[-1] ** -0.5)
+        scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), -math.inf)
+        more = offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1] @ value
 
 
 class GroupedLinear(_Module):
@@ -283,7 +305,7 @@ class FP8GlobalStateManager:
 
 def _operation(name: str) -> type:
     """A class for names that Megatron only mentions while it builds: single operations, in annotations and tables, and
-    kernels that sort tokens by expert (--moe-permute-fusion)."""
+    kernels that choose experts and sort tokens by expert (--moe-router-fusion, --moe-permute-fusion)."""
     if name.startswith("__"):
         raise AttributeError(name)
     return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
@@ -309,6 +331,7 @@ def install() -> None:
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
     fill(".pytorch.ops", __getattr__=_operation)
     fill(".pytorch.permutation", __getattr__=_operation)
+    fill(".pytorch.router", __getattr__=_operation)
     fill(".pytorch", Fp8Padding=Padding, Fp8Unpadding=Padding)
     for kind in (Linear, LayerNormLinear, LayerNorm, RMSNorm, DotProductAttention, GroupedLinear):
         fill(".pytorch", **{kind.__name__: kind})
