@@ -30,12 +30,14 @@ def _to_cpu(device):
 
 
 class _OnCpu(TorchFunctionMode):
-    """Replaces a CUDA device by the CPU in the arguments of every torch function."""
+    """Replaces a CUDA device by the CPU in the arguments of every torch function, and page-locks nothing."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = kwargs | {"device": _to_cpu(kwargs["device"])}
+        if "pin_memory" in kwargs:  # torch refuses it without a device
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
         # Tensor.to takes the device by position; an integer there is a device as well.
         if function is torch.device and args:  # torch.device(0)
             args = (_to_cpu(args[0]), *args[1:])

@@ -7,14 +7,12 @@ shapes and dtypes but no data.
 import contextlib
 import importlib
 import sys
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
 import torch
-from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import attention, mlp
 from torch.nn import functional as F
@@ -117,9 +115,14 @@ def _decisions_are_true(unknown: type[Exception]):
         yield
 
 
-BALANCED: dict[str, Any] = {"moe_token_dispatcher_type": "alltoall", "moe_expert_capacity_factor": 1.0}
-BALANCED |= {"moe_pad_expert_input_to_capacity": True}
-BALANCED |= dict.fromkeys(("moe_permute_fusion", "moe_router_fusion", "moe_shared_expert_overlap"), False)
+BALANCED = {
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_expert_capacity_factor": 1.0,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+}
 
 
 def balance_experts(config) -> None:
@@ -200,8 +203,6 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
     rms_norm = lambda x, shape, w, eps: SavesInputs.apply(lambda x, w: torch.rms_norm(x, shape, w, eps), x, w)
     with contextlib.ExitStack() as stack:
         put = lambda *what: stack.enter_context(mock.patch.object(*what))
-        for module in (rotary_pos_embedding, yarn_rotary_pos_embedding):  # Megatron page-locks an index and copies it
-            put(module, "get_pos_emb_on_this_cp_rank", partial(_of_one_rank, config))
         engine = any(isinstance(module, Linear) for module in chunk.modules())
         if engine or on_gpu:
             put(F, "dropout", _dropout)
@@ -220,11 +221,6 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
                 for module in (each for each in chunk.modules() if isinstance(each, DotProductAttention)):
                     module.dropout = 0.0
         yield
-
-
-def _of_one_rank(config, embedding: torch.Tensor, dimension: int, *_) -> torch.Tensor:
-    """As many rotary embeddings as a context-parallel rank has tokens."""
-    return embedding.narrow(dimension, 0, embedding.shape[dimension] // config.context_parallel_size)
 
 
 def _unfused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):

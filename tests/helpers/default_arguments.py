@@ -36,6 +36,13 @@ CASES = {
     ),
     "context parallel": ("0.17.1", "--context-parallel-size 2 --position-embedding-type rope --no-rope-fusion", 3, 13),
     "context parallel in a pipeline": ("0.16.1", f"{PIPELINE} --context-parallel-size 2", 1, 14),
+    "softmax with an offset": (
+        "0.19.0",
+        f"{PIPELINE} {MODERN} --softmax-type learnable --position-embedding-type rope --no-rope-fusion "
+        "--hidden-dropout 0 --attention-dropout 0",
+        3,
+        501,
+    ),
     "experts": ("0.16.1", EXPERTS, 3, 16),
     "two instances of the optimizer": ("0.17.1", "--num-distributed-optimizer-instances 2", 1, 17),
     "multi-token prediction": (

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.common.embeddings import rotary_pos_embedding
 
 from megatron_ext.megatron.saved_activations import saved_activations
 
@@ -55,24 +54,6 @@ class ReturnsItsBias(NeedsData):
 def test_a_backward_that_never_ends_is_not_counted(capsys):
     assert saved_activations(ReturnsItsBias(), seq_length=8, micro_batch_size=1, hidden_size=4) is None
     assert "--disable-bias-linear" in capsys.readouterr().err
-
-
-class TakesRotaryEmbeddings(NeedsData):
-    """Takes the rotary embeddings of its context-parallel rank, for which Megatron page-locks an index."""
-
-    config = SimpleNamespace(context_parallel_size=2, params_dtype=torch.float32, **MLP)
-
-    def forward(self, tokens, positions, mask, labels=None):
-        of_rank = rotary_pos_embedding.get_pos_emb_on_this_cp_rank(torch.ones(8, 1, 1, 4), 0, self.group)
-        assert of_rank.shape == (4, 1, 1, 4)
-        return self.embedding(of_rank) ** 2
-
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-
-
-def test_rotary_embeddings_of_a_context_parallel_rank_are_counted():
-    model = TakesRotaryEmbeddings()
-    assert saved_activations(model, seq_length=4, micro_batch_size=1, hidden_size=4) is not None
 
 
 class AsksForTokens(torch.nn.Module):

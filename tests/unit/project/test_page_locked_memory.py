@@ -42,6 +42,7 @@ OF_MEGATRON = {
 """Its own host optimizer's, see below the table."""
 
 OUTSIDE = {
+    "cpubench/cuda_stand_in.py _OnCpu.__torch_function__",
     "cpubench/cuda_stand_in.py _replace_tensor_methods",
     "doctor/shared_pinning.py _pin",
     "doctor/stream_operations.py _wait_and_store",
