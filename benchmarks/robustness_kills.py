@@ -85,7 +85,7 @@ def one_fault(case: Case, fault: dict, folder: Path) -> dict | None:
     hangs = not job.wait()
     said, code = job.said(), job.code
     left = job.leftovers()
-    half = [text for text in left if text.startswith("file checkpoints/") and text.endswith(".tmp")]
+    half = [text for text in left if re.match(r"file checkpoints/[^/]+\.tmp(/|$)", text)]
     found = {**fault, "setup": case.setup, "code": code, "hangs": hangs, "half_written": half}
     found["leftovers"] = [text for text in left if text not in half]
     if victim is None:

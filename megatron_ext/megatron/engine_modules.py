@@ -200,7 +200,13 @@ class LayerNormLinear(Linear):
 
 class DotProductAttention(_Module):
     """Attention. Query, key and value have shape (sequence, batch, heads, channels). The only possible parameter is
-    ``softmax_offset``, one number per head, with ``softmax_type="learnable"``."""
+    ``softmax_offset``, one number per head, with ``softmax_type="learnable"``.
+
+    Attributes:
+        fused: with a softmax of another type, only inputs are saved, and not the scores.
+    """
+
+    fused = True
 
     def __init__(
         self,
@@ -224,7 +230,9 @@ class DotProductAttention(_Module):
         causal = "causal" in attn_mask_type
         if self.softmax_type != "vanilla":
             offset = self.softmax_offset if self.softmax_type == "learnable" else torch.zeros(q.shape[1])
-            return SavesInputs.apply(self._with_offset, q, k, v, offset).permute(2, 0, 1, 3).flatten(2)
+            assert causal, "softmax_type is there for causal attention"
+            attend = partial(SavesInputs.apply, self._with_offset) if self.fused else self._with_offset
+            return attend(q, k, v, offset).permute(2, 0, 1, 3).flatten(2)
         mask = None if causal or attention_mask is None else ~attention_mask
         out = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, causal, scale=self.scale, enable_gqa=True

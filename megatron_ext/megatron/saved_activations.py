@@ -217,6 +217,7 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
             if getattr(getattr(config, "attention_backend", None), "name", "") == "unfused":
                 put(F, "scaled_dot_product_attention", _unfused)
+                put(DotProductAttention, "fused", False)
             else:
                 for module in (each for each in chunk.modules() if isinstance(each, DotProductAttention)):
                     module.dropout = 0.0

@@ -7,8 +7,7 @@ Training is deterministic, so two runs differ only in how parameters are gathere
 import gc
 import os
 import random
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -94,18 +93,21 @@ def train(args, schedule: str, *, stock: bool) -> Trained:
     Raises:
         InputError: the schedule is not for this model, or this machine lacks something that it needs.
     """
+    os.environ.pop(STOCK_GATHER, None)
+    if stock:
+        os.environ[STOCK_GATHER] = "1"
     _seed()
     args.user_defined_schedule = schedule
-    with mock.patch.dict(os.environ, {STOCK_GATHER: str(int(stock))}):
-        hooks.configure(schedule)
-        try:
-            ddp, optimizer, config = _build(args)
-            hooks.on_train_setup(args, [ddp], optimizer, config)
-            norms = _iterations(args, ddp, optimizer)
-            ddp.disable_forward_pre_hook(param_sync=True)
-            digest = parameter_digest([ddp])
-        finally:
-            hooks.finish()
+    hooks.configure(schedule)
+    try:
+        ddp, optimizer, config = _build(args)
+        hooks.on_train_setup(args, [ddp], optimizer, config)
+        norms = _iterations(args, ddp, optimizer)
+        ddp.disable_forward_pre_hook(param_sync=True)
+        digest = parameter_digest([ddp])
+    finally:
+        hooks.finish()
+        os.environ.pop(STOCK_GATHER, None)
     del ddp, optimizer, config
     gc.collect()
     return Trained(tuple(norms), digest)
@@ -123,14 +125,20 @@ def _build(args):
     module = gpt_model.build_chunks(args, config)[0]
     module = module.cuda() if has_cuda() else module
     module = Float16Module(config, module)
-    distributed: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True, **distributed)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True, use_distributed_optimizer=True
+    )
     ddp = DistributedDataParallel(config, ddp_config, module)
     ddp.broadcast_params()
-    precision: dict[str, Any] = {"bf16": True, "params_dtype": config.params_dtype}
-    offload = offload_options() if args.optimizer_cpu_offload else {}
     settings = OptimizerConfig(
-        optimizer="adam", lr=1e-2, clip_grad=args.clip_grad, **precision, **distributed, **offload
+        optimizer="adam",
+        lr=1e-2,
+        clip_grad=args.clip_grad,
+        bf16=True,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        **(offload_options() if args.optimizer_cpu_offload else {}),
     )
     optimizer = get_megatron_optimizer(settings, [ddp])
     config.no_sync_func = ddp.no_sync
@@ -145,10 +153,14 @@ def _iterations(args, ddp, optimizer) -> list[str]:
     for iteration in range(ITERATIONS):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        sizes = {name: getattr(args, name) for name in ("num_microbatches", "seq_length", "micro_batch_size")}
-        step, batches = _forward_step, _batches(args, iteration)
         get_forward_backward_func()(
-            forward_step_func=step, data_iterator=batches, model=ddp, forward_only=False, **sizes
+            forward_step_func=_forward_step,
+            data_iterator=_batches(args, iteration),
+            model=ddp,
+            num_microbatches=args.num_microbatches,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
+            forward_only=False,
         )
         _, norm, _ = optimizer.step()
         norms.append(float(norm).hex())

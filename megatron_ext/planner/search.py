@@ -153,6 +153,8 @@ class Search:
                         ends += [(*alike, us)] if us < inf else []
                 except InputError as error:  # the size of a group was not measured
                     self.refused = self.refused or error
+            if us == inf and most_us < inf:
+                return us  # without the bound it may be finite
             self.estimates[settings] = us
         return self.estimates[settings]
 

@@ -105,16 +105,21 @@ class MemoryPool:
         """Begin a new pool with a block of ``first_bytes``; returns the bytes that the pool takes from the device."""
         self._pool = None
         torch.cuda.empty_cache()
-        before, reserved = torch.cuda.memory_reserved(), -1
-        self._pool = pool = _new_pool()
-        with torch.cuda.use_mem_pool(pool):
+        before = torch.cuda.memory_reserved()
+        self._pool = _new_pool()
+        self._rehearse(rehearsal, first_bytes)
+        return torch.cuda.memory_reserved() - before
+
+    def _rehearse(self, rehearsal: Callable[[], None], first_bytes: int) -> None:
+        assert self._pool is not None
+        with torch.cuda.use_mem_pool(self._pool):
             torch.empty(first_bytes, dtype=torch.uint8, device="cuda")
+        reserved = -1
         for _ in range(ROUNDS):
             if reserved == torch.cuda.memory_reserved():
-                break
+                return
             reserved = torch.cuda.memory_reserved()
             rehearsal()
-        return torch.cuda.memory_reserved() - before
 
 
 def _new_pool():

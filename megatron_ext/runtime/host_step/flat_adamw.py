@@ -95,10 +95,21 @@ def _make(call: _Call, group: dict) -> None:
     if call.others:
         torch._foreach_add_(call.others, 1)  # pyright: ignore[reportPrivateImportUsage]
     parameters, gradients, averages, squares = call.columns
-    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-    settings |= zip(("beta1", "beta2"), group["betas"])
     adamw(
-        parameters, gradients, averages, squares, [], call.steps, fused=True, amsgrad=False, maximize=False, **settings
+        parameters,
+        gradients,
+        averages,
+        squares,
+        [],
+        call.steps,
+        fused=True,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
     )
 
 

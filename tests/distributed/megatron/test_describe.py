@@ -53,7 +53,8 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     taken += "transformer_engine, --hidden-dropout 0.1, --attention-dropout 0.1\n"
     assert result.returncode == 0 and taken in result.stderr and "linear_qkv.layer_norm_weight" in out.read_text()
     said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    assert "not given" not in command_line("describe", "--out", out, *MODEL, *said).stderr
+    result = command_line("describe", "--out", out, *MODEL, *said, "--fp8-format", "hybrid")
+    assert "not given" not in result.stderr and "not counted: fp8 copies of weights" in result.stdout
 
 
 @pytest.mark.parametrize(
