@@ -117,7 +117,7 @@ def test_exactly_the_sizes_asked_for():
 
 def test_time_that_is_left_is_used():
     with warm_children(launcher):
-        table = measure(Options(data_parallel_size=2, seconds=3, links=("cpu",), min_bytes=5000, max_bytes=5000))
+        table = measure(Options(data_parallel_size=2, seconds=6, links=("cpu",), min_bytes=5000, max_bytes=5000))
     assert table.routes.cpu.points[0].samples > 2 * PASSES * MAX_ROUNDS  # of two ranks
 
 
