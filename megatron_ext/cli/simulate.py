@@ -16,7 +16,7 @@ from megatron_ext.cli.table_check import naming_files, planning_inputs, table_di
 @click.option("--trace", help="Where a Chrome trace is written.")
 @json_option
 def simulate(
-    cost_table: str, workload_path: str, schedule_path: str | None, trace, extrapolate: bool, as_json: bool, **allowed
+    cost_table, workload_path, schedule_path, trace, extrapolate, this_machine, allow_differences, as_json
 ) -> None:
     """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
@@ -38,7 +38,7 @@ def simulate(
     if given is not None:
         match.match(given, work, file=schedule_path)
     with naming_files(cost_table, workload_path):
-        table_differences(table, work, file=cost_table, **allowed)
+        table_differences(table, work, this_machine, allow_differences, file=cost_table)
 
         def simulated_on(table, trace: bool = False) -> Result:
             return evaluate(work, table, given, trace=trace, extrapolate=extrapolate)

@@ -31,7 +31,7 @@ def planning_inputs(*, workload_required: bool = True):
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def table_differences(table, work, *, this_machine: bool, allow_differences: bool, file) -> list[str]:
+def table_differences(table, work, this_machine: bool, allow_differences: bool, *, file) -> list[str]:
     """What differs between the table's environment and the run. Allowed differences are printed on standard error.
 
     Raises:

@@ -12,8 +12,10 @@ from megatron_ext.workload.parallel import LARGEST as MOST_RANKS
 from megatron_ext.workload.parallel import Parallel
 
 UNEVEN = (
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
 )
 """Options that give pipeline stages different numbers of layers."""
 
@@ -21,10 +23,14 @@ UNEVEN = (
 MODEL_SIZES = dict(num_layers=8, hidden_size=256, num_attention_heads=4, num_query_groups=1, seq_length=128)
 MODEL_SIZES |= dict(vocab_size=259, make_vocab_size_divisible_by=128)
 MODEL_SIZES |= dict.fromkeys(("ffn_hidden_size", "kv_channels", "max_position_embeddings", "recompute_num_layers"))
-PARALLEL_SIZES = dict.fromkeys(("pipeline_model_parallel_size", "tensor_model_parallel_size"), 1)
-PARALLEL_SIZES |= dict(num_distributed_optimizer_instances=1, num_virtual_stages_per_pipeline_rank=None)
-PARALLEL_SIZES |= dict(num_layers_per_virtual_pipeline_stage=None)
-PARALLEL_SIZES |= dict(microbatch_group_size_per_virtual_pipeline_stage=None)
+PARALLEL_SIZES = {
+    "pipeline_model_parallel_size": 1,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "tensor_model_parallel_size": 1,
+    "num_distributed_optimizer_instances": 1,
+    "microbatch_group_size_per_virtual_pipeline_stage": None,
+}
 """Options that are integers, and their defaults."""
 
 
@@ -245,9 +251,11 @@ def _check_processes(args, world_size: int) -> None:
 
 def _fill_batch(args) -> None:
     """Set ``global_batch_size``, ``num_microbatches`` and ``ramp``."""
-    dp = args.data_parallel_size = args.data_parallel_size or 1
+    pp = args.pipeline_model_parallel_size
+    args.data_parallel_size = args.data_parallel_size or 1
+    dp = args.data_parallel_size
     if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * dp * 2 * args.pipeline_model_parallel_size
+        args.global_batch_size = args.micro_batch_size * dp * 2 * pp
     *args.ramp, args.num_microbatches = numbers_of_microbatches(args)
     args.global_batch_size = args.num_microbatches * args.micro_batch_size * dp
 

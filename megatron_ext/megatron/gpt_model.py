@@ -20,8 +20,6 @@ SAME_NAMES = (
     *("sequence_parallel", "qk_layernorm"),
 )
 """Options that have the same names in Megatron's TransformerConfig and on its command line."""
-FUSIONS = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion")
-"""Kernels of Megatron's and Apex's, which compute otherwise or may not be installed."""
 GROUPS = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 GROUPS += ("expert_model_parallel_size", "expert_tensor_parallel_size", "num_distributed_optimizer_instances")
 """Options that have the same names in Megatron's parallel_state."""
@@ -39,6 +37,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
     """Megatron's TransformerConfig for checked options."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     vp = args.num_virtual_stages_per_pipeline_rank
+    on_gpu = has_cuda()
     values: dict[str, Any] = dict(
         **{name: getattr(args, name) for name in SAME_NAMES},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
@@ -52,8 +51,11 @@ def transformer_config(args, **overrides) -> TransformerConfig:
         overlap_p2p_comm=vp is not None,
         batch_p2p_comm=vp is None,
         # On the CPU a message does not keep a tensor alive whose ``data`` is replaced: freed memory would be sent.
-        deallocate_pipeline_outputs=has_cuda(),
-        **dict.fromkeys(FUSIONS, False),
+        deallocate_pipeline_outputs=on_gpu,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=not (args.bf16 or args.fp16),
     )
@@ -89,9 +91,6 @@ def layer_spec(args, config: TransformerConfig, **stage) -> Any:
 def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
     """All model chunks of this pipeline rank, in chunk order."""
     vp = args.num_virtual_stages_per_pipeline_rank
-    shape = {"vocab_size": args.padded_vocab_size, "max_sequence_length": args.max_position_embeddings}
-    tied = not args.untie_embeddings_and_output_weights
-    shape |= {"share_embeddings_and_output_weights": tied, "position_embedding_type": args.position_embedding_type}
     chunks = []
     for chunk in range(vp or 1):
         stage: dict[str, Any] = dict(vp_stage=chunk) if vp else {}
@@ -100,6 +99,17 @@ def build_chunks(args, config: TransformerConfig) -> list[GPTModel]:
             stage = {}
         pre = parallel_state.is_pipeline_first_stage(ignore_virtual=vp is None, **stage)
         post = parallel_state.is_pipeline_last_stage(ignore_virtual=vp is None, **stage)
-        spec = layer_spec(args, config, **stage)
-        chunks.append(GPTModel(config, spec, pre_process=pre, post_process=post, **shape, **stage))
+        chunks.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=layer_spec(args, config, **stage),
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=pre,
+                post_process=post,
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                **stage,
+            )
+        )
     return chunks

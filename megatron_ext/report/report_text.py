@@ -322,7 +322,7 @@ def as_markdown(report: Report) -> str:
     lines += ["", *(f"Note: {note}." for note in cautions(report))]
     lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
     lines += ["", *(f"- {difference}" for difference in report.equality.differences)]
-    lines += [*[""] * bool(report.equality.differences), f"{OTHER_LAYOUT}."]
+    lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
     lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     traces = [f"`{READ[key]}`" for key in ("stock_trace", "scheduled_trace") if run.file(key).exists()]

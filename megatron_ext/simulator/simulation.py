@@ -77,9 +77,18 @@ class Result(NamedTuple):
 
     def predicted(self, baselines_us: dict[str, float] | None = None) -> Predicted:
         """The figures as they are stored in a schedule."""
-        same = {name: value for name, value in self._asdict().items() if name in Predicted.__struct_fields__}
-        memory = tuple(bill.memory for bill in self.memory)
-        return Predicted(**same | {"memory": memory, "baselines_us": baselines_us or {}})
+        return Predicted(
+            iteration_time_us=self.iteration_time_us,
+            exposed_us=self.exposed_us,
+            peak_bytes=self.peak_bytes,
+            busy_us=self.busy_us,
+            memory=tuple(bill.memory for bill in self.memory),
+            bubble_rate=self.bubble_rate,
+            lower_bound_us=self.lower_bound_us,
+            gather_us=self.gather_us,
+            baselines_us=baselines_us or {},
+            left_out=self.left_out,
+        )
 
 
 def run(

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
+from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Parameter, Workload, make_workload
+from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Limits, Parameter, Workload, make_workload
 
 
 class MicroBatch(NamedTuple):
@@ -168,13 +169,19 @@ class GptShape(NamedTuple):
 
 
 def gpt_workload(
-    shape: GptShape, parallel: Parallel, batch: MicroBatch, *, layers_of_stages: Sequence[int] | None = None, **fields
+    shape: GptShape,
+    parallel: Parallel,
+    batch: MicroBatch,
+    *,
+    zero_stage: Literal[1, 2, 3] = 1,
+    limits: Limits | None = None,
+    optimizer: OptimizerSettings | None = None,
+    layers_of_stages: Sequence[int] | None = None,
 ) -> Workload:
     """The workload of a GPT.
 
     Args:
         layers_of_stages: transformer layers of every stage; by default as the shape says.
-        fields: further fields of the workload, such as ``zero_stage``, ``limits`` and ``optimizer``.
 
     Raises:
         InputError: the layers do not divide into the stages.
@@ -182,10 +189,12 @@ def gpt_workload(
     stages, experts = shape.stages(parallel, layers_of_stages), shape.experts
     return make_workload(
         parallel=parallel,
+        zero_stage=zero_stage,
         chunks=tuple(_chunk(shape, parallel, batch, stage, kinds) for stage, kinds in enumerate(stages)),
         p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
+        limits=limits,
+        optimizer=optimizer,
         experts=experts and Experts(num_experts=experts.number, router_topk=experts.topk),
-        **fields,
     )
 
 

@@ -16,20 +16,6 @@ MOST_STEPS = 1 << 16
 """Most forward steps of one iteration, over all pipeline ranks. Planning takes about half a millisecond per step."""
 
 
-SHORT = {
-    "microbatches": "num_microbatches",
-    "pp": "pipeline_model_parallel_size",
-    "vp": "virtual_pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-    "tp": "tensor_model_parallel_size",
-    "group": "microbatch_group_size_per_vp_stage",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "instances": "num_distributed_optimizer_instances",
-}
-"""Short names of sizes, for :meth:`Parallel.of`."""
-
-
 def megatron_order(pp: int, vp: int | None) -> Order:
     """The order that Megatron runs with ``pp`` pipeline ranks of ``vp`` chunks each."""
     return "interleaved" if vp and vp > 1 else "1f1b" if pp > 1 else "no_pipeline"
@@ -59,12 +45,35 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     num_distributed_optimizer_instances: int = 1
 
     @classmethod
-    def of(cls, *, pp: int = 1, vp: int | None = None, dp: int = 1, order: Order | None = None, **sizes) -> "Parallel":
-        """Construct from the names in :data:`SHORT`; a size that is None has its default. ``order=None`` is Megatron's
-        order for these sizes."""
-        sizes |= {"pp": pp, "vp": vp, "dp": dp}
-        given = {SHORT.get(name, name): size for name, size in sizes.items() if size is not None}
-        return cls(order=order or megatron_order(pp, vp), **given)
+    def of(
+        cls,
+        *,
+        pp: int = 1,
+        vp: int | None = None,
+        dp: int = 1,
+        tp: int = 1,
+        microbatches: int,
+        group: int | None = None,
+        gpus_per_node: int | None = None,
+        order: Order | None = None,
+        ep: int = 1,
+        etp: int | None = None,
+        instances: int = 1,
+    ) -> "Parallel":
+        """Construct from short names. ``vp=None`` is one chunk; ``order=None`` is Megatron's order for these sizes."""
+        return cls(
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vp or 1,
+            data_parallel_size=dp,
+            tensor_model_parallel_size=tp,
+            num_microbatches=microbatches,
+            microbatch_group_size_per_vp_stage=group,
+            gpus_per_node=gpus_per_node,
+            order=order or megatron_order(pp, vp),
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            num_distributed_optimizer_instances=instances,
+        )
 
     @property
     def pp(self) -> int:

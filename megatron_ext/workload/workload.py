@@ -170,12 +170,34 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, **limits))
 
 
-def make_workload(*, chunks: Iterable[Chunk], zero_stage: Literal[1, 2, 3] = 1, **fields) -> Workload:
-    """A checked workload of the present schema version; raises what :func:`check` does. ``fields``: further fields of
-    :class:`Workload`; those that are None have their defaults."""
-    given = {name: value for name, value in fields.items() if value is not None}
-    of_version = {"schema_version": SCHEMA_VERSION, "kind": "workload"}
-    return check(Workload(**of_version, zero_stage=zero_stage, chunks=tuple(chunks), **given))
+def make_workload(
+    *,
+    parallel: Parallel,
+    chunks: Iterable[Chunk],
+    zero_stage: Literal[1, 2, 3] = 1,
+    p2p_bytes: int = 0,
+    limits: Limits | None = None,
+    optimizer: OptimizerSettings | None = None,
+    experts: Experts | None = None,
+    ramp: tuple[int, ...] = (),
+    keeps_gradients: bool = False,
+) -> Workload:
+    """A checked workload of the present schema version; raises what :func:`check` does."""
+    return check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes,
+            limits=limits or Limits(),
+            optimizer=optimizer or OptimizerSettings(),
+            experts=experts,
+            ramp=ramp,
+            keeps_gradients=keeps_gradients,
+        )
+    )
 
 
 def expert_ranks(workload: Workload) -> int | None:
