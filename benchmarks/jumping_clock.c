@@ -1,8 +1,13 @@
 /* Moves the time of day of a program that loads this before its C library (LD_PRELOAD): by as many seconds as the file
    CLOCK_OFFSET_FILE holds as a binary int64, which may change at any moment. Monotonic clocks are left alone.
+   The kernel does not know the moved time, so deadlines that it compares with its own are moved back: a wait that ends
+   at a time of day (gloo's) would otherwise end at once, and its caller would wait again without end and without pause.
    libfaketime does the same, but makes clock_nanosleep fail, by which Python sleeps. */
 #define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -43,4 +48,19 @@ time_t time(time_t *now) {
     clock_gettime(CLOCK_REALTIME, &exact);
     if (now) *now = exact.tv_sec;
     return exact.tv_sec;
+}
+
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    static int (*volatile real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+    struct timespec deadline = *until;
+    const time_t longest_uptime = 1000000000; /* a larger number of seconds is a time of day, not a monotonic time */
+    if (!real) *(void **)&real = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
+    if (deadline.tv_sec < longest_uptime) return real(condition, mutex, until);
+    struct timespec soon;
+    syscall(SYS_clock_gettime, CLOCK_REALTIME, &soon);
+    soon.tv_sec += 1;
+    deadline.tv_sec -= offset();
+    if (deadline.tv_sec < soon.tv_sec) return real(condition, mutex, &deadline);
+    int ended = real(condition, mutex, &soon);
+    return ended == ETIMEDOUT ? 0 : ended; /* woken without a cause, which may happen: the caller looks at the time */
 }
