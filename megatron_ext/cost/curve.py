@@ -162,7 +162,10 @@ def _beyond(points: tuple[Point, ...], size_bytes: int) -> Estimate:
         low, high = sorted((end, inner[0]), key=lambda point: point.size_bytes)
         line = between(low, high, size_bytes)
         # A falling last segment is noise. Below the range the line may cross zero.
-        us = min(max(line, proportional), end.p50_us) if low_end else (line if line > end.p50_us else proportional)
+        if low_end:
+            us = min(max(line, proportional), end.p50_us)
+        elif line > end.p50_us:
+            us = line
         guesses.append(us)
     half = _half_width(points, 0 if low_end else len(points) - 1)
     return _around(us, min(guesses), max(guesses), half, spread_of_samples(end), extrapolated=True)

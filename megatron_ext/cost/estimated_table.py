@@ -206,7 +206,9 @@ class _Estimates:
         mean."""
         tp, rows, kinds, seen = self.workload.parallel.tensor_model_parallel_size, [], {}, {}
         for chunk in self.workload.chunks:
-            times, number = [(LEAST_US, LEAST_US, 0.0, 0.0)][bool(chunk.parameters) :], 0
+            times, number = [], 0
+            if not chunk.parameters:
+                times.append((LEAST_US, LEAST_US, 0.0, 0.0))
             for kind, used in layers_of(chunk) if chunk.parameters else ():
                 recompute = self.batch.recompute_of(number) if kind in LAYERS else None
                 number += kind in LAYERS

@@ -146,7 +146,7 @@ class Costs:
         """(forward, backward): microseconds for which launching one micro-batch through a chunk keeps the training
         thread busy; None if the table does not have it for all layers."""
         row = self._by_place.get((pp_rank, model_chunk_id))
-        kinds = (*layer_kinds, *[STEP] * (STEP in self._by_kind))
+        kinds = (*layer_kinds, STEP) if STEP in self._by_kind else layer_kinds
         rows = [row] if row is not None else [self._by_kind.get(kind) for kind in kinds]
         known = [
             (row.forward_launch_us, row.backward_launch_us)

@@ -100,7 +100,8 @@ def recomputed_work(
             continue
         own = [p for p in used if any(part in p.name for part in MODULES.get(module, ()))]
         part = forward_work(kind, own, batch, tp, share)
-        again = again.plus(part._replace(reduced_bytes=part.reduced_bytes[: module in ("mlp", "moe")]))
+        reduced = part.reduced_bytes[:1] if module in ("mlp", "moe") else ()
+        again = again.plus(part._replace(reduced_bytes=reduced))
     return again
 
 

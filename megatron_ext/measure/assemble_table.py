@@ -93,9 +93,10 @@ def assemble(options: Options, raw: dict) -> cost_table.CostTable:
 
 def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_table.Curve]:
     """The curves, by name in the table."""
-    points = {name: _points(rows, options.nodes * (name == "internode")) for name, rows in raw["curves"].items()}
+    points = {name: _points(rows, options.nodes if name == "internode" else 0) for name, rows in raw["curves"].items()}
     at_once = f"all {options.world_size} ranks at once"
-    facts = {"backend": backend, "at_once": at_once, "on_host": " in host memory" * options.optimizer_on_host}
+    on_host = " in host memory" if options.optimizer_on_host else ""
+    facts = {"backend": backend, "at_once": at_once, "on_host": on_host}
     found = {}
     for name in points.keys() & SOURCES.keys():
         part, source = SOURCES[name]

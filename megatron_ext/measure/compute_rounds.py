@@ -110,6 +110,7 @@ class ComputeRounds:
 def middle(rows: Sequence[Compute]) -> Compute:
     """One row for one layer kind that was measured several times: the median of each figure, the sum of the samples."""
     names = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
-    names += ["forward_launch_us", "backward_launch_us"] * (rows[0].forward_launch_us is not None)
+    if rows[0].forward_launch_us is not None:
+        names += ["forward_launch_us", "backward_launch_us"]
     medians = {name: median(getattr(row, name) for row in rows) for name in names}
     return msgspec.structs.replace(rows[0], **medians, samples=sum(row.samples for row in rows))

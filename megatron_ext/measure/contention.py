@@ -153,7 +153,7 @@ def _measured(
 
     first = each_alone(largest)
     took = {name: median(us) * measured[name].messages for name, us in first.items()}
-    most = fabric.agree(fitting(took, wanted, slot(1), largest, least))
+    most = fabric.agree(fitting(took, wanted, max(deadline - monotonic(), 0.0), largest, least))
     # Time links alone before and after the pairs, so that a machine that drifts does not look like contention.
     if most == largest:
         before, visits = first, visits - len(measured)

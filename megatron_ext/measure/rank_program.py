@@ -48,6 +48,9 @@ copies of 0.5 to 25 MB, interpolated from the other sizes of the same measuremen
 rounds and up to 12 % off with four visits of 5 rounds, in three measurements of two models each. All-gathers of a
 millisecond became worse with four visits."""
 
+STOP, SKIP, MEASURE = range(3)
+"""What rank 0 decides about the next size, so that all ranks do the same."""
+
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``; called on rank 0 only."""
 
@@ -261,9 +264,9 @@ class Measurement:
             self._say(visit_text(name, size, self.operations[name].made_bytes(size)[0], need))
             begun = monotonic()
             left = self.curves_end - begun
-            enough = 0 if left < 0 else 1 if left < self.overlong.get((name, size), 0.0) else 2
-            if number and (enough := self.fabric.agree(enough)) < 2:
-                if enough == 0:
+            next_one = MEASURE if left >= self.overlong.get((name, size), 0.0) else SKIP
+            if number and (next_one := self.fabric.agree(STOP if left < 0 else next_one)) != MEASURE:
+                if next_one == STOP:
                     break  # every size has been visited once; the table has a note
                 continue
             new = (name, size) not in self.merged and (name, size) not in own

@@ -95,8 +95,9 @@ def announcement(options: Options) -> str:
     third line follows if an earlier measurement was kept."""
     curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
     computes = "compute" in options.links and options.modules is not None
-    others = ["host memory"] * ("host_memory" in options.links) + ["compute"] * computes
-    others += ["contention"] * ("contention" in options.links)
+    others = ["host memory"] if "host_memory" in options.links else []
+    others += ["compute"] if computes else []
+    others += ["contention"] if "contention" in options.links else []
     most, kept = MOST_OVER * options.seconds, options.keep_path
     goes_on = f"\ncontinues from {kept} if its options are the same" if kept and os.path.exists(kept) else ""
     return (

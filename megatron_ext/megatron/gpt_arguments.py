@@ -238,7 +238,7 @@ def layers_of_stages(args) -> list[int]:
 def _check_processes(args, world_size: int) -> None:
     """Check that the processes make complete replicas, and set the default of ``data_parallel_size``."""
     pp, tp, cp = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, context_ranks(args)
-    replica, sizes = pp * tp * cp, f"pipeline {pp} x tensor {tp}" + f" x context {cp}" * (cp > 1)
+    replica, sizes = pp * tp * cp, f"pipeline {pp} x tensor {tp}" + (f" x context {cp}" if cp > 1 else "")
     if args.data_parallel_size is None:
         if world_size % replica:
             raise InputError(f"is not a multiple of {sizes}", field="WORLD_SIZE", value=world_size)

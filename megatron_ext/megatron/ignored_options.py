@@ -146,7 +146,7 @@ def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"], tensor_model_parallel_size=tensor_parallel)
     args, _ = parser.parse_known_args(list(options))
     batch = gpt_arguments.batch_of(args)
-    for option in ("--seq-length", *["--num-attention-heads"] * (batch.score_heads > 0)):
+    for option in ("--seq-length", "--num-attention-heads") if batch.score_heads else ("--seq-length",):
         if option in sizes_taken(options):
             raise InputError("is needed, after --", field=option)
     return batch

@@ -66,7 +66,8 @@ relieved gradient is allocated, cleared and added up once more per visit, and th
 def relieved_share(groups: Sequence[Group]) -> float:
     """The share (by bytes) of groups whose gradients come and go, plus the share of groups with shards in host memory.
     At most 2."""
-    relieved = sum(g.bytes * ((g.gradients is not None) + (g.shard_rests is not None)) for g in groups)
+    relieved = sum(group.bytes for group in groups if group.gradients is not None)
+    relieved += sum(group.bytes for group in groups if group.shard_rests is not None)
     return relieved / (sum(group.bytes for group in groups) or 1)
 
 

@@ -151,8 +151,8 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     found = {name: one for name, one in zip(ways, made) if not isinstance(one, InputError)}
     if not found:
         raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
-    marks = {name: marked(us, each) * (1 + 1e-9 * (name not in BASELINES)) for name, (us, each) in found.items()}
-    names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))
+    marks = {name: marked(us, each) * (1 if name in BASELINES else 1 + 1e-9) for name, (us, each) in found.items()}
+    names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))  # of plans as fast, the simplest first
     chosen, failed = names[:1], str(reasons.get("hybrid", "")) or None
     if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
@@ -271,7 +271,8 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
     limit = workload.limits.device_bytes or 0
 
     def with_room(size: int) -> tuple:
-        less, more = (workload.with_limits(device_bytes=limit + by) for by in (-size, size))
+        less = workload.with_limits(device_bytes=limit - size)
+        more = workload.with_limits(device_bytes=limit + size)
 
         def most_us() -> float:
             gain_us = best.simulated_us() - finished(given[0]._replace(workload=more)).simulated_us()

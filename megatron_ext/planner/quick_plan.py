@@ -174,7 +174,8 @@ def relieved_schedules(rounds: FewRounds, timings: Sequence[Timing], *, closely:
     work, timing = rounds.parts[-1][0], timings[-1]
     routes, reliefs = reliefs_of(work, timing, usable_routes(work, timing))
     tried = list(rules(work, reliefs))
-    for divide, sets in ((None, [routes]), (by_parameter, route_sets(routes)))[: 1 + closely]:
+    ways = [(None, [routes]), (by_parameter, route_sets(routes))] if closely else [(None, [routes])]
+    for divide, sets in ways:
         found: dict[tuple[Group, ...], tuple[float, int, Rule]] = {}
         blocks = _blocks(work, timing, divide)
         for size in sorted({rule.whole_bytes or 0 for rule in tried})[:ROOM_TRIED][::-1]:

@@ -176,7 +176,10 @@ class Search:
                         other = best._replace(**{Settings._fields[axis]: value})
                         if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
                             best, changed = other, True
-            fruitless = 0 if self.estimates[best] < lowest_us * (1 - 1e-9) else fruitless + (lowest_us < inf)
+            if self.estimates[best] < lowest_us * (1 - 1e-9):
+                fruitless = 0
+            elif lowest_us < inf:
+                fruitless += 1
             lowest_us = min(lowest_us, self.estimates[best])
             if fruitless == FRUITLESS:
                 return

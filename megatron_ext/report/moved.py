@@ -81,4 +81,6 @@ def lines(found: list[Moved]) -> list[str]:
     ]
     if len(said) > MOST_LINES:
         said[MOST_LINES - 1 :] = [f"and {len(said) - MOST_LINES + 1} more, see --json"]
-    return said or ["every rank has moved the planned bytes, by kind and link"] * bool(found)
+    if found and not said:
+        said.append("every rank has moved the planned bytes, by kind and link")
+    return said

@@ -123,7 +123,7 @@ def parts(
     """The parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured iterations,
     whose median time is ``measured_us``."""
     own, *others = (totals(events, parallel, groups, on_device) for events in (predicted, *measured))
-    path = (*ON_THREAD, *[ISSUE] * (not on_device))
+    path = ON_THREAD if on_device else (*ON_THREAD, ISSUE)
     seen = {name for found in others for name in found}
     found = {name: median(each.get(name, 0.0) for each in others) for name in seen}
     own[REST] = max(predicted_us - sum(own.get(name, 0.0) for name in path), 0.0)

@@ -225,7 +225,9 @@ class _Compiler:
             # Not the whole step waits for the group, but the first layer that uses it.
             first, last = self.layers.uses(index)
             own = self.schedule.groups[index].model_chunk_id == chunk
-            layer = -1 if not own else first if step.kind == "F" else self.layers.block(chunk, last)[1]
+            layer = -1
+            if own:
+                layer = first if step.kind == "F" else self.layers.block(chunk, last)[1]
             self._before(place, layer).append(self.wait(index))
         for _, layer, action in (item for item in gradients if not item.behind):
             self._before(place, layer).append(action)

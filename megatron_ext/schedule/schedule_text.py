@@ -45,12 +45,12 @@ def _way(action, groups) -> str:
 def bytes_by_route(schedule: Schedule) -> str:
     """The bytes that one iteration brings by each route, summed over the pipeline ranks. If experts are sharded among
     other ranks than dense parameters, their part is shown too."""
-    found: dict[str, int] = {}
-    of_experts: dict[str, int] = {}
+    found, of_experts = Counter(), Counter()
     for action in schedule.unshards:
         group = schedule.groups[action.group]
-        for sums in (found, of_experts)[: 1 + (group.ranks != schedule.parallel.dp)]:
-            sums[action.route] = sums.get(action.route, 0) + group.bytes
+        found[action.route] += group.bytes
+        if group.ranks != schedule.parallel.dp:
+            of_experts[action.route] += group.bytes
     text = _by_route(found) or "none"
     if of_experts:
         ranks = schedule.parallel.expert_dp

@@ -79,7 +79,7 @@ def _check_group(schedule: Schedule, group: Group, field: str, check: Checker) -
     if group.bytes <= 0:
         check.refuse("must be positive", f"{field}.bytes", group.bytes)
     if group.ranks not in (parallel.dp, parallel.expert_dp):
-        apart = f" or {parallel.expert_dp} expert-data-parallel" * (parallel.expert_dp != parallel.dp)
+        apart = f" or {parallel.expert_dp} expert-data-parallel" if parallel.expert_dp != parallel.dp else ""
         said = f"expected {parallel.dp} data-parallel ranks{apart}, which share its shards"
         check.refuse(said, f"{field}.ranks", group.ranks)
     if group.algorithm not in (None, algorithm_of_nodes(parallel, group.pp_rank, group.ranks)):

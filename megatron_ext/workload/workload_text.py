@@ -19,11 +19,12 @@ def text(workload: Workload, path) -> str:
     """The workload in one line for people."""
     figures, p = summary(workload), workload.parallel
     sizes = f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}"
-    sizes += f" in {p.instances} instances of the optimizer" * (p.instances > 1)
+    sizes += f" in {p.instances} instances of the optimizer" if p.instances > 1 else ""
     if workload.experts is not None:
         sizes += f", {workload.experts.num_experts} experts over EP {p.ep} x ETP {p.etp}, sharded among {p.expert_dp}"
     ramp = f" (before: {', '.join(map(str, workload.ramp))})" if workload.ramp else ""
     held = f"{figures['parameters']:,} parameters ({figures['bytes'] / 2**20:.1f} MiB) in {figures['chunks']} chunks"
-    held += f" of one of {p.tensor_model_parallel_size} tensor-parallel ranks" * (p.tensor_model_parallel_size > 1)
+    tp = p.tensor_model_parallel_size
+    held += f" of one of {tp} tensor-parallel ranks" if tp > 1 else ""
     run = f"{sizes}, {p.num_microbatches} micro-batches{ramp}, {p.order}, zero stage {workload.zero_stage}"
     return f"{path}: {held}; {run}"

@@ -68,7 +68,9 @@ def answer_of(found: Found) -> Answer:
     winner, without = found.fit.winner, fastest_without(found)
     given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
     of_given = judged(found, given)
-    said = None if not own else of_given if winner is given else judged(found, winner)
+    said = None
+    if own:
+        said = of_given if winner is given else judged(found, winner)
     # If only plans fit, there is no other run to gain over.
     needed = without is None and found.fit.settings > 1 and (said is None or said.figures["answer"] != HELPS)
     if said is not None and said.figures["answer"] is not None and not needed:
@@ -76,7 +78,7 @@ def answer_of(found: Found) -> Answer:
     elif without is None:
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"
         others = not found.request.search_layout and winner.setting.parallel.world_size > 1
-        conclusion += "; --search-layout tries other parallel sizes" * others
+        conclusion += "; --search-layout tries other parallel sizes" if others else ""
     else:
         gain, (low, high), answer = found.certainty.gain_over(winner, *without)
         conclusion = f"{answer}. A plan gains {gain:.1%} ({low:.1%} to {high:.1%}) over the fastest without one"

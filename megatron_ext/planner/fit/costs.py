@@ -124,6 +124,7 @@ def _drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]
             if field not in strata:
                 return figure.value
             part = (strata[field][number] + draw.random()) / count
-            return figure.value * (figure.ends[part > 0.5] / figure.value) ** abs(2 * part - 1)
+            low, high = figure.ends
+            return figure.value * ((high if part > 0.5 else low) / figure.value) ** abs(2 * part - 1)
 
         yield drawn(sheet, choose)

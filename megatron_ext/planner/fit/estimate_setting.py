@@ -110,10 +110,13 @@ def floor_bytes(setting: Setting) -> int:
 @cache
 def _numel(shape: GptShape, parallel: Parallel, kind: str) -> tuple[int, int]:
     """Number of parameters of a layer on one rank: dense parameters, and experts' parameters."""
-    found = [0, 0]
+    dense = experts = 0
     for name, size in shape.layer(parallel.tensor_model_parallel_size, kind, parallel.ep, parallel.etp).items():
-        found[EXPERTS in name] += prod(size)
-    return found[0], found[1]
+        if EXPERTS in name:
+            experts += prod(size)
+        else:
+            dense += prod(size)
+    return dense, experts
 
 
 def least_bytes(workload: Workload) -> int:
@@ -132,7 +135,7 @@ def least_bytes(workload: Workload) -> int:
         if comes_and_goes:
             groups = [replace(group, gradients="host") for group in groups]
         moments = (
-            saved + size * (zero_stage == 3) + size * gradient * (comes_and_goes and backward)
+            saved + (size if zero_stage == 3 else 0) + (size * gradient if comes_and_goes and backward else 0)
             for chunk, backward, by_layer in fullest_steps(workload, rank)
             for saved, size in zip(by_layer, own[chunk])
         )

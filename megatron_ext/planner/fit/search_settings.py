@@ -337,7 +337,10 @@ class Search:
             enough = cost > effort and (choice is not None or effort < PLAN_EFFORT)  # the first, if none is known
             if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small and not alone):
                 break
-            hoped = one.bound_us if small else inf if choice is None else choice.us / (1 + NEAR)
+            if small:
+                hoped = one.bound_us
+            else:
+                hoped = inf if choice is None else choice.us / (1 + NEAR)
             if found and hoped >= min(each.us for each in found):
                 continue
             effort -= cost

@@ -84,8 +84,8 @@ class Setting(NamedTuple):
         micro = f"micro-batch {batch.micro_batch_size}"
         layout = f"TP {parallel.tensor_model_parallel_size} PP {parallel.pp} VP {parallel.vp} "
         layout = layout.replace(" PP", " SP PP") if batch.sequence_parallel else layout
-        layout += f"CP {batch.context_parallel} " * (batch.context_parallel > 1)
-        layout += f"EP {parallel.ep} " * (self.shape.experts is not None)
+        layout += f"CP {batch.context_parallel} " if batch.context_parallel > 1 else ""
+        layout += f"EP {parallel.ep} " if self.shape.experts is not None else ""
         layout = f"{layout}DP {self.replicas}, " if layout_too else ""
         return f"{layout}zero stage {self.zero_stage}, optimizer on the {place}, {recompute}, {micro}"
 

@@ -56,7 +56,8 @@ class Space(NamedTuple):
         Raises:
             InputError: the options forbid every change that was asked for, or no layout divides the global batch.
         """
-        if self.layout and self.fixed.issuperset((*LAYOUT, *[EXPERTS] * (self.given.shape.experts is not None))):
+        sizes = LAYOUT if self.given.shape.experts is None else (*LAYOUT, EXPERTS)
+        if self.layout and self.fixed.issuperset(sizes):
             raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
         layouts = list(self._layouts())
         if not layouts:
@@ -130,7 +131,8 @@ class Space(NamedTuple):
         shape = shape._replace(stage_layers=self._layers_of_stages(parallel.pp, parallel.vp))
         on_host = [True, False] if shape.dtype != "float32" else [False]
         places = self._values("optimizer-cpu-offload", given.optimizer.on_host, on_host)
-        delays = self._values("delayed-parameter-update", given.optimizer.delayed, [True, False][not self.delayed :])
+        delayed = [True, False] if self.delayed else [False]
+        delays = self._values("delayed-parameter-update", given.optimizer.delayed, delayed)
         stages = self._values("zero-stage", given.zero_stage, (1, 2, 3))
         for batch in self._batches(parallel, micro_batch_size):
             for stage, on_host, delayed in product(stages, places, delays):

@@ -186,12 +186,14 @@ class Offloader:
         first, gradient = first_of(group, self.workload), gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding and not self.workload.keeps_gradients:
-            gradients += ["sharded"] * (group.ranks > 1)
-            gradients += ["host"] * may_rest_on_host(first.dtype, self.workload.optimizer.on_host)
+            if group.ranks > 1:
+                gradients.append("sharded")
+            if may_rest_on_host(first.dtype, self.workload.optimizer.on_host):
+                gradients.append("host")
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         key = group.bytes, group.ranks, group.algorithm, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
-            hows = list(product((False, True)[: 1 + on_host], (False, True)))
+            hows = list(product((False, True) if on_host else (False,), (False, True)))
             ways = [Residency(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
             held = {way: self._held(group, gradient, way) for way in ways}
             self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}, held

@@ -319,9 +319,13 @@ class GatherPlacer:
 
         def run(rank: int, index: int, _, arrival: float) -> float:
             own = placements[rank]
-            end = own.run_step(index, arrival) if max(own.now, arrival) < inf else inf
-            own.now = end if end + own.given.ideal[-1] - own.given.ideal[own.number] <= most_us else inf
-            return own.now
+            if max(own.now, arrival) < inf:
+                own.now = own.run_step(index, arrival)
+                still_us = own.given.ideal[-1] - own.given.ideal[own.number]
+                if own.now + still_us <= most_us:
+                    return own.now
+            own.now = inf  # this rank, or one that it waits for, ends too late
+            return inf
 
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us

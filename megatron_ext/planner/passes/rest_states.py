@@ -98,7 +98,7 @@ def _on_drive(given: Candidate, tried: Schedule, reduced_first: bool = False, pa
         return given.decided(NAME, where, [i for i, g in enumerate(tried.groups) if g.states_rest is None])
     whose = "those whose gradient is reduced first" if reduced_first else "the largest groups first"
     said = f"on the drive, as limits.host_bytes {given.workload.limits.host_bytes} asks for: {whose}"
-    said += f", with room left for {part:.0%} of the copies that steps during the backward need" * (part > 0)
+    said += f", with room left for {part:.0%} of the copies that steps during the backward need" if part > 0 else ""
     made = given.decided(NAME, said, moved, groups=tried.groups, state_slots=tried.state_slots)
     rest = [i for i, group in enumerate(tried.groups) if group.states_rest is None]
     return made.decided(NAME, "in host memory, which has room for them", rest)
