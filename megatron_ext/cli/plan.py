@@ -4,7 +4,7 @@ import click
 
 from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
-from megatron_ext.cli.script_command import ScriptCommand, entry_option
+from megatron_ext.cli.script_command import ScriptCommand, entry_option, values
 from megatron_ext.cli.table_check import ALLOW, naming_files, planning_inputs, table_differences
 from megatron_ext.formats.errors import InputError
 
@@ -14,6 +14,8 @@ def _refuse_sources(path: str | None, checkout: str | None, entry: str | None, s
     much."""
     if path is None and not checkout:
         raise InputError("is needed, or --checkout DIR with the script's arguments after --", field="--workload")
+    if path is not None and not (checkout or entry) and (options := values(script_arguments)):
+        raise InputError("belongs to the workload; give it to describe", field=next(iter(options)))
     if path is not None and (checkout or entry or script_arguments):
         said = "cannot be combined with --checkout and the script's arguments; give one"
         raise InputError(said, field="--workload", value=path)

@@ -20,7 +20,7 @@ from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
-from megatron_ext.schedule.user_defined_schedule import Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import run
 from megatron_ext.simulator.timing import require
@@ -88,10 +88,17 @@ class _Explained:
             decided = [each.text for each in own if each.groups is None or self.index in each.groups]
             yield from (f"  {step}: {text}" for text in [*decided, *said] if text)
 
-    def _as(self, **changes) -> Schedule:
+    def _as(self, group: Group, **changes) -> Schedule:
         groups = list(self.schedule.groups)
-        groups[self.index] = replace(self.group, **changes)
+        groups[self.index] = replace(group, **changes)
         return replace(self.schedule, groups=tuple(groups))
+
+    def _gathered(self, tried: Schedule) -> Schedule:
+        """``tried``; where its shard rests elsewhere, gathers of the group begin there."""
+        rests = tried.groups[self.index].shard_rests
+        if rests == self.group.shard_rests or not any(kind_of(action.route).gathers for action in self._actions()):
+            return tried
+        return self._by(tried, SHARD_GATHER if rests == "host" else ALL_GATHER)
 
     def _by(self, schedule: Schedule, route: Route) -> Schedule:
         return rerouted(schedule, lambda action: route if action.group == self.index else action.route)
@@ -121,7 +128,7 @@ class _Explained:
         group, every = self.group, self.group.reduce_every
         kept = {None: "whole on the device", "sharded": "in shards on the device", "host": "in host memory"}
         others = {
-            way: self._as(gradients=way, reduce_every=every if way else 1, alone=bool(way and group.alone))
+            way: self._as(self.group, gradients=way, reduce_every=every if way else 1, alone=bool(way and group.alone))
             for way in (kept if self.workload.zero_stage > 1 else ())
         }
         said = f"its gradient, {_size(gradient_bytes(group, self.workload))} whole,"
@@ -138,9 +145,7 @@ class _Explained:
         if self.workload.zero_stage < 3:
             return "its shard is a part of the whole on the device"
         other = None if self.group.shard_rests else "host"
-        tried = self._as(shard_rests=other, algorithm=None)
-        if any(kind_of(action.route).gathers for action in self._actions()):
-            tried = self._by(tried, SHARD_GATHER if other else ALL_GATHER)
+        tried = self._gathered(self._as(self.group, shard_rests=other, algorithm=None))
         kept = {None: "on the device", "host": "in host memory"}
         said = f"its shard, {_size(self.group.bytes // self.group.ranks)},"
         return self._rests(said, kept, self.group.shard_rests, {other: tried})
@@ -191,10 +196,9 @@ class _Explained:
         if not self.workload.optimizer.on_host or self.workload.optimizer.delayed:
             return ""
         kept = {None: "in host memory", "nvme": "on the drive", "device": "on the device"}
-        there = rest_states.moved_group(self.group)
         others = {
-            None: self._as(states_rest=None),
-            "device": self._as(states_rest="device", shard_rests=None, gradients=there.gradients),
+            None: self._as(self.group, states_rest=None),
+            "device": self._gathered(self._as(rest_states.moved_group(self.group))),
         }
         return self._rests("its optimizer state", kept, self.group.states_rest, others)
 

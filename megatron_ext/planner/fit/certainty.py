@@ -33,7 +33,7 @@ class Certainty:
     """Iteration times of choices on drawn costs.
 
     Args:
-        count: number of choices that will be asked for, which determines the number of draws.
+        choices: those that will be asked for. The more there are, the fewer tables are drawn.
     """
 
     def __init__(self, costs: Costs, choices: list[Choice]):
@@ -41,13 +41,13 @@ class Certainty:
         layers = (max(chunk.num_layers for chunk in choice.rounds.parts[0][0].chunks) for choice in choices)
         effort = sum(choice.rounds.steps * most for choice, most in zip(choices, layers))
         self.draws = max(FEWEST_DRAWS, min(DRAWS, EFFORT // max(effort, 1)))
-        self._us: dict[int, list[float]] = {}
+        self._us: dict[int, tuple[Choice, list[float]]] = {}
 
     def us(self, choice: Choice) -> list[float]:
         """Iteration times in microseconds, one per draw."""
-        if id(choice) not in self._us:
-            self._us[id(choice)] = self._times(choice.setting, choice.rounds, choice.schedules)
-        return self._us[id(choice)]
+        if id(choice) not in self._us:  # the choice is kept too, so that no other one gets its id
+            self._us[id(choice)] = choice, self._times(choice.setting, choice.rounds, choice.schedules)
+        return self._us[id(choice)][1]
 
     def interval(self, choice: Choice) -> Interval:
         us = [choice.us, *self.us(choice)]

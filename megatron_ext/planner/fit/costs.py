@@ -50,8 +50,7 @@ class Costs(NamedTuple):
         """
         by_size: dict[int, CostTable] = {}
         for table in tables:
-            said = (table.metadata.model or {}).get("micro_batch_size")
-            size = said if isinstance(said, int) and said > 0 else measured.batch.micro_batch_size
+            size = _micro_batch_size(table) or measured.batch.micro_batch_size
             if by_size.setdefault(size, table) is not table:
                 raise InputError("two tables have this micro-batch size", field="--cost-table", value=size)
         if sheet is None:
@@ -91,7 +90,9 @@ class Costs(NamedTuple):
         and half of the draws lie below the figure's value. Without a sheet, the measured table is perturbed as far as
         it may be wrong."""
         if self.sheet is None:
-            return iter(PerturbedTables(self.of(setting, workload), KINDS).draw(count))
+            table = self.of(setting, workload)
+            kinds = (*KINDS, "nvme") if table.routes.nvme is not None else KINDS
+            return iter(PerturbedTables(table, kinds).draw(count))
         return (self._replace(sheet=machine).of(setting, workload) for machine in _drawn_machines(self.sheet, count))
 
     def allows(self, setting: Setting) -> bool:
@@ -113,6 +114,16 @@ class Costs(NamedTuple):
         same = replace(setting.parallel, num_microbatches=own.parallel.num_microbatches) == own.parallel
         one_tp = setting.parallel.tensor_model_parallel_size == own.parallel.tensor_model_parallel_size
         return same if whole_layout else one_tp
+
+
+def _micro_batch_size(table: CostTable) -> int | None:
+    """The micro-batch size that a table was measured or estimated with; None if it does not say."""
+    source = table.metadata.source
+    for facts in (table.metadata.model, source.options if source else None):
+        size = (facts or {}).get("micro_batch_size")
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
 
 
 def _drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]:

@@ -157,7 +157,8 @@ def lines(found: Found, said: Answer) -> list[str]:
     """All lines except the answer."""
     fit, problem = found.fit, found.problem
     winner, given = fit.winner, problem.space.given
-    by = "ESTIMATED from a data sheet, not measured" if problem.costs.table is None else "By a measured cost table"
+    measured = problem.costs.table is not None and not problem.costs.table.metadata.synthetic
+    by = "By a measured cost table" if measured else "ESTIMATED from a data sheet, not measured"
     planned = sum(choice.planned for choice in fit.tried)
     limits = found.limits
     host = "" if limits.host_bytes is None else f", and {limits.host_bytes / GIB:.1f} GiB of a node's host memory"

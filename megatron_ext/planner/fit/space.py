@@ -104,14 +104,24 @@ class Space(NamedTuple):
                 dp, rest = divmod(own.world_size, tp * pp)
                 if rest or dp % self.given.batch.context_parallel:
                     continue
-                if dp not in self._values(LAYOUT[3], own.data_parallel_size, [dp]):
+                if LAYOUT[3] in self.fixed and dp != own.data_parallel_size:
                     continue
-                chunks = [own.vp] if LAYOUT[2] in self.fixed else range(1, MOST_CHUNKS + 1 if pp > 1 else 2)
+                most_chunks = MOST_CHUNKS if pp > 1 else 1
+                chunks = [own.vp] if LAYOUT[2] in self.fixed else range(1, most_chunks + 1)
                 for vp, ep in product(chunks, self._values(EXPERTS, own.ep, spread)):
                     if self._layers_of_stages(pp, vp) and (pp > 1 or vp == 1):
-                        sizes = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, ep=ep, microbatches=1)
-                        kept = ("gpus_per_node", "expert_tensor_parallel_size")
-                        yield replace(sizes, **{name: getattr(own, name) for name in kept})
+                        yield Parallel.of(
+                            pp=pp,
+                            vp=vp,
+                            dp=dp,
+                            tp=tp,
+                            ep=ep,
+                            etp=own.expert_tensor_parallel_size,
+                            instances=own.instances,
+                            group=own.microbatch_group_size_per_vp_stage if vp > 1 else None,
+                            gpus_per_node=own.gpus_per_node,
+                            microbatches=1,
+                        )
 
     def _layers_of_stages(self, pp: int, vp: int) -> tuple[int, ...]:
         """The number of layers of every stage. All stages have equally many, or the embedding and the loss count as one

@@ -22,8 +22,12 @@ def size_step_slots(given: Candidate) -> Candidate:
     on_host = [group for group in schedule.groups if group.states_rest is None]
     if not workload.optimizer.on_host:
         return given.decided(NAME, "none: the optimizer steps on the device")
-    if workload.optimizer.delayed or not timing.offers_curve("host_step") or not on_host:
-        return given.decided(NAME, "none: updates are delayed, or the cost table has no times of the host's step")
+    if not on_host:
+        return given.decided(NAME, "none: no optimizer states are in host memory")
+    if workload.optimizer.delayed:
+        return given.decided(NAME, "none: updates are delayed")
+    if not timing.offers_curve("host_step"):
+        return given.decided(NAME, "none: the cost table has no times of the host's step")
     largest = max(largest_gradient(group, workload) for group in on_host)
     of_ranks = [0] * workload.parallel.pp
     for group in on_host:
@@ -36,18 +40,22 @@ def size_step_slots(given: Candidate) -> Candidate:
     casts: list[Literal["host", "device"]] = ["host", "device"]
     times = {cast: step_us(cast) for cast in casts}
     said = ", ".join(f"{us / 1e3:.3f} ms cast on the {cast}" for cast, us in times.items())
-    limit = workload.limits.host_bytes
+    limit, none = workload.limits.host_bytes, ""
     for cast in sorted(casts, key=times.__getitem__):
         for slots in (SLOTS, LEAST_SLOTS):
             tried = replace(schedule, step_slots=StepSlots(slots=slots, slot_bytes=size, cast=cast))
             if limit is None or max(host_bytes_of_nodes(tried, workload)) <= limit:
                 break  # states that go to the drive would make room for more slots
-        if saves_host_memory(tried, workload) and keeps_device_bytes(tried, workload):
-            said = (
+        if not saves_host_memory(tried, workload):
+            none = "none: they would take as much host memory as Megatron's copy of all gradients"
+        elif not keeps_device_bytes(tried, workload):
+            none = "none: the device has no room for them"
+        else:
+            whole = (
                 f"{slots} slots of {size} bytes, parameters cast on the {cast}; the host's step of everything: {said}"
             )
-            return given.decided(NAME, said, step_slots=tried.step_slots)
-    return given.decided(NAME, "none: they would take as much host memory as Megatron's copy of all gradients")
+            return given.decided(NAME, whole, step_slots=tried.step_slots)
+    return given.decided(NAME, none)
 
 
 def without_useless_slots(given: Candidate) -> Candidate:

@@ -16,11 +16,8 @@ from megatron_ext.workload.workload import Limits
 PASSES = ("cut", "offload", "place", "step slots", "rest states", "host step")
 
 
-@pytest.fixture(scope="module")
-def in_little_memory():
-    """Little device memory, and host memory in which few copies of states have room: gradients and shards rest on the
-    host, which steps through slots, some of it during the backward."""
-    shape = dict(pp=1, vp=1, dp=2, order="no_pipeline", layers=4, microbatches=2, zero_stage=3, hidden=128)
+def little_memory(ranks: int):
+    shape = dict(pp=1, vp=1, dp=ranks, order="no_pipeline", layers=4, microbatches=2, zero_stage=3, hidden=128)
     work = replace(make_workload(**shape), optimizer=OptimizerSettings(on_host=True))
     table = make_table(work, gpu=(20.0, 8e3), cpu=(10.0, 12e3), nvme=(10.0, 4e3), optimizer=line(5.0, 4e4))
     curves = {"host_step": line(5.0, 8e3), "host_add": line(1.0, 4e4), "reduce": line(20.0, 6e3)}
@@ -28,6 +25,13 @@ def in_little_memory():
     limits = Limits(device_bytes=evaluate(work, table).memory[0].memory.device_total_bytes * 6 // 10)
     held = max(host_bytes_of_nodes(plan(replace(work, limits=limits), table), work))
     return planned(replace(work, limits=replace(limits, host_bytes=int(0.9 * held))), table)
+
+
+@pytest.fixture(scope="module")
+def in_little_memory():
+    """Little device memory, and host memory in which few copies of states have room: gradients and shards rest on the
+    host, which steps through slots, some of it during the backward."""
+    return little_memory(2)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +86,15 @@ def test_other_choices_are_simulated_and_none_that_is_possible_is_faster_by_far(
     assert len(times) > 4 and times.count(pytest.approx(ours, abs=1e-3)) >= 3
     assert min(times) > 0.9 * ours
     assert "not possible, " in text and " bytes short" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_on_the_device_take_gradient_shard_and_gathers_along(ranks):
+    found = little_memory(ranks)
+    moved = [lines_of(found, index)["rest states"][-1] for index in range(len(found.schedule.groups))]
+    refused = [said.partition("on the device: not possible, ")[2] for said in moved if "on the device: not" in said]
+    assert len(moved) > 2 and any(group.shard_rests or group.alone for group in found.schedule.groups)
+    assert all("bytes" in why and "short" in why for why in refused), refused
 
 
 def test_a_group_is_named_by_its_number_or_by_a_parameter(in_little_memory):

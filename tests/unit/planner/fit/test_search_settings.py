@@ -95,6 +95,17 @@ def test_a_large_micro_batch_does_not_wait_because_a_small_one_is_slow(monkeypat
     assert [*map(size, found[1:])] == [1, 2]  # after the given setting
 
 
+def test_every_layout_keeps_what_no_setting_names():
+    """Options of the launch line that no setting names stay in it, so they hold for every setting."""
+    kept = ["--global-batch-size", "64", "--num-distributed-optimizer-instances", "2"]
+    kept += ["--microbatch-group-size-per-virtual-pipeline-stage", "4"]
+    layout = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+    space = ready(request([*SMALL, "--num-layers", "4", *kept, *layout], search_layout=True)).space
+    sizes = {one.parallel for one in space.settings()}
+    assert {each.pp for each in sizes} == {1, 2, 4} and {each.instances for each in sizes} == {2}
+    assert {each.microbatch_group_size for each in sizes if each.vp > 1} == {4}
+
+
 @pytest.mark.parametrize("of_their_own", [[], ["--expert-tensor-parallel-size", "1"]])
 def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
     words = [*SMALL, "--num-layers", "4", *EXPERTS, *of_their_own]
@@ -337,62 +348,3 @@ def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypat
     said = answer_of(found)
     assert fastest_without(found) is None and (said.answer, said.conclusion[:13]) == (HELPS, "helps to fit.")
     assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found)[2]
-
-
-def test_a_cost_table_alone_holds_for_the_settings_that_it_was_measured_with(tmp_path):
-    from megatron_ext.cost import cost_table
-    from megatron_ext.formats.errors import InputError
-
-    sheet = ready(request(SMALL, hardware="h200-one-gpu"))
-    given = sheet.space.given
-    table = sheet.costs.of(given, given.workload(Limits()))
-    cost_table.save(tmp_path / "t.json", table)
-    words = [*SMALL, "--data-parallel-size", "1"]
-    alone = request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),))
-    with pytest.raises(
-        InputError, match="--limit-device-bytes: is needed: a cost table does not have the memory of a device"
-    ):
-        ready(alone)
-    words += ["--limit-device-bytes", "2000000000"]
-    problem = ready(request(words, hardware=None, cost_tables=(str(tmp_path / "t.json"),), fixed=("zero-stage",)))
-    found = problem.search()
-    assert {one.setting.batch for one in found.tried} == {given.batch} and found.settings == 2
-    both = ready(request(SMALL, hardware="h200-one-gpu", cost_tables=(str(tmp_path / "t.json"),)))
-    (factors,) = both.costs.factors.values()
-    assert factors.forward == pytest.approx(1) and factors.curves["optimizer"] == pytest.approx(1)
-
-
-def test_tables_of_two_micro_batch_sizes_say_what_a_layer_takes_for_any(tmp_path):
-    """Layers that take a fixed time beside the sheet's: known at 1 and 4 samples, also at 2; at 8 as at 4."""
-    from msgspec.structs import replace
-
-    from megatron_ext.cost import cost_table
-    from megatron_ext.cost.scaled_table import Factors, scaled
-    from megatron_ext.formats.errors import InputError
-
-    words = [*SMALL, "--data-parallel-size", "1", "--limit-device-bytes", "2000000000"]
-    sheet = ready(request(words, hardware="h200-one-gpu"))
-    given, paths = sheet.space.given, [str(tmp_path / f"{size}.json") for size in (1, 4)]
-    sized = {size: given._replace(batch=given.batch._replace(micro_batch_size=size)) for size in (1, 2, 4, 8)}
-    work = given.workload(Limits())
-    estimated = {size: sheet.costs.of(setting, work) for size, setting in sized.items()}
-    for path, size in zip(paths, (1, 4)):
-        model = replace(estimated[size].metadata, model={"micro_batch_size": size})
-        made = scaled(estimated[size], Factors({}, 1 + 0.6 / size, 1 + 0.2 / size))
-        cost_table.save(path, replace(made, metadata=model))
-    corrected = ready(request(words, hardware="h200-one-gpu", cost_tables=tuple(paths))).costs
-    for size, seen in ((1, 1), (2, 2), (4, 4), (8, 4)):
-        row, known = corrected.of(sized[size], work).compute[0], estimated[size].compute[0]
-        assert row.forward_us == pytest.approx(known.forward_us * (1 + 0.6 / seen)), size
-        assert row.backward_us == pytest.approx(known.backward_us * (1 + 0.2 / seen)), size
-    asked = request(words, hardware=None, cost_tables=tuple(paths), fixed=("zero-stage",))
-    alone = ready(asked)
-    found = judge(asked, alone, alone.search())
-    assert {one.setting.batch.micro_batch_size for one in found.fit.tried} == {1, 4} and found.fit.settings == 4
-    assert "as given it is refused: no cost table was measured with its micro-batch size" in as_text(
-        found, answer_of(found)
-    )
-    path = paths[[1, 4].index(found.fit.winner.setting.batch.micro_batch_size)]
-    assert found.commands()[-1].startswith(f"megatron-ext plan --cost-table {path} ")
-    with pytest.raises(InputError, match="--cost-table = 4: two tables have this micro-batch size"):
-        ready(request(words, hardware="h200-one-gpu", cost_tables=(paths[1], paths[1])))
