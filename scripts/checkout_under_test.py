@@ -236,6 +236,8 @@ def write_cost_table(place: Path) -> None:
         publish=cost.Publish(cpu=line(10, 2e3)),
         compute=tuple(compute),
         p2p=line(20, 1e3),
+        reduce=line(50, 1e3),
+        optimizer=line(10, 1e4),
     )
     cost.save(place, cost.check(table))
 

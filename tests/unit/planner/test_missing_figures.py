@@ -1,7 +1,9 @@
 """A missing figure is never nothing: every part of a complete table is taken away in turn."""
 
 import pytest
+from checkout_under_test import write_cost_table
 from msgspec.structs import replace
+from planning_cases import make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost import hardware_sheet as sheets
@@ -11,7 +13,7 @@ from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.gain_interval import gain_interval
-from megatron_ext.planner.missing_figures import interval_of, refuse_missing
+from megatron_ext.planner.missing_figures import interval_of, missing_curves, refuse_missing
 from megatron_ext.planner.reroute import by_cpu_shard
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.user_defined_schedule import StateSlots, StepSlots
@@ -175,3 +177,10 @@ def test_the_refusal_names_the_curve_and_the_commands():
     text = str(caught.value)
     assert text.startswith("t.json: host_add") and "host_add, device_step" in text and "\n" not in text
     assert "measure --links host_add --optimizer-on-host" in text and "cost estimate --hardware NAME" in text
+
+
+def test_the_table_by_which_checkouts_are_tested_lacks_nothing(tmp_path):
+    """scripts/test_checkouts.sh plans by it."""
+    write_cost_table(tmp_path / "t.json")
+    work, table = make_workload(), cost.load(tmp_path / "t.json")
+    assert not missing_curves(work, table, plan(work, table, policy="random:7"))
