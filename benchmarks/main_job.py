@@ -48,7 +48,7 @@ def train(options: list[str], folder: Path, name: str, iterations: int, world: i
             [sys.executable, *training_command(options, iterations, folder / f"{name}.metrics.json", *more)],
             world,
             environment={"PYTHONPATH": str(ROOT / ".megatron"), "PYTHONWARNINGS": "ignore", **(env or {})},
-            stdout=log,
+            log=log,
         )
     if code != 0:
         raise RuntimeError(f"{name} ended with exit code {code}; see {folder / name}.log")
@@ -94,7 +94,7 @@ def timing(
         ratios_to(figures["stock"]["iteration_time_us"].of_slice, figures["scheduled"]["iteration_time_us"].of_slice)
     )
     return {
-        kind: {name: summarize(figure.values).as_json() for name, figure in mine.items()}
+        kind: {name: summarize(figure.values)._asdict() for name, figure in mine.items()}
         for kind, mine in figures.items()
     }, ratio
 

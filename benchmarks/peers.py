@@ -118,7 +118,7 @@ def row_of(name: str, microbatches: int, runs: list[dict]) -> dict:
         "title": SYSTEMS[name].title,
         "line": SYSTEMS[name].line,
         "microbatches": microbatches,
-        "iteration_us": summarize([us for one in runs for us in one["iteration_us"][skip:]]).as_json(),
+        "iteration_us": summarize([us for one in runs for us in one["iteration_us"][skip:]])._asdict(),
         "device_bytes": device_bytes,
         "host_bytes": host_bytes,
         "loss": runs[-1]["loss"],

@@ -135,7 +135,7 @@ def by_atheris(tried: Tried, examples: int, seconds: float) -> None:
 
     import megatron_ext
 
-    with atheris.instrument_imports(include=["megatron_ext"], enable_loader_override=False):
+    with atheris.instrument_imports(include=["megatron_ext"], enable_loader_override=False):  # pyright: ignore[reportAttributeAccessIssue]
         for module in pkgutil.walk_packages(megatron_ext.__path__, "megatron_ext."):
             if module.name.split(".")[1] in ROOMS:
                 importlib.import_module(module.name)

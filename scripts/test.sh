@@ -23,6 +23,7 @@ check() {
     ruff check || failed=1
     ruff format --check || failed=1
     pyright || failed=1
+    pyright -p benchmarks/pyrightconfig.json || failed=1
     # Not --quiet: --strict does not count warnings that are not printed, so a broken link would pass.
     mkdocs build --strict --site-dir "$said/site" || failed=1
     return $failed
