@@ -48,6 +48,12 @@ def simulated_clusters(result: dict) -> str:
     ranges = [
         f"zero stage {stage}, {title}: {min(found):.0%} to {max(found):.0%}" for (stage, title), found in gains.items()
     ]
+    by_rate: dict[float, list[float]] = {}
+    for point in result["picture"]:
+        by_rate.setdefault(point["network_gb_s"], []).append(point["gain"])
+    sizes = sorted({point["tokens"] for point in result["picture"]})
+    at_rates = ", ".join(f"{rate:g} GB/s {min(found):.0%} to {max(found):.0%}" for rate, found in by_rate.items())
+    ranges.append(f"zero stage 3, one micro-batch of {sizes[0]} to {sizes[-1]} tokens, two nodes joined by {at_rates}")
     return "**simulated** gain over the best plan that uses all-gathers alone: " + "; ".join(ranges)
 
 

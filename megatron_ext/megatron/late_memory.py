@@ -26,14 +26,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as upstream
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch.overrides import TorchFunctionMode
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import choose, is_chosen, sort_some
 from megatron_ext.megatron.late_model import make_states_only
+from megatron_ext.megatron.releases import host_optimizer_class
 from megatron_ext.runtime import lock_refused
 from megatron_ext.runtime.drive_tensors import DriveTensors
+
+HybridDeviceOptimizer = host_optimizer_class()
 
 LEFT_OUT = "left out"
 

@@ -25,17 +25,19 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron_ext.megatron.releases import host_optimizer_class
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.device import has_cuda
 from megatron_ext.runtime.group import FreedGroup, Residency
 from megatron_ext.runtime.param_reads import ParamReads
 from megatron_ext.runtime.parked import Parked
 from megatron_ext.schedule.user_defined_schedule import Schedule
+
+HybridDeviceOptimizer = host_optimizer_class()
 
 
 class LateModel:

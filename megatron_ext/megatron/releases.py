@@ -13,6 +13,7 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.11 | disable_forward_pre_hook takes param_sync | accepted | scheduled_bucket_group.py |
 | 0.11 | TransformerConfig knows options of experts, in several releases | has | gpt_model.py |
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
+| 0.12 | an optimizer steps in host memory | host_optimizer_class | late_model.py, late_memory.py, states_on_device.py |
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
 | 0.13 | tensor-parallel ranks add up late gradients by a function of another name | late_sum_of | late_sums.py |
@@ -54,6 +55,15 @@ def late_sum_of(module) -> str:
     """The name of the function of ``finalize_model_grads`` with which tensor-parallel ranks add up late gradients."""
     new = "_allreduce_non_tensor_model_parallel_grads"
     return new if has(module, new) else "_allreduce_layernorm_grads"
+
+
+def host_optimizer_class() -> Any:
+    """Megatron's class of optimizers that step in host memory; in older releases a class that has no instances."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+
+        return HybridDeviceOptimizer
+    return type("HybridDeviceOptimizer", (), {"dummy_step": None})
 
 
 def has_microbatch_groups(args) -> bool:

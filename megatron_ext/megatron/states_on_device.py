@@ -22,9 +22,11 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
 from megatron_ext.megatron.host_optimizers import choose, gradient_of, is_chosen, sort_some
+from megatron_ext.megatron.releases import host_optimizer_class
+
+HybridDeviceOptimizer = host_optimizer_class()
 
 ON_DEVICE = "on the device"
 
