@@ -58,12 +58,14 @@ def late_sum_of(module) -> str:
 
 
 def host_optimizer_class() -> Any:
-    """Megatron's class of optimizers that step in host memory; in older releases a class that has no instances."""
+    """Megatron's class of optimizers that step in host memory. In older releases a class that has no instances, with
+    the methods that we replace."""
     with contextlib.suppress(ModuleNotFoundError):
         from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
         return HybridDeviceOptimizer
-    return type("HybridDeviceOptimizer", (), {"dummy_step": None})
+    replaced = ("dummy_step", "_init_sub_optimizers", "_get_sub_optimizer_param_groups")
+    return type("HybridDeviceOptimizer", (), dict.fromkeys(replaced))
 
 
 def has_microbatch_groups(args) -> bool:

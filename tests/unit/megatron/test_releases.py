@@ -1,11 +1,12 @@
 """Differences between releases of Megatron are listed and asked for in one file."""
 
 import re
+import sys
 
 import pytest
 from places import ROOT
 
-from megatron_ext.megatron import releases
+from megatron_ext.megatron import late_memory, late_model, releases, states_on_device
 
 ROOM = ROOT / "megatron_ext" / "megatron"
 ROWS = [
@@ -66,3 +67,15 @@ def test_what_a_function_does_not_take_is_left_out():
     assert releases.accepted(function, known=1, unknown=2) == {"known": 1}
     assert releases.accepts(function, "more") and not releases.accepts(function, "unknown")
     assert releases.has(releases, "has", "accepts") and not releases.has(releases, "has", "nothing")
+
+
+def test_older_releases_have_no_optimizer_on_the_host(monkeypatch):
+    """Before core_v0.12. What every run does to the class is done to its stand-in."""
+    monkeypatch.setitem(sys.modules, "megatron.core.optimizer.cpu_offloading.hybrid_optimizer", None)
+    found = releases.host_optimizer_class()
+    for module in (late_memory, late_model, states_on_device):
+        monkeypatch.setattr(module, "HybridDeviceOptimizer", found)
+    late_memory.tell_what_is_not_locked()
+    states_on_device.keep_states_on_device([])
+    late_memory.make_gradients([], [])
+    assert found.not_locked is None and found.dummy_step is not None
