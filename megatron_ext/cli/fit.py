@@ -22,7 +22,7 @@ def fit_options(command):
             default="",
             metavar="NAMES",
             help="Settings that stay as given, separated by commas: zero-stage, optimizer-cpu-offload, recompute, "
-            "micro-batch-size, a parallel size, delayed-parameter-update; or all.",
+            "micro-batch-size, sequence-parallel, a parallel size, delayed-parameter-update; or all.",
         ),
         click.option("--search-layout", is_flag=True, help="Also search parallel sizes."),
         click.option("--allow-delayed-update", is_flag=True, help="Try delayed updates, which change training."),

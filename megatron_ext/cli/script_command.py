@@ -49,6 +49,11 @@ class ScriptCommand(click.Command):
             self._refuse_unknown(given[: len(given) - len(behind)])
         return rest
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Name the options that are read with the script's arguments."""
+        with formatter.section("Options of the plan, before or after -- (docs/planning.md)"):
+            formatter.write("".join(f"  {option}\n" for option in PLAN_OPTIONS))
+
     dashes_are_needed = True
     """Whether the script's arguments have to stand after ``--``."""
 

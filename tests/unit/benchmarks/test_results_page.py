@@ -98,6 +98,6 @@ def test_expectations_of_the_readme_are_those_of_the_simulated_clusters():
     simulated = results_page.ROWS["simulated_clusters"].figure(
         json_files.load(results_page.RESULTS / "simulated_clusters.json", dict)
     )
-    assert len(expected) == 5
+    assert len(expected) == 6
     percentages = {int(found) for found in re.findall(r"(\d+)%", simulated)}
     assert {int(found) for line in expected for found in re.findall(r"\d+", line)} <= percentages
