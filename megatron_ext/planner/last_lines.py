@@ -25,8 +25,8 @@ class Run(NamedTuple):
     refused: str = ""
 
     def text(self) -> str:
-        us = self.iteration_time_us
-        said = f"{us / 1e3:.{3 if us < 1e6 else 1}f} ms, {self.by}"
+        ms, digits = self.iteration_time_us / 1e3, 3 if self.iteration_time_us < 1e6 else 1
+        said = f"{ms:.{digits}f} ms, {self.by}"
         return f"{said} ({self.refused})" if self.refused else said
 
 
@@ -39,9 +39,10 @@ def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "
     """The fastest of ``runs`` followed by the others, the host memory that it takes, the changes to the launch script's
     options, and the verdict."""
     ordered = by_time(runs)
+    held = ordered[0].host_bytes
     return [
         f"fastest: {'; '.join(each.text() for each in ordered)}",
-        f"host memory: {'not known' if (held := ordered[0].host_bytes) is None else f'{held / GIB:.2f} GiB per node'}",
+        f"host memory: {'not known' if held is None else f'{held / GIB:.2f} GiB per node'}",
         f"add: {add or 'nothing'}",
         *([f"take out: {take_out}"] if take_out else []),
         f"verdict: {verdict}",

@@ -81,7 +81,8 @@ def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
         us, made = every.estimate(settings), every.made(settings)
         if us < inf and made is not None:
             own = made.blocks.groups
-            best[own] = min(best.get(own, (inf, settings)), (-1.0 if own == known.groups else us, settings))
+            us = -1.0 if own == known.groups else us  # the known grouping comes first
+            best[own] = min(best.get(own, (inf, settings)), (us, settings))
     ranked = sorted(best.values())[:GROUPINGS]
     return [made for _, settings in ranked if (made := every.made(settings)) is not None]
 

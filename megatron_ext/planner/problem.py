@@ -82,7 +82,7 @@ def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[
     try:
         return with_headroom(workload), routes
     except InputError:
-        from_host = tuple[Route, ...](route for route in routes if not kind_of(route).needs_device_shard)
+        from_host = tuple(route for route in routes if not kind_of(route).needs_device_shard)
         if workload.zero_stage < 3 or not can_rest_on_host(workload) or not (from_host or timing.offers(SHARD_GATHER)):
             raise
         return with_headroom(workload, "host"), from_host

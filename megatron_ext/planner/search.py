@@ -31,7 +31,7 @@ from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Pla
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.route import Route, kind_of
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 8
@@ -84,7 +84,7 @@ class Search:
         self.rough, self.steps = shortened(workload), number_of_steps(workload)
         self.cuts = list(cuttings(workload))
         self.divides: list[Divide | None] = [None]
-        links = tuple[Route, ...](route for route in routes if not kind_of(route).shard_from_host)
+        links = tuple(route for route in routes if not kind_of(route).shard_from_host)
         if len(links) > 1:
             self.divides.append(splitter(timing, links))
         limits = workload.limits

@@ -42,7 +42,7 @@ def way_of(choice: Choice) -> str:
         return sum(group.bytes for group in groups if wanted(group)) / whole
 
     host, own = (share(lambda group, place=place: group.gradients == place) for place in ("host", "sharded"))
-    words = [choice.setting.batch.recompute and "recompute" or "no recompute"]
+    words = ["recompute" if choice.setting.batch.recompute else "no recompute"]
     if host + own <= 0.1:
         words.append("whole gradients on the device")
     elif host >= own:

@@ -150,7 +150,7 @@ class Space(NamedTuple):
                 setting = Setting(
                     shape, parallel, batch, stage, replace(given.optimizer, on_host=on_host, delayed=delayed)
                 )
-                if delayed > on_host:
+                if delayed and not on_host:
                     continue
                 if stage == 3 and together and batch.recompute_num_layers > 1:  # megatron/recompute.py
                     continue
