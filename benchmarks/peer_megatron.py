@@ -43,7 +43,7 @@ def on_host(optimizer) -> Iterator[torch.Tensor]:
         if isinstance(group, FreedGroup) and group.on_host:
             yield group.shard
     if executor.pool is not None:
-        yield executor.pool.memory
+        yield from (block.memory for block in executor.pool.blocks)
     if executor.reducer is not None:
         yield from (executor.reducer.gradients[index].shard for index in executor.reducer.on_host)
 
