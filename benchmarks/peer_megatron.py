@@ -18,6 +18,8 @@ import torch.distributed as dist
 from peer_census import Census
 
 from megatron_ext.megatron import hooks
+from megatron_ext.runtime.executor import Executor
+from megatron_ext.runtime.gradients import Reducer
 from megatron_ext.runtime.group import FreedGroup
 
 
@@ -36,7 +38,7 @@ def offloaded(optimizer) -> Iterator[torch.Tensor]:
 def on_host(optimizer) -> Iterator[torch.Tensor]:
     """What a run by a schedule keeps in host memory besides."""
     yield from offloaded(optimizer)
-    executor = getattr(hooks.active(), "executor", None)
+    executor: Executor | None = getattr(hooks.active(), "executor", None)
     if executor is None:
         return
     for group in executor.groups.values():
@@ -44,8 +46,9 @@ def on_host(optimizer) -> Iterator[torch.Tensor]:
             yield group.shard
     if executor.pool is not None:
         yield from (block.memory for block in executor.pool.blocks)
-    if executor.reducer is not None:
-        yield from (executor.reducer.gradients[index].shard for index in executor.reducer.on_host)
+    reducer = executor.part(Reducer)
+    if reducer is not None:
+        yield from (reducer.gradients[index].shard for index in reducer.on_host)
 
 
 def main() -> None:

@@ -158,7 +158,7 @@ def show(result: dict) -> None:
         )
     console.print(table)
     for name, why in result["failed"].items():
-        console.print(f"{name} did not run: {why}")
+        console.print(f"{name} did not run: {why}", markup=False)
 
 
 def main() -> int:
