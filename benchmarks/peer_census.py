@@ -90,9 +90,8 @@ class Census:
         if not self.counting or threading.get_ident() != self._thread:
             return
         old = (tensor for tensor in (known() for known in self._old) if tensor is not None)
-        with torch._C.DisableTorchFunctionSubclass():  # or a parameter that is read between iterations is gathered
-            held = _storages((*old, *_tensors(gc.get_objects())))
-            host = _storages(self._on_host())
+        held = _storages((*old, *_tensors(gc.get_objects())))
+        host = _storages(self._on_host())
         host_bytes = sum(host.values())
         blocks = sorted((begin, begin + size) for begin, size in host.items())
         device_bytes = sum(size for begin, size in held.items() if not _inside(begin, blocks))
