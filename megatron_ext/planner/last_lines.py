@@ -56,13 +56,8 @@ def training_by(path: object, schedule: Schedule, drive: object = None) -> str:
     return f"--user-defined-schedule {quote(str(path))}{at}"
 
 
-def is_short(held_bytes: int, limit_bytes: int | None) -> bool:
-    """Whether ``held_bytes`` exceed a limit. None is no limit."""
-    return limit_bytes is not None and held_bytes > limit_bytes
-
-
 def short_of(held_bytes: int, limit_bytes: int | None, where: str = "a device") -> str:
     """A text that says that ``held_bytes`` exceed a limit; empty if they do not."""
-    if limit_bytes is None or not is_short(held_bytes, limit_bytes):
+    if limit_bytes is None or held_bytes <= limit_bytes:
         return ""
     return f"does not fit: {held_bytes / GIB:.2f} GiB on {where}, of {limit_bytes / GIB:.2f}"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock
 from megatron_ext.planner.fit.found import Found
 from megatron_ext.planner.fit.setting import Setting, as_words
-from megatron_ext.planner.last_lines import Run, is_short, last_lines, training_by
+from megatron_ext.planner.last_lines import Run, last_lines, short_of, training_by
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.verdict import HELPS, HELPS_NOT, LEAST_GAIN, Verdict, verdict
 
@@ -48,7 +48,7 @@ def fastest_without(found: Found) -> Without | None:
 
     def fits(setting: Setting, stock: Stock) -> bool:
         room = problem.room(setting, setting.workload(problem.limits))
-        return not (is_short(stock.device_bytes, room) or is_short(stock.host_bytes, problem.limits.host_bytes))
+        return not (short_of(stock.device_bytes, room) or short_of(stock.host_bytes, problem.limits.host_bytes))
 
     near = [each for each in found.stock if fits(*each)]
     best = min([*found.fit.stock, *near], key=lambda each: each[1].us, default=None)

@@ -39,7 +39,7 @@ from megatron_ext.planner.fit.estimate_setting import (
 )
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import Space
-from megatron_ext.planner.last_lines import is_short
+from megatron_ext.planner.last_lines import short_of
 from megatron_ext.planner.policies import plan
 from megatron_ext.planner.quick_plan import FewRounds, Plan, Times
 from megatron_ext.planner.without_plan import stock_bytes
@@ -317,7 +317,7 @@ class Search:
                 break
             rounds = FewRounds(one.workload)
             held = stock_bytes(rounds.parts[-1][0])
-            if not any(map(is_short, held, (one.room_bytes, self.limits.host_bytes))):
+            if not any(map(short_of, held, (one.room_bytes, self.limits.host_bytes))):
                 self.effort -= ON_STOCK * one.effort
                 stock = stock_of(rounds, rounds.timings(one.table), held)
                 found.append((one.setting, stock))
