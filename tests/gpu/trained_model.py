@@ -17,6 +17,7 @@ import pretrain_gpt_hybrid as example
 import torch
 import torch.distributed as dist
 from case_table import ZeroStage
+from megatron.core import parallel_state
 from model_and_optimizer import build_model_and_optimizer
 
 from megatron_ext.formats.errors import InputError
@@ -174,7 +175,7 @@ def train_otherwise(args, model, at_micro_batch, backward, step=lambda: None) ->
 
 def batches(args, iteration: int) -> Iterator[torch.Tensor]:
     """Tokens of this rank's micro-batches, int64, (micro-batch size, sequence + 1), drawn on the device."""
-    replica = dist.get_rank() % args.data_parallel_size
+    replica = parallel_state.get_data_parallel_rank()
     device = "cuda" if has_cuda() else "cpu"  # drawn there: a copy of pageable memory waits for all that is queued
     generator = torch.Generator(device).manual_seed(1000 * iteration + replica)
     size = args.micro_batch_size, args.seq_length + 1
