@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.runtime import host_threads
@@ -94,7 +94,11 @@ def megatron() -> Finding:
         return not_tried(name, "there is none here", "give --checkout DIR, the root of a Megatron tree")
     from megatron_ext.megatron import refusals
 
-    root = refusals.megatron_root()
+    try:
+        root = refusals.megatron_root()
+    except Exception as error:  # any kind: packages that it imports may need another release, or a library
+        why = one_line(f"{type(error).__name__}: {error}", 300)
+        return failed(name, f"cannot be imported: {why}", "install what it needs, or another release of it")
     found = f"{importlib.import_module('megatron.core').__version__} in {root}"
     try:
         refusals.require_hooks(root)
