@@ -25,7 +25,7 @@ from megatron_ext.megatron import gpt_arguments, gpt_model, hooks
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.workload import Limits, Workload, make_workload
@@ -193,6 +193,7 @@ def free_caches() -> None:
     gc.collect()
     if has_cuda():
         torch.cuda.synchronize()
+        device_of(torch.empty(0, device="cuda")).close()  # unlocks blocks that no tensor uses, see page_locked.py
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         free_host = getattr(torch._C, "_host_emptyCache", None)
