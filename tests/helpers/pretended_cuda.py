@@ -19,8 +19,9 @@ from types import ModuleType, SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.cuda import nccl
+from torch.overrides import TorchFunctionMode
 
-from megatron_ext.cpubench import cuda_stand_in, ordered_collectives
+from megatron_ext.cpubench import ordered_collectives
 
 DEVICE = torch.device("cuda", 0)
 GIB = 1 << 30
@@ -117,6 +118,14 @@ def _import_driver() -> None:
     sys.modules.update({"cuda": package, "cuda.bindings": bindings, "cuda.bindings.driver": bindings.driver})
 
 
+class _Mode(TorchFunctionMode):
+    """Tensors that are made on the device lie in the CPU's memory."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        place = {"device": "cpu"} if (kwargs or {}).get("device") in (DEVICE, "cuda") else {}
+        return func(*args, **(kwargs or {}) | place)
+
+
 def _over_gloo(function):
     def run(*args, backend=None, **kwargs):
         args = ["gloo" if isinstance(arg, str) else arg for arg in args]
@@ -127,26 +136,20 @@ def _over_gloo(function):
 
 def install() -> None:
     """Pretend that there is a device, until the process ends."""
-    cuda_stand_in.install()
-    replace_device = cuda_stand_in._OnCpu.__torch_function__
-
-    def keep_devices(self, function, types, args=(), kwargs=None):
-        if function is torch.device:  # the device of a rank is a CUDA device; tensors are made elsewhere
-            return function(*args, **(kwargs or {}))
-        return replace_device(self, function, types, args, kwargs)
-
-    cuda_stand_in._OnCpu.__torch_function__ = keep_devices
+    _Mode().__enter__()
     run = threading.Thread.run
 
-    def run_on_cpu(self):
-        with cuda_stand_in._OnCpu():  # each thread has its own modes
+    def run_in_mode(self):
+        with _Mode():  # each thread has its own modes
             run(self)
 
-    threading.Thread.run = run_on_cpu
+    threading.Thread.run = run_in_mode
     properties = dict(total_memory=64 * GIB, uuid="GPU-1", pci_domain_id=0, pci_bus_id=1, pci_device_id=0)
     answers = dict(
         is_available=lambda: True,
         device_count=lambda: 1,
+        set_device=lambda device: None,
+        synchronize=lambda device=None: None,
         Event=Event,
         Stream=Stream,
         stream=on,
