@@ -69,8 +69,7 @@ CHECKS: dict[str, Callable[["_Checks"], list[Finding]]] = {
 }
 """Checks by title, in the order in which they are made."""
 
-LONGER = dict.fromkeys((case.check for case in training_check.CASES if case.all_on_host), 3.0)
-LONGER |= {training_check.MEGATRON: 3.0}
+LONGER = dict.fromkeys((training_check.MEGATRON, *(c.check for c in training_check.CASES if c.all_on_host)), 3.0)
 """How many times as long as other checks these may take: they import Megatron and Transformer Engine, or train a large
 model three times."""
 

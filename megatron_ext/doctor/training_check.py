@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.runtime import host_threads
@@ -86,21 +86,21 @@ def _training() -> ModuleType:
 @functools.cache
 def megatron() -> Finding:
     """Which Megatron this process imports, and whether our lines are in it."""
-    from megatron_ext.megatron import cpu_compat
+    from megatron_ext.megatron import cpu_compat, refusals
 
-    name = MEGATRON
     cpu_compat.install()
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        return not_tried(name, "there is none here", "give --checkout DIR, the root of a Megatron tree")
-    from megatron_ext.megatron import refusals
-
-    root = refusals.megatron_root()
+        return not_tried(MEGATRON, "there is none here", "give --checkout DIR, the root of a Megatron tree")
+    try:
+        root = refusals.megatron_root()
+    except Exception as error:  # of any kind: a package that it imports may be missing, or not fit this machine
+        return failed(MEGATRON, f"cannot be imported: {one_line(repr(error), 300)}", "install what it needs")
     found = f"{importlib.import_module('megatron.core').__version__} in {root}"
     try:
         refusals.require_hooks(root)
     except InputError as error:
-        return not_tried(name, f"{found}: {error.message}", f"megatron-ext patch apply {root}")
-    return passed(name, f"{found}, patched")
+        return not_tried(MEGATRON, f"{found}: {error.message}", f"megatron-ext patch apply {root}")
+    return passed(MEGATRON, f"{found}, patched")
 
 
 def schedule_of(workload: Workload, route: Route) -> Schedule:

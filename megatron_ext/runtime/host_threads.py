@@ -33,7 +33,7 @@ def processors(ranks: int = 1, of_node: int = 1) -> int:
     less. ``ranks`` of the node's ``of_node`` ranks run on these cores, and all ``of_node`` share the quota."""
     own, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     given = cgroups.processors(every)
-    return own if given == every else min(own, given * ranks // of_node)
+    return own if given == every else min(own, max(given * ranks // of_node, 1))
 
 
 def share() -> int:

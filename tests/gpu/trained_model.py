@@ -17,6 +17,7 @@ import pretrain_gpt_hybrid as example
 import torch
 import torch.distributed as dist
 from case_table import ZeroStage
+from megatron.core import parallel_state
 from model_and_optimizer import build_model_and_optimizer
 
 from megatron_ext.formats.errors import InputError
@@ -24,7 +25,7 @@ from megatron_ext.megatron import gpt_arguments, gpt_model, hooks
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.lifecycle import STOCK_GATHER
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.workload import Limits, Workload, make_workload
@@ -174,7 +175,7 @@ def train_otherwise(args, model, at_micro_batch, backward, step=lambda: None) ->
 
 def batches(args, iteration: int) -> Iterator[torch.Tensor]:
     """Tokens of this rank's micro-batches, int64, (micro-batch size, sequence + 1), drawn on the device."""
-    replica = dist.get_rank() % args.data_parallel_size
+    replica = parallel_state.get_data_parallel_rank()
     device = "cuda" if has_cuda() else "cpu"  # drawn there: a copy of pageable memory waits for all that is queued
     generator = torch.Generator(device).manual_seed(1000 * iteration + replica)
     size = args.micro_batch_size, args.seq_length + 1
@@ -192,6 +193,7 @@ def free_caches() -> None:
     gc.collect()
     if has_cuda():
         torch.cuda.synchronize()
+        device_of(torch.empty(0, device="cuda")).close()  # unlocks blocks that no tensor uses, see page_locked.py
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         free_host = getattr(torch._C, "_host_emptyCache", None)

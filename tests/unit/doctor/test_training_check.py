@@ -4,6 +4,7 @@ import pytest
 from msgspec.structs import replace
 from planning_cases import make_workload
 
+from megatron_ext.doctor import training_check
 from megatron_ext.doctor.training_check import (
     CASES,
     SLOTS,
@@ -13,6 +14,7 @@ from megatron_ext.doctor.training_check import (
     with_all_on_host,
     with_states_spread,
 )
+from megatron_ext.megatron import cpu_compat, refusals
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
@@ -38,6 +40,20 @@ def test_every_case_goes_by_its_route(case):
 
 
 CASE = Case("cpu", 3)
+
+
+def test_a_megatron_that_cannot_be_imported_is_a_finding_of_its_own(monkeypatch):
+    """The other checks are made, and no training tries to import it again."""
+
+    def root():
+        raise ModuleNotFoundError("No module named 'triton'")
+
+    monkeypatch.setattr(cpu_compat, "install", lambda: False)
+    monkeypatch.setattr(refusals, "megatron_root", root)
+    training_check.megatron.cache_clear()
+    found = training_check.ready()
+    training_check.megatron.cache_clear()
+    assert found.status == "fail" and "ModuleNotFoundError(\"No module named 'triton'\")" in found.found
 
 
 def test_equal_runs_pass():

@@ -132,6 +132,7 @@ def test_ranks_of_a_node_share_the_processor_time_of_their_container(machine, mo
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     assert host_threads.of_rank(2, 8) == 1 and host_threads.of_rank(2, 2) == 4
     assert host_threads.use(4, 24)[0].startswith("4 ranks share 2 processors")
+    assert host_threads.use(2, 32)[0].startswith("2 ranks share 1 processors")  # less than one is theirs
 
 
 def test_threads_that_make_pages_know_the_launchers_ranks(machine, monkeypatch):
