@@ -24,8 +24,8 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.gather_search import GatherSearch, GridPoint, Grouping
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
@@ -104,9 +104,9 @@ def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) ->
 
 def _groupings(problem: Problem) -> list[Grouping]:
     """Every way to cut and divide the blocks that fits the workload's limits."""
-    every = Search(problem)
+    every = GatherSearch(problem)
     made = (
-        every.made(Settings(cut, divide, len(every.horizons) - 1, 0))
+        every.made(GridPoint(cut, divide, len(every.horizons) - 1, 0))
         for divide, cut in product(range(len(every.divides)), range(len(every.cuts)))
     )
     return [one for one in made if one is not None]
@@ -135,7 +135,7 @@ def solve_groups(
     workload: Workload, timing: Timing, given: Grouping, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
     """The optimum for these groups: a schedule (None if the known schedule is no worse) and a lower bound."""
-    model = _Model(workload, timing, given, known_us)
+    model = _ScheduleModel(workload, timing, given, known_us)
     if known.groups == given.blocks.groups:
         model.start_from(known)
     solver = cp_model.CpSolver()
@@ -151,7 +151,7 @@ def solve_groups(
     return model.schedule(solver), bound
 
 
-class _Model:
+class _ScheduleModel:
     """Variables of one CP-SAT model; times are whole units of ``unit`` microseconds."""
 
     def __init__(self, workload: Workload, timing: Timing, given: Grouping, known_us: float):

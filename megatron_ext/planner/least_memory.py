@@ -85,7 +85,7 @@ class Way(NamedTuple):
     cost_us: float
 
 
-class Moment(NamedTuple):
+class LayerMoment(NamedTuple):
     """One layer computing. ``before``: chunks whose backwards ran before, the most recent first, each chunk once."""
 
     chunk: int
@@ -103,7 +103,7 @@ def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
             is missing. Or no plan was found that fits into a node's host memory; the message has what the plan that
             takes the least holds there.
     """
-    models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
+    models = [_ResidencyModel(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
     if found := next(filter(None, (model.plan() for model in models)), None):
         return found
     workload = problem.workload
@@ -118,7 +118,7 @@ def _parameters(chunk: Chunk) -> list[list[Parameter]]:
     return [part for bucket in layer_buckets(chunk) for part in by_parameter(bucket)]
 
 
-def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> InputError:
+def _refusal(workload: Workload, models: Sequence[_ResidencyModel], advice: str) -> InputError:
     limit = workload.limits.device_bytes
     assert limit is not None
     found = [(need, schedule) for need, schedule in (model.least for model in models) if schedule]
@@ -149,7 +149,7 @@ def _fullest(schedule: Schedule, workload: Workload) -> tuple[int, RankMemory]:
     return max(bills, key=lambda item: item[1].device_total_bytes)
 
 
-class _Model:
+class _ResidencyModel:
     """All groups of a workload, cut by one rule, and the ways to keep each group.
 
     Args:
@@ -229,7 +229,7 @@ class _Model:
         """Bytes of parameters that are whole during the whole iteration."""
         return 0 if self.workload.zero_stage == 3 else sum(one.group.bytes for one in self.ranks[rank][2])
 
-    def _here(self, rank: int, moment: Moment) -> list[tuple[int, OffloadCosts]]:
+    def _here(self, rank: int, moment: LayerMoment) -> list[tuple[int, OffloadCosts]]:
         """The groups that the layer of ``moment`` uses, with their indices."""
         _, indices, weighed = self.ranks[rank]
         here = ((i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk)
@@ -313,20 +313,20 @@ class _Model:
                 around = self._sum(chosen, here, "around")
                 yield resting + size + around + self._on_its_way(model, chosen, rank, moment, known)
 
-    def _moments(self, rank: int) -> dict[Moment, int]:
+    def _moments(self, rank: int) -> dict[LayerMoment, int]:
         """Every layer of every step (equal ones once), and the most bytes of whole parameters and activations at that
         layer."""
-        found: dict[Moment, int] = {}
+        found: dict[LayerMoment, int] = {}
         before: tuple[int, ...] = ()
         for chunk, backward, saved in activations(self.workload, rank):
             for layer, size in enumerate(saved):
-                moment = Moment(chunk, backward, layer, before)
+                moment = LayerMoment(chunk, backward, layer, before)
                 found[moment] = max(found.get(moment, 0), size)
             before = (chunk, *(other for other in before if other != chunk)) if backward else before
         used = lambda moment: self._whole(rank) or sum(one.group.bytes for _, one in self._here(rank, moment))
         return {moment: size + used(moment) for moment, size in found.items()}
 
-    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment, known: dict[tuple, tuple]):
+    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: LayerMoment, known: dict[tuple, tuple]):
         """The gradient that was reduced last, if no other has been allocated since then: whole gradients are allocated
         one at a time. ``known`` holds the variables that moments share, because most of their past is the same."""
         latest, most, sizes = 0, 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
@@ -342,7 +342,7 @@ class _Model:
             latest, most = known.get(key, (latest, most))
         return latest
 
-    def _events(self, rank: int, moment: Moment) -> Iterator[tuple[int, bool]]:
+    def _events(self, rank: int, moment: LayerMoment) -> Iterator[tuple[int, bool]]:
         """Events of gradients that come and go, before a moment, the latest first: the group, and whether its gradient
         was reduced (or else allocated)."""
         _, indices, weighed = self.ranks[rank]

@@ -13,6 +13,7 @@ from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked, number_of_steps
 from megatron_ext.planner.finish import finished, rest_states, those_that_can
+from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.in_processes import in_processes
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
@@ -20,15 +21,14 @@ from megatron_ext.planner.problem import Problem, problem_of
 from megatron_ext.planner.quick_plan import PLACED, FewRounds, quick_schedules
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import with_host_shards
-from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.planner.within_memory import check_limits, gathers_within_memory, plan_within_memory
+from megatron_ext.planner.within_memory import check_schedule_fits, gathers_within_memory, plan_within_memory
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run, with_prediction
-from megatron_ext.simulator.timing import require
+from megatron_ext.simulator.simulation import simulate, with_prediction
+from megatron_ext.simulator.timing import require_route
 from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE, kind_of
 from megatron_ext.workload.workload import Workload
 
@@ -40,7 +40,7 @@ PROVEN = 1e-4
 """The largest gap to a bound that counts as no gap. It comes from CP-SAT's units of time."""
 
 
-class Found(NamedTuple):
+class FoundSchedules(NamedTuple):
     """Schedules in which groups are cut and kept and gathers are placed: those that are worth finishing, the fastest
     first. ``baselines_us``: iteration times of other policies by name."""
 
@@ -86,7 +86,7 @@ def planned(
     candidate = chosen.finish(problem, those_that_can(given, partial(_within_device_bytes, problem)))
     schedule = candidate.schedule
     _check_own_work(schedule, workload)
-    result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
+    result = simulate(workload, problem.timing, schedule, bound_us=problem.bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
     options = _options_of_run(schedule, table)
     metadata = replace(
@@ -96,7 +96,7 @@ def planned(
     return candidate._replace(schedule=schedule, us=result.iteration_time_us)
 
 
-def _compared(schedule: Schedule, found: Found, fixed: str) -> str:
+def _compared(schedule: Schedule, found: FoundSchedules, fixed: str) -> str:
     """A text that names the policies that the groups and gathers of a plan were compared with, and their times."""
     times = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in found.baselines_us.items())
     rule = schedule.metadata.options.rule
@@ -122,7 +122,7 @@ def _seed(policy: str) -> int:
     return int(text)
 
 
-def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
+def _hybrid(problem: Problem, _: str = "hybrid") -> FoundSchedules:
     """The plan that is fastest by simulation, of everything that can be planned. No baseline or quick plan that
     relieves as much memory is faster (``RELIEF_WEIGHT``).
 
@@ -161,7 +161,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     for name, each in schedules.items():
         options = PlanOptions(rule=name if name in BASELINES else None, search_failed=failed)
         schedules[name] = replace(each, metadata=replace(each.metadata, options=options))
-    return Found(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
+    return FoundSchedules(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
 
 
 def _simulated(problem: Problem) -> int:
@@ -180,7 +180,7 @@ def _quick(problem: Problem) -> dict[str, Schedule]:
     with contextlib.suppress(InputError):  # no quick plan fits
         for name, made in quick_schedules(rounds, [problem.timing]):
             with contextlib.suppress(InputError):
-                check_limits(made[0], problem.workload) if problem.offloads else validate(made[0])
+                check_schedule_fits(made[0], problem.workload) if problem.offloads else validate(made[0])
                 found[name] = made[0]
     return found
 
@@ -203,7 +203,7 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     return found
 
 
-def _exact(problem: Problem, _: str) -> Found:
+def _exact(problem: Problem, _: str) -> FoundSchedules:
     """The schedule of the exact solver, and the iteration times of the baselines."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
@@ -212,23 +212,23 @@ def _exact(problem: Problem, _: str) -> Found:
     return found._replace(schedules=(exact_schedule(problem, found.schedules[0], known_us),))
 
 
-def _gathers_only(problem: Problem, policy: str) -> Found:
+def _gathers_only(problem: Problem, policy: str) -> FoundSchedules:
     if problem.offloads:
         schedule = _searched(problem, only_gathers=True)
-        return Found((schedule,), {policy: judged_us(problem.workload, problem.timing, schedule)})
+        return FoundSchedules((schedule,), {policy: judged_us(problem.workload, problem.timing, schedule)})
     best = best_of_gathers(problem.workload, problem.timing)
-    return Found((best[1],)) if best else _by_rule(problem, policy)
+    return FoundSchedules((best[1],)) if best else _by_rule(problem, policy)
 
 
-def _random(problem: Problem, policy: str) -> Found:
-    return Found((random_schedule(problem.workload, problem.routes, _seed(policy)),))
+def _random(problem: Problem, policy: str) -> FoundSchedules:
+    return FoundSchedules((random_schedule(problem.workload, problem.routes, _seed(policy)),))
 
 
-def _by_rule(problem: Problem, policy: str) -> Found:
+def _by_rule(problem: Problem, policy: str) -> FoundSchedules:
     needs, make = BASELINES[policy]
     for route in sorted(needs):
-        require(problem.timing, route)
-    return Found((_that_fits(make(problem.workload, problem.timing), policy),))
+        require_route(problem.timing, route)
+    return FoundSchedules((_that_fits(make(problem.workload, problem.timing), policy),))
 
 
 def _that_fits(schedule: Schedule, policy: str) -> Schedule:
@@ -305,7 +305,7 @@ class Policy(NamedTuple):
     """
 
     fixes: str
-    find: Callable[[Problem, str], Found]
+    find: Callable[[Problem, str], FoundSchedules]
     finish: Callable[[Problem, Sequence[Candidate]], Candidate] = lambda _, given: rest_as_must(given[0])
     offloads: bool = False
 

@@ -98,7 +98,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2): each rank waits for all of its buckets
     before its first step.
 
-    For :func:`megatron_ext.simulator.simulation.run` only. Megatron trains by this rule without a schedule, and a
+    For :func:`megatron_ext.simulator.simulation.simulate` only. Megatron trains by this rule without a schedule, and a
     schedule file must not have ``need_by`` -1 at the start.
     """
     assert workload.zero_stage < 3, "stock Megatron has no zero stage 3"

@@ -366,7 +366,7 @@ class Timing:
         return total
 
 
-def require(timing: Timing, route: str) -> None:
+def require_route(timing: Timing, route: str) -> None:
     """Raise InputError if the table does not offer ``route``."""
     if not timing.offers(route):
         raise InputError("has no points, so the route is not offered", field=f"routes.{route}")

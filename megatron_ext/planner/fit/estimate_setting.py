@@ -19,7 +19,7 @@ from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve
-from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, fastest, quick_schedules, relieved_schedules
+from megatron_ext.planner.quick_plan import FewRounds, TimedPlan, Times, fastest, quick_schedules, relieved_schedules
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import fullest_steps
@@ -199,7 +199,7 @@ def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | N
     return Stock(*(held or stock_bytes(rounds.parts[-1][0])), times)
 
 
-def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
+def _placed(rounds: FewRounds, timings: list[Timing], plan: TimedPlan) -> TimedPlan:
     """The plan with optimizer states where :func:`finished` puts them for the part with the most micro-batches. They
     rest at the same places in all parts."""
     last = finished(Candidate(rounds.parts[-1][0], timings[-1], plan.schedules[-1])).schedule
@@ -210,7 +210,7 @@ def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
     return plan._replace(schedules=made, times=rounds.times(timings, made))
 
 
-def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, planned: bool = False) -> Choice:
+def choice_of(setting: Setting, rounds: FewRounds, plan: TimedPlan, bound: float, *, planned: bool = False) -> Choice:
     """A choice from a plan.
 
     Raises:

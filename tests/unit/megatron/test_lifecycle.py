@@ -137,7 +137,9 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
     monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     laid_out = []
-    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    monkeypatch.setattr(
+        building_run.buckets, "lay_out_buckets", lambda ddp, groups, **options: laid_out.append(ddp) or {}
+    )
     monkeypatch.setattr(building_run, "replace_pre_hooks", lambda ddp, unshard_all: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     monkeypatch.setattr(agreement, "gather_objects", lambda value: [value])
@@ -164,7 +166,9 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
         monkeypatch.setattr(building_run.refusals, refusal, lambda config: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     laid_out, told = [], []
-    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    monkeypatch.setattr(
+        building_run.buckets, "lay_out_buckets", lambda ddp, groups, **options: laid_out.append(ddp) or {}
+    )
     user_defined_schedule.save(tmp_path / "schedule.json", schedule)
 
     def built(available: int, error: str | None) -> None:

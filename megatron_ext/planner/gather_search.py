@@ -27,7 +27,7 @@ from megatron_ext.planner.effort import (
 )
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits
-from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
+from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Placement
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -52,7 +52,7 @@ Offload = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
 is short."""
 
 
-class Settings(NamedTuple):
+class GridPoint(NamedTuple):
     """One point of the grid that is searched: indices into the ways to cut chunks, the ways to divide blocks between
     links, the horizons, the sets of routes, and the orders of assigning host copies."""
 
@@ -70,7 +70,7 @@ class Grouping(NamedTuple):
     choices: Choices
 
 
-class Search:
+class GatherSearch:
     """All settings of a workload. Estimates each setting once, simulates some of them, and keeps the best schedule.
 
     Args:
@@ -98,7 +98,7 @@ class Search:
         self.hosts = range(orders if limited and copied else 1)
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
         self.effort, self.tried = self.full_effort, 0
-        self.estimates: dict[Settings, float] = {}
+        self.estimates: dict[GridPoint, float] = {}
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
@@ -112,12 +112,12 @@ class Search:
         """The number of settings along each axis."""
         return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
 
-    def made(self, settings: Settings) -> Grouping | None:
+    def made(self, settings: GridPoint) -> Grouping | None:
         """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
         made = self._grouped(settings._replace(horizon=0))[0]
         return made and made._replace(choices=made.choices._replace(horizon_us=self.horizons[settings.horizon]))
 
-    def _group(self, settings: Settings) -> tuple[Grouping | None, list[tuple[float, float, float]]]:
+    def _group(self, settings: GridPoint) -> tuple[Grouping | None, list[tuple[float, float, float]]]:
         """What :meth:`made` returns, but for the horizon; and what is known of settings that give the placement pass
         the same groups with the same routes: two horizons, and the estimated end with any horizon between them."""
         blocks, made = self._blocks(settings.cut, settings.divide), None
@@ -133,11 +133,11 @@ class Search:
         groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
         return None if groups is None else self._equal.setdefault(kept := blocks._replace(groups=groups), kept)
 
-    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Plan:
+    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Placement:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
         return self._placer(given.blocks, workload is self.rough).place(given.choices, most_us)
 
-    def estimate(self, settings: Settings, most_us: float = inf) -> float:
+    def estimate(self, settings: GridPoint, most_us: float = inf) -> float:
         """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload;
         infinite if it is after ``most_us``."""
         if settings not in self.estimates:
@@ -161,7 +161,7 @@ class Search:
     def descend(self) -> None:
         """Start from every way to cut with every division, the best first. Look for better settings one axis at a time,
         until nothing changes. End if :data:`FRUITLESS` starts have found nothing better, or if the effort is spent."""
-        starts = [Settings(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
+        starts = [GridPoint(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
         for start in starts:
             self.estimate(start)
         lowest_us, fruitless = inf, 0
@@ -173,7 +173,7 @@ class Search:
                     for value in self._values(axis, best):
                         if self.effort <= 0:
                             return
-                        other = best._replace(**{Settings._fields[axis]: value})
+                        other = best._replace(**{GridPoint._fields[axis]: value})
                         if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
                             best, changed = other, True
             if self.estimates[best] < lowest_us * (1 - 1e-9):
@@ -184,7 +184,7 @@ class Search:
             if fruitless == FRUITLESS:
                 return
 
-    def _values(self, axis: int, settings: Settings) -> Sequence[int]:
+    def _values(self, axis: int, settings: GridPoint) -> Sequence[int]:
         """Indices to try along one axis: all of them, but of the many horizons only nearby ones and the last one."""
         size = self.sizes[axis]
         if axis != 2:
@@ -230,7 +230,7 @@ class Search:
             given = best
 
 
-def _other_routes(choices: Choices, plan: Plan) -> Iterator[Choices]:
+def _other_routes(choices: Choices, plan: Placement) -> Iterator[Choices]:
     """Choices that send one of the gathers of ``plan`` by another route. ``choices`` are those that led to ``plan``."""
     for pp_rank, mine in enumerate(plan.placed):
         for number, item in enumerate(mine):
@@ -252,12 +252,12 @@ def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Groupin
 
 
 def search(problem: Problem, **how) -> tuple[Schedule, float]:
-    """The best schedule found, and its simulated iteration time. Arguments: see :class:`Search`.
+    """The best schedule found, and its simulated iteration time. Arguments: see :class:`GatherSearch`.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(problem, **how)
+    state = GatherSearch(problem, **how)
     state.descend()
     if all(us == inf for us in state.estimates.values()):
         raise state.refused or InputError(
@@ -279,10 +279,10 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     return state.best, state.best_us
 
 
-def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
+def _to_judge(estimates: dict[GridPoint, float]) -> list[GridPoint]:
     """The best settings by estimate, taken in turn from each set of routes, because an estimate models contention less
     well than the simulator. Of settings with the same estimate, cut, division and host copies only one is kept."""
-    by_routes: dict[int, dict[tuple, Settings]] = {}
+    by_routes: dict[int, dict[tuple, GridPoint]] = {}
     for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
         key = us, settings.cut, settings.divide, settings.hosts
         by_routes.setdefault(settings.routes, {}).setdefault(key, settings)
