@@ -77,14 +77,15 @@ def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
     best: dict[tuple, tuple[float, GridPoint]] = {}
     cuts, divides, horizons, _, hosts = map(range, every.sizes)
     for cut, divide, horizon, order in product(cuts, divides, horizons, hosts):
-        settings = GridPoint(cut, divide, horizon, 0, order)
-        us, made = every.estimate(settings), every.made(settings)
+        point = GridPoint(cut, divide, horizon, 0, order)
+        us, made = every.estimate(point), every.made(point)
         if us < inf and made is not None:
             own = made.blocks.groups
-            us = -1.0 if own == known.groups else us  # the known grouping comes first
-            best[own] = min(best.get(own, (inf, settings)), (us, settings))
-    ranked = sorted(best.values())[:GROUPINGS]
-    return [made for _, settings in ranked if (made := every.made(settings)) is not None]
+            if own == known.groups:
+                us = 0.0  # the known grouping comes first
+            best[own] = min(best.get(own, (inf, point)), (us, point))
+    made = (every.made(point) for _, point in sorted(best.values())[:GROUPINGS])
+    return [grouping for grouping in made if grouping is not None]
 
 
 class Annealing:

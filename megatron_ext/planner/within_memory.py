@@ -158,11 +158,14 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
 
 def _estimate(state: GatherSearch) -> float:
     """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
-    cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
+    cuts = list(range(len(state.cuts)))
+    if state.steps > FEW_STEPS:
+        cuts = cuts[-3:]
     least_us, best = inf, GridPoint(cuts[0], 0, state.middle, 0)
     for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
-        us = state.estimate(one := best._replace(cut=cut), least_us * (1 + 1e-9))
-        least_us, best = min((least_us, best), (us, one))
+        point = best._replace(cut=cut)
+        us = state.estimate(point, least_us * (1 + 1e-9))
+        least_us, best = min((least_us, best), (us, point))
     if state.steps > SMALL_STEPS:
         return least_us
     if least_us < inf and (made := state.made(best)) is not None:
@@ -187,9 +190,7 @@ def reliefs_of(
 
 def rules(workload: Workload, reliefs: frozenset[Relief]) -> Iterator[Rule]:
     """Rules worth trying, those that leave most bytes for whole parameters first."""
-    orders: dict[tuple[Relief, ...], None] = dict.fromkeys(
-        tuple(name for name in order if name in reliefs) for order in ORDERS
-    )
+    orders = dict.fromkeys(tuple(name for name in order if name in reliefs) for order in ORDERS)
     parallel = workload.parallel
     visits = {1} | ({parallel.microbatch_group_size} if parallel.order == "interleaved" else set())
     for whole_bytes in _whole_bytes(workload):
