@@ -127,8 +127,8 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> FoundSchedules:
     relieves as much memory is faster (``RELIEF_WEIGHT``).
 
     A plan that cannot be simulated is no candidate, for example if a group is larger than any that was measured, or if
-    host copies do not fit. The reason is only reported if no plan is left. If no schedule is faster than a baseline,
-    the plan is the baseline. Its options name the baseline, and say why the search found nothing.
+    host copies do not fit. If no plan is left, the reason of the search is reported. If no schedule is faster than a
+    baseline, the plan is the baseline. Its options name the baseline, and say why the search found nothing.
     """
     workload, timing, quick = problem.workload, problem.timing, _quick(problem)
     ways: dict[str, Callable[[], Schedule]] = {}
@@ -150,9 +150,14 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> FoundSchedules:
     reasons = {name: one for name, one in zip(ways, made) if isinstance(one, InputError)}
     found = {name: one for name, one in zip(ways, made) if not isinstance(one, InputError)}
     if not found:
-        raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
-    marks = {name: marked(us, each) * (1 if name in BASELINES else 1 + 1e-9) for name, (us, each) in found.items()}
-    names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))  # of plans as fast, the simplest first
+        raise reasons["hybrid"]
+
+    def order(name: str) -> tuple[float, bool]:
+        """By time. Of plans that are as fast but for rounding errors, baselines are first and ``hybrid`` is last."""
+        mark = marked(*found[name])
+        return mark if name in BASELINES else mark * (1 + 1e-9), name == "hybrid"
+
+    names = sorted(found, key=order)
     chosen, failed = names[:1], str(reasons.get("hybrid", "")) or None
     if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
@@ -267,28 +272,34 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
     """The fastest candidate after all passes. At zero stage 3 whole parameters usually take all the room that the limit
     leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases. They
     must not be slower by more than what the room would gain if it were there in addition."""
-    best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
-    limit = workload.limits.device_bytes or 0
+    best = min(those_that_can(given, finished), key=Candidate.simulated_us)
+    sizes = bytes_to_reserve(best) if is_small(problem.workload) else []
+    # A task returns no candidate, because a candidate's costs are not sent between processes.
+    made = in_processes([partial(_with_room, problem, best, given[0], size) for size in sizes], _simulated(problem))
+    tried = [best._replace(schedule=one[0], us=one[1], why=one[2]) for one in made if isinstance(one, tuple)]
+    return min([best, *tried], key=Candidate.simulated_us)
 
-    def with_room(size: int) -> tuple:
-        less = workload.with_limits(device_bytes=limit - size)
-        more = workload.with_limits(device_bytes=limit + size)
 
-        def most_us() -> float:
-            gain_us = best.simulated_us() - finished(given[0]._replace(workload=more)).simulated_us()
-            return marked(judged_us(workload, problem.timing, given[0].schedule), given[0].schedule) + gain_us
+def _with_room(problem: Problem, best: Candidate, first: Candidate, size: int) -> tuple:
+    """Schedule, time and reasons of a plan that leaves ``size`` bytes of the device free of gradients, shards and whole
+    parameters. ``first``: the found plan before the last passes, ``best``: the best plan after them.
 
-        made = plan_within_memory(problem._replace(workload=less), most_us=most_us)
-        whole = replace(made, limits=replace(made.limits, device_bytes=limit))
-        said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
-        tried = finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)
-        return tried.schedule, tried.us, tried.why
+    Raises:
+        InputError: no plan leaves this much room.
+    """
+    workload, limit = problem.workload, problem.workload.limits.device_bytes or 0
 
-    sizes = bytes_to_reserve(best) if is_small(workload) else []
-    made = in_processes([partial(with_room, size) for size in sizes], _simulated(problem))
-    # An InputError: no plan leaves this much room.
-    others = [best._replace(schedule=one[0], us=one[1], why=one[2]) for one in made if isinstance(one, tuple)]
-    return min([best, *others], key=Candidate.simulated_us)
+    def most_us() -> float:
+        more = first._replace(workload=workload.with_limits(device_bytes=limit + size))
+        gain_us = best.simulated_us() - finished(more).simulated_us()
+        return marked(judged_us(workload, problem.timing, first.schedule), first.schedule) + gain_us
+
+    less = problem._replace(workload=workload.with_limits(device_bytes=limit - size))
+    made = plan_within_memory(less, most_us=most_us)
+    made = replace(made, limits=replace(made.limits, device_bytes=limit))
+    said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
+    tried = finished(first._replace(schedule=made)).decided(rest_states.NAME, said)
+    return tried.schedule, tried.us, tried.why
 
 
 def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:
