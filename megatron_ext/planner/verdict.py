@@ -267,7 +267,7 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
         "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us if against.naive_us else None,
-        "gain_of_routes": (gathers_us - ours) / ((against.naive_us if against.by_option_us else None) or gathers_us),
+        "gain_of_routes": (gathers_us - ours) / other_us,
         "missing": list(gain.missing),
     }
 
