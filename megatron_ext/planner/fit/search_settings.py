@@ -258,23 +258,27 @@ class SettingSearch:
         return min(fits, key=lambda each: each.us, default=None)
 
     def _at(self, part: float, candidates: list[FittingSetting]) -> None:
+        """Estimate the settings that may be the fastest within this part of the device, see [Note: The search]."""
         best, near = inf, 1 + (NEAR if part == 1 else 0)
-        left: list[tuple[float, str | None, FittingSetting]] = []
+        left: list[tuple[float, str | None, FittingSetting]] = []  # with the least time, and a cut if that is a bound
         for one in candidates:
             if one.least_bytes > part * one.room_bytes or one.setting in self.refused:
                 continue
-            known, larger = self._known(one, part), self.choices.get(one.setting)
+            known, larger = self._known(one, part), self._known(one, 1.0)
             if known is not None:
                 best = min(best, known.us)
+            elif larger is not None:
+                left.append((larger.us, None, one))
             else:
-                left.append(
-                    (one.bound_us, _cut(one), one) if larger is None else (min(each.us for each in larger), None, one)
-                )
+                left.append((one.bound_us, _cut(one), one))
+        expected_us = lambda each: each[0] * self.slower.get(each[1], 1.0)
         # ends: every turn takes a setting out
         while left := [each for each in left if each[0] <= best * near and self._affords(each[2])]:
-            chosen = min(range(len(left)), key=lambda place: left[place][0] * self.slower.get(left[place][1], 1.0))
-            choice = self._estimate(left.pop(chosen)[2], part)
-            best = min(best, inf if choice is None else choice.us)
+            chosen = min(left, key=expected_us)
+            left.remove(chosen)
+            choice = self._estimate(chosen[2], part)
+            if choice is not None:
+                best = min(best, choice.us)
 
     def _affords(self, one: FittingSetting) -> bool:
         if one.effort > self.effort:
@@ -336,13 +340,12 @@ class SettingSearch:
         small, alone = all(map(_is_small, candidates)), len(candidates) == 1
         for choice, one in self._by_quick_plan(candidates):
             cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
-            enough = cost > effort and (choice is not None or effort < PLAN_EFFORT)  # the first, if none is known
-            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small and not alone):
+            needed = alone or (choice is None and effort == PLAN_EFFORT)  # the first, if there is no quick plan
+            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small and not needed):
                 break
+            hoped = inf if choice is None else choice.us / (1 + NEAR)
             if small:
                 hoped = one.bound_us
-            else:
-                hoped = inf if choice is None else choice.us / (1 + NEAR)
             if found and hoped >= min(each.us for each in found):
                 continue
             effort -= cost
