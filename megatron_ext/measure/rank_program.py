@@ -37,6 +37,7 @@ from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
 from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, TimedHostStep
 from megatron_ext.measure.visits import ISSUED, first_medians, merge_visits, rows_of_curves, shuffled
 from megatron_ext.runtime.objects import gather_objects
+from megatron_ext.workload.route import SYMMETRIC
 
 PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
@@ -104,13 +105,11 @@ class Measurement:
             if not fabric.device.why_no_flags:  # a run does not step this way without flags either
                 kinds |= {kind.name: kind for kind in (RunStep, RunStepCastOnDevice)}
         names = [name for name in size_grid.curves_asked(options) if name in kinds]
-        symmetric, self.refused = None, ""
-        if TimedSymmetricGather.name in names:
-            symmetric, self.refused = TimedSymmetricGather.tried(fabric)
+        symmetric, self.refused = TimedSymmetricGather.tried(fabric) if SYMMETRIC in names else (None, "")
         self.operations: dict[str, Operation] = {}
         for name in names:
             self._say(f"memory of {name}")
-            operation = symmetric if name == TimedSymmetricGather.name else kinds[name](fabric)
+            operation = symmetric if name == SYMMETRIC else kinds[name](fabric)
             if operation is not None:
                 self.operations[name] = operation
         names = list(self.operations)
@@ -191,7 +190,7 @@ class Measurement:
     def _free(self) -> int:
         """Free the operations of the curves. Returns the bytes of a device that are registered for gathers."""
         self._say("freeing the memory of all curves")
-        symmetric = self.operations.get(TimedSymmetricGather.name)
+        symmetric = self.operations.get(SYMMETRIC)
         for operation in self.operations.values():
             operation.close()
         self.operations.clear()
