@@ -95,8 +95,10 @@ def floor_bytes(setting: Setting) -> int:
     kept = [kept_by_chunk(chunk, setting.shape, setting.batch, parallel) for chunk in chunks]
     held = sum(sum(saved) for saved, _ in kept) * min(parallel.pp, parallel.num_microbatches)
     held += max(anew for _, anew in kept)
-    kinds = Counter(kind for chunk in chunks for kind in chunk).items()
-    dense, experts = (sum(n * _numel(setting.shape, parallel, kind)[there] for kind, n in kinds) for there in (0, 1))
+    kinds = Counter(kind for chunk in chunks for kind in chunk)
+    numels = {kind: _numel(setting.shape, parallel, kind) for kind in kinds}
+    dense = sum(number * numels[kind][0] for kind, number in kinds.items())
+    experts = sum(number * numels[kind][1] for kind, number in kinds.items())
     numel = dense + experts
     held += numel * item if setting.zero_stage < 3 else 0
     if setting.zero_stage == 1:

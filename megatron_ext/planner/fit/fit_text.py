@@ -191,7 +191,9 @@ def parameters_text(setting: Setting) -> str:
 
 def _row(found: Found, choice: Choice) -> str:
     interval = found.certainty.interval(choice)
-    mark = "*" if choice is found.fit.winner else "=" if found.certainty.equal(choice, found.fit.winner) else " "
+    mark = "=" if found.certainty.equal(choice, found.fit.winner) else " "
+    if choice is found.fit.winner:
+        mark = "*"
     limit = WORDS[limit_of(choice.times.busy_us, choice.us)]
     drive = f", {choice.drive_bytes / GIB:.0f} GiB on the drive" if choice.drive_bytes else ""
     times = f"{interval.low / 1e3:.0f} to {interval.high / 1e3:.0f}"

@@ -65,17 +65,15 @@ def verdict_of_choice(found: Found, choice: Choice | None) -> Verdict | None:
 
 def verdict_of_fit(found: Found) -> FitVerdict:
     """The winner compared with stock Megatron. If nothing was searched, the answer of ``plan``."""
-    winner, without = found.fit.winner, fastest_without(found)
-    given, own = found.given[0], without is None or without.setting == winner.setting or found.fit.settings == 1
-    of_given = verdict_of_choice(found, given)
-    said = None
-    if own:
-        said = of_given if winner is given else verdict_of_choice(found, winner)
-    # If only plans fit, there is no other run to gain over.
-    needed = without is None and found.fit.settings > 1 and (said is None or said.figures["answer"] != HELPS)
-    if said is not None and said.figures["answer"] is not None and not needed:
-        answer, conclusion = said.figures["answer"], said.conclusion
-    elif without is None:
+    winner, without, searched = found.fit.winner, fastest_without(found), found.fit.settings > 1
+    given, of_given = found.given[0], verdict_of_choice(found, found.given[0])
+    of_winner = None  # where the compared settings are the same, so that only the plan is judged
+    if without is None or without.setting == winner.setting or not searched:
+        of_winner = of_given if winner is given else verdict_of_choice(found, winner)
+    answer = None if of_winner is None else of_winner.figures["answer"]
+    if of_winner is not None and answer is not None and (answer == HELPS or without is not None or not searched):
+        conclusion = of_winner.conclusion
+    elif without is None:  # there is no other run to gain over
         answer, conclusion = HELPS, "helps to fit. Stock Megatron fits with none of the settings that were tried"
         others = not found.request.search_layout and winner.setting.parallel.world_size > 1
         conclusion += "; --search-layout tries other parallel sizes" if others else ""
@@ -92,9 +90,9 @@ def verdict_of_fit(found: Found) -> FitVerdict:
         other = "" if without.setting == winner.setting else f": {found.text(without)}"
         runs.append(ComparedRun(stock.option + other, stock.us, stock.host_bytes))
         faster, as_fast = stock.us < winner.us, stock.us <= winner.us * (1 + LEAST_GAIN)
-        if other and (faster or (own and as_fast)):
+        if other and (faster or (as_fast and not searched)):
             how = "faster" if faster else "as fast"
             conclusion += f", and without a plan other settings are {how}: {stock.us / 1e3:.1f} ms"
-        if faster or (as_fast and (answer == HELPS_NOT or (own and other))):
+        if faster or (as_fast and (answer == HELPS_NOT or (other and not searched))):
             best = without.setting, False
     return FitVerdict(answer, conclusion, tuple(runs), best, of_given)
