@@ -242,11 +242,11 @@ class _Compiler:
 
     def _before(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just before ``layer`` computes (-1: at the begin of the step)."""
-        return self._at(place, layer + (place.step.kind == "B"), place.begin)
+        return self._at(place, layer + 1 if place.step.kind == "B" else layer, place.begin)
 
     def _behind(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just after ``layer`` has computed (-1: at the end of the step)."""
-        return self._at(place, layer + (place.step.kind == "F"), place.end)
+        return self._at(place, layer + 1 if place.step.kind == "F" else layer, place.end)
 
     def _at(self, place: PlacedStep, boundary: int, edge: list[Action]) -> list[Action]:
         """The list of actions at ``boundary``; ``edge`` if the chunk has no such boundary."""
