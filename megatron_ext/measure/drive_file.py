@@ -17,9 +17,8 @@ def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_dept
         InputError: the directory is missing or not writable, or the drive is full.
     """
     descriptor = create_file(directory, aligned(size_bytes), option=OPTION, memory=True)
-    file = DriveFile(
-        descriptor, directory, DriveReads(block_bytes=block_bytes, queue_depth=queue_depth), need_direct=False
-    )
+    reads = DriveReads(block_bytes=block_bytes, queue_depth=queue_depth)
+    file = DriveFile(descriptor, directory, reads, need_direct=False)
     # Fill the file: reserved blocks that were never written are not read from the drive.
     piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
     piece[:] = os.urandom(len(piece))

@@ -20,7 +20,7 @@ from collections.abc import Container
 from functools import cache, partial
 from math import inf
 
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
@@ -155,11 +155,8 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
             field="parallel.gpus_per_node",
             value=workload.parallel.gpus_per_node,
         )
-    groups = tuple(
-        msgspec.structs.replace(group, algorithm=HIERARCHICAL if here else None)
-        for group, here in zip(schedule.groups, found)
-    )
-    return _named(msgspec.structs.replace(schedule, groups=groups), "hierarchical")
+    groups = tuple(replace(one, algorithm=HIERARCHICAL if here else None) for one, here in zip(schedule.groups, found))
+    return _named(replace(schedule, groups=groups), "hierarchical")
 
 
 def gathers_only(workload: Workload, timing: Timing) -> Schedule:
@@ -170,9 +167,8 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
     """
 
     def find() -> Schedule:
-        return _named(
-            search(Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing)))[0], "gathers-only"
-        )
+        problem = Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing))
+        return _named(search(problem)[0], "gathers-only")
 
     return last_found("gathers_only", workload, timing, find)
 
@@ -216,7 +212,7 @@ def check_pinned(workload: Workload, groups, hosted: Container[int]) -> None:
 
 
 def _named(schedule: Schedule, name: str) -> Schedule:
-    return msgspec.structs.replace(schedule, metadata=ScheduleMetadata(planner=name))
+    return replace(schedule, metadata=ScheduleMetadata(planner=name))
 
 
 BASELINES = {

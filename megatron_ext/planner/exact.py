@@ -15,7 +15,7 @@ says how far apart they are.
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 from ortools.sat.python import cp_model
 
 from megatron_ext.bounds.reduce_bounds import least_tail_us
@@ -71,9 +71,7 @@ def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedu
         raise InputError(f"{_why_unsolved(problem, EXACT)}; use hybrid", field="policy", value="exact")
     proven_us = max(lowest, problem.bound_us, least_thread_us(problem.workload, problem.timing))
     options = PlanOptions(proven_gap=round(best_us / proven_us - 1, 6))
-    return msgspec.structs.replace(
-        best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options)
-    )
+    return replace(best, metadata=replace(best.metadata, planner="exact", options=options))
 
 
 def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) -> tuple[Schedule, float, float | None]:
@@ -164,14 +162,9 @@ class _ScheduleModel:
         self.steps = steps_of_ranks(parallel)
         self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(parallel.pp)]
         self.block_uses = [rank.uses for rank in self.ranks]
-        self.reach = [
-            [self._time(f"r{rank}.{n}") for n in range(len(block_uses) + 1)]
-            for rank, block_uses in enumerate(self.block_uses)
-        ]
-        self.begin = [
-            [self._time(f"b{rank}.{n}") for n in range(len(block_uses))]
-            for rank, block_uses in enumerate(self.block_uses)
-        ]
+        counts = [len(uses) for uses in self.block_uses]
+        self.reach = [[self._time(f"r{rank}.{n}") for n in range(most + 1)] for rank, most in enumerate(counts)]
+        self.begin = [[self._time(f"b{rank}.{n}") for n in range(most)] for rank, most in enumerate(counts)]
         self.gaps = [gap for rank in self.ranks for gap in rank.gaps]
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}

@@ -117,9 +117,7 @@ class _Explained:
             return f"not possible, {_PARENTHESES.sub('', error.message)}"
         return f"{us / 1e3:.3f} ms per iteration"
 
-    def _rests(
-        self, what: str, kept: dict[str | None, str], now: str | None, others: dict[str | None, Schedule]
-    ) -> str:
+    def _rests(self, what: str, kept: Places, now: str | None, others: dict[str | None, Schedule]) -> str:
         """Where a part of the group's state rests, and the iteration times with it there and elsewhere."""
         said = [f"{kept[other]}: {self._tried(schedule)}" for other, schedule in others.items() if other != now]
         return "; ".join([f"{what} rests {kept[now]}: {self._us}", *said])

@@ -270,23 +270,21 @@ def search(problem: Problem, **how) -> tuple[Schedule, float]:
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = GatherSearch(problem, **how)
-    state.descend()
-    state.effort = max(state.effort, state.full_effort // 4)
+    grid = GatherSearch(problem, **how)
+    grid.descend()
+    grid.effort = max(grid.effort, grid.full_effort // 4)
     judged = []
-    for number, point in enumerate(_to_judge(state.estimates)):
-        if number and state.spent():
+    for number, point in enumerate(_to_judge(grid.estimates)):
+        if number and grid.spent():
             break
-        made = state.made(point)
+        made = grid.made(point)
         assert made is not None  # its estimate is finite
-        judged.append((state.time_of(made), number, made))
-    for us, _, made in sorted(judged)[: REROUTED if state.steps <= SMALL_STEPS else 0]:
-        state.reroute(made, us)
-    if state.best is None:
-        raise state.refused or InputError(
-            "cannot fit: no route can bring every group within the limits", field="limits"
-        )
-    return state.best, state.best_us
+        judged.append((grid.time_of(made), number, made))
+    for us, _, made in sorted(judged)[: REROUTED if grid.steps <= SMALL_STEPS else 0]:
+        grid.reroute(made, us)
+    if grid.best is None:
+        raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
+    return grid.best, grid.best_us
 
 
 def _to_judge(estimates: dict[GridPoint, float]) -> list[GridPoint]:

@@ -177,9 +177,7 @@ class _ResidencyModel:
         groups = self.streams[0].groups
         self.offloader = Offloader(workload, Rule(None, tuple(reliefs)), timing)
         self.ranks = list(self.offloader.by_rank(groups))
-        self.ways = {
-            index: self._ways(one) for _, indices, weighed in self.ranks for index, one in zip(indices, weighed)
-        }
+        self.ways = {index: self._ways(one) for _, indices, own in self.ranks for index, one in zip(indices, own)}
 
     def _ways(self, one: OffloadCosts) -> list[Way]:
         dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
@@ -287,15 +285,12 @@ class _ResidencyModel:
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         ways = [
-            next(way for way, flag in zip(self.ways[index], chosen[index]) if solver.value(flag))
-            for index in range(len(chosen))
+            next(way for way, flag in zip(self.ways[i], chosen[i]) if solver.value(flag)) for i in range(len(chosen))
         ]
         return self._schedule(self.streams[1], ways)
 
     def _sum(self, chosen, indices: Iterable[int], name: str):
-        return sum(
-            round(getattr(way, name)) * flag for index in indices for way, flag in zip(self.ways[index], chosen[index])
-        )
+        return sum(round(getattr(way, name)) * flag for i in indices for way, flag in zip(self.ways[i], chosen[i]))
 
     def _most(self, model: cp_model.CpModel, chosen, indices: Iterable[int], name: str):
         """The largest of the bytes that these groups need one after the other."""
@@ -312,9 +307,7 @@ class _ResidencyModel:
         counts = [on_nodes(self.workload, [int(rank == other) for other in ranks]) for rank in ranks]
         sums = [self._sum(chosen, indices, name) for _, indices, _ in self.ranks]
         if name == "host":
-            sums = [
-                held + self._most(model, chosen, indices, "slots") for held, (_, indices, _) in zip(sums, self.ranks)
-            ]
+            sums = [held + self._most(model, chosen, own, "slots") for held, (_, own, _) in zip(sums, self.ranks)]
         return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:

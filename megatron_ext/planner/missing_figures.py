@@ -39,9 +39,8 @@ class UnmeasuredRange(NamedTuple):
     missing: tuple[str, ...]
 
     def text(self) -> str:
-        return f"not measured, so between {self.low_us / 1e3:.3f} and {self.high_us / 1e3:.3f} ms: " + "; ".join(
-            self.missing
-        )
+        interval = f"{self.low_us / 1e3:.3f} and {self.high_us / 1e3:.3f} ms"
+        return f"not measured, so between {interval}: {'; '.join(self.missing)}"
 
 
 def refuse_missing(names: Sequence[str], *, file=None) -> None:

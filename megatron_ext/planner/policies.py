@@ -88,10 +88,8 @@ def planned(
     _check_own_work(schedule, workload)
     result = simulate(workload, problem.timing, schedule, bound_us=problem.bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
-    options = _options_of_run(schedule, table)
-    metadata = replace(
-        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, options=options
-    )
+    name, options = policy.partition(":")[0], _options_of_run(schedule, table)
+    metadata = replace(schedule.metadata, planner=name, cost_table_sha256=cost_table_sha256, options=options)
     schedule = with_prediction(replace(schedule, metadata=metadata), result, found.baselines_us)
     return candidate._replace(schedule=schedule, us=result.iteration_time_us)
 

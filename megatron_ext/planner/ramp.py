@@ -94,9 +94,8 @@ def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timi
     """Choices with the plan's routes, its host copies and its copies on the drive, one for every horizon."""
     used = {action.route for action in planned.unshards}
     routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
-    hosted, staged = (
-        frozenset(entry.group for entry in planned.publish if place in entry.to) for place in (ON_HOST, ON_DRIVE)
-    )
+    hosted = frozenset(entry.group for entry in planned.publish if ON_HOST in entry.to)
+    staged = frozenset(entry.group for entry in planned.publish if ON_DRIVE in entry.to)
     from_host = frozenset(index for index, group in enumerate(blocks.groups) if group.shard_rests == "host")
     for horizon_us in horizons(workload, timing):
         yield Choices(horizon_us, routes, hosted, staged, from_host=from_host)

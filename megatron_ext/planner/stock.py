@@ -87,9 +87,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
                     unshards.append(Unshard(group, ALL_GATHER, need_by, max(earlier, default=first) or -1))
                 unshards.sort(key=lambda action: action.at)
             (start if issue < 0 else at_step.setdefault(issue, [])).extend(unshards)
-        entries = tuple(
-            StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
-        )
+        entries = tuple(StepActions(str(step), unshard=tuple(at_step.get(i, ()))) for i, step in enumerate(steps))
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
     return schedule_of(workload, groups, ranks, planner="stock")
 

@@ -129,9 +129,8 @@ def compare_with(
         as_trained: compare with ``--overlap-param-gather`` even if Megatron would be faster without it, because
             measured runs of stock Megatron use this option.
     """
-    stock = {
-        name: rule(workload) for name, rule in STOCK_RULES.items() if workload.zero_stage < 3 or name == OVERLAPPED
-    }
+    names = STOCK_RULES if workload.zero_stage < 3 else (OVERLAPPED,)
+    stock = {name: STOCK_RULES[name](workload) for name in names}
     try:
         by_option_us = {name: simulate(workload, timing, each).iteration_time_us for name, each in stock.items()}
     except InputError:
@@ -305,10 +304,8 @@ def option_hint(compared_with: str, by_option_us: dict[str, float]) -> list[str]
     if gain < 0.001:
         return []
     what = "Megatron's own --overlap-param-gather" if best == OVERLAPPED else "leaving --overlap-param-gather out"
-    counted = "is in the gain above" if compared_with != best else "is not counted as a gain of the plan"
-    return [
-        f"hint: {what} gains {gain:.2%} by itself ({worst_us / 1e3:.3f} to {best_us / 1e3:.3f} ms), which {counted}"
-    ]
+    where = "is in the gain above" if compared_with != best else "is not counted as a gain of the plan"
+    return [f"hint: {what} gains {gain:.2%} by itself ({worst_us / 1e3:.3f} to {best_us / 1e3:.3f} ms), which {where}"]
 
 
 def _on_table(figures: dict) -> str:
