@@ -190,7 +190,7 @@ def reliefs_of(
 
 def rules(workload: Workload, reliefs: frozenset[Relief]) -> Iterator[Rule]:
     """Rules worth trying, those that leave most bytes for whole parameters first."""
-    orders = dict.fromkeys(tuple(name for name in order if name in reliefs) for order in ORDERS)
+    orders: dict[tuple[Relief, ...], None] = {tuple(one for one in order if one in reliefs): None for order in ORDERS}
     parallel = workload.parallel
     visits = {1} | ({parallel.microbatch_group_size} if parallel.order == "interleaved" else set())
     for whole_bytes in _whole_bytes(workload):
