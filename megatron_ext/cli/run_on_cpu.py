@@ -58,7 +58,7 @@ def _import_once(command: list[str]) -> bool:
     """Import what the script imports, so that ranks can be forks of this process. False if they cannot be."""
     from megatron_ext.cpubench import allocator, forked_rank
 
-    forked_rank.restart_with({**allocator.allocator_environment(), "OMP_NUM_THREADS": "1"})
+    forked_rank.restart_with({**allocator.rank_variables(), "OMP_NUM_THREADS": "1"})
     # The Megatron that the compatibility module changes. A process that was just restarted has it on its path already.
     sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
     from megatron_ext.cpubench import parser_options
