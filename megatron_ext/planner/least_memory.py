@@ -339,7 +339,8 @@ class _ResidencyModel:
     def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: LayerMoment, known: dict[tuple, tuple]):
         """The gradient that was reduced last, if no other has been allocated since then: whole gradients are allocated
         one at a time. ``known`` holds the variables that moments share, because most of their past is the same."""
-        sizes = {index: one.gradient for index, one in zip(*self.ranks[rank][1:])}
+        _, indices, weighed = self.ranks[rank]
+        sizes = {index: one.gradient for index, one in zip(indices, weighed)}
         latest, most, number = 0, 0, 0  # a variable, its largest value, and a number that only this variable has
         for index, reduced in reversed(list(self._events(rank, moment))):  # the earliest first
             if not reduced and most == 0:
@@ -359,7 +360,7 @@ class _ResidencyModel:
         """Events of gradients that come and go, before a moment, the latest first: the group, and whether its gradient
         was reduced (or else allocated)."""
         _, indices, weighed = self.ranks[rank]
-        passed = [(chunk, 0, 0) for chunk in moment.before]  # and its first layers that allocated and that reduced
+        passed = [(chunk, 0, 0) for chunk in moment.before]  # with the first layers that have allocated, and reduced
         if moment.backward:
             passed.insert(0, (moment.chunk, moment.layer, moment.layer + 1))
         for chunk, allocated, reduced in passed:
