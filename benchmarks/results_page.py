@@ -42,42 +42,51 @@ def main_job(result: dict) -> str:
 
 def simulated_clusters(result: dict) -> str:
     """Lowest and highest gain, over models, of the hybrid plan over the best plan that uses all-gathers alone."""
-    gains: dict[tuple[int, str], list[float]] = {}
+    gains: dict[int, dict[str, list[float]]] = {}
     for row in result["rows"]:
-        gains.setdefault((row["zero_stage"], row["title"]), []).append(1 - row["hybrid_us"] / row["gathers_only_us"])
-    ranges = [
-        f"zero stage {stage}, {title}: {min(found):.0%} to {max(found):.0%}" for (stage, title), found in gains.items()
-    ]
+        of_stage = gains.setdefault(row["zero_stage"], {})
+        of_stage.setdefault(row["title"], []).append(1 - row["hybrid_us"] / row["gathers_only_us"])
+    texts = []
+    for stage, found in gains.items():
+        ranges = [
+            f"{title} {ranging(of_models, '.0%')}" for title, of_models in found.items() if max(of_models) >= 5e-3
+        ]
+        others = f"the other {len(found) - len(ranges)} systems 0%"
+        texts.append(f"zero stage {stage}: {'; '.join([*ranges, others])}")
     by_rate: dict[float, list[float]] = {}
     for point in result["picture"]:
         by_rate.setdefault(point["network_gb_s"], []).append(point["gain"])
     sizes = sorted({point["tokens"] for point in result["picture"]})
-    at_rates = ", ".join(f"{rate:g} GB/s {min(found):.0%} to {max(found):.0%}" for rate, found in by_rate.items())
-    ranges.append(f"zero stage 3, one micro-batch of {sizes[0]} to {sizes[-1]} tokens, two nodes joined by {at_rates}")
-    return "**simulated** gain over the best plan that uses all-gathers alone: " + "; ".join(ranges)
+    at_rates = ", ".join(f"{rate:g} GB/s {ranging(found, '.0%')}" for rate, found in by_rate.items())
+    texts.append(f"zero stage 3, one micro-batch of {sizes[0]} to {sizes[-1]} tokens, two nodes joined by: {at_rates}")
+    return "**simulated** gain over the best plan that uses all-gathers alone: " + ". ".join(texts)
+
+
+def ranging(values: list[float], form: str) -> str:
+    """The lowest and the highest of ``values``; one figure if both read alike."""
+    ends = [format(end, form) for end in (min(values), max(values))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def peers(result: dict) -> str:
-    """Device bytes of every system, with the number of micro-batches that most rows have; ratio of times per peer."""
-    counts = [row["microbatches"] for row in result["rows"]]
-    most = max(sorted(set(counts)), key=counts.count)
-    held = [f"{r['title']} {r['device_bytes'] / 1e6:.1f}" for r in result["rows"] if r["microbatches"] == most]
-    text = f"MB on the device of a rank, {most} micro-batches: {'; '.join(held)}"
+    """Ratios of iteration times to those of other systems, and shares of Megatron's throughput, over micro-batches."""
+    counts = sorted({row["microbatches"] for row in result["rows"]})
+    ratios: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        if row.get("opponent"):
+            ratios.setdefault(row["title"], []).append(row["opponent"]["ratio"])
+    of = ", ".join(map(str, counts))
     rounds = "one round" if result["options"]["rounds"] == 1 else f"{result['options']['rounds']} rounds"
     load = f"{rounds}, load {result['about']['load_before']:.0f} to {result['about']['load_most']:.0f}"
-    ratios = [
-        f"{row['title']} {row['opponent']['ratio']:.2f} ({row['microbatches']})"
-        for row in result["rows"]
-        if row.get("opponent")
-    ]
-    text = f"{text}. Our iteration time at no more bytes, {load}, to that of (micro-batches): {'; '.join(ratios)}"
+    said = "; ".join(f"{title} {ranging(found, '.2f')}" for title, found in ratios.items())
+    text = f"{of} micro-batches, {load}. Our iteration time at no more bytes, to that of: {said}"
     return f"{text}. {throughput_kept(result['rows'])}"
 
 
 def throughput_kept(rows: list[dict]) -> str:
     """Share of Megatron's throughput that our plans keep within 30 % of its device bytes, and that offloading peers
     keep."""
-    texts = []
+    shares: dict[str, list[tuple[float, float]]] = {}
     for count in sorted({row["microbatches"] for row in rows}):
         own = [row for row in rows if row["microbatches"] == count]
         stock = next((row for row in own if row["system"] == "stock"), None)
@@ -86,12 +95,13 @@ def throughput_kept(rows: list[dict]) -> str:
         chosen = [row for row in own if row["device_bytes"] <= 0.3 * stock["device_bytes"] and "opponent" not in row]
         best = min(chosen, key=lambda row: row["iteration_us"]["median_us"], default=None)
         peers = [row for row in own if row["system"].endswith("offload")]
-        kept = [
-            f"{row['title']} {stock['iteration_us']['median_us'] / row['iteration_us']['median_us']:.2f} in "
-            f"{row['device_bytes'] / stock['device_bytes']:.0%}"
-            for row in ([] if best is None else [best]) + peers
-        ]
-        texts.append(f"{count} micro-batches: {', '.join(kept)}")
+        for row in ([] if best is None else [best]) + peers:
+            kept = stock["iteration_us"]["median_us"] / row["iteration_us"]["median_us"]
+            shares.setdefault(row["title"], []).append((kept, row["device_bytes"] / stock["device_bytes"]))
+    texts = []
+    for title, found in shares.items():
+        kept, held = zip(*found)
+        texts.append(f"{title} {ranging(kept, '.2f')} in {ranging(held, '.0%')}")
     return f"Share of Megatron's throughput kept, in what share of its device bytes: {'; '.join(texts)}"
 
 
@@ -209,7 +219,7 @@ ROWS = {
         "benchmarks/published_iterations.py",
         published_iterations,
     ),
-    "peers": Row("Device bytes and iteration times of other systems", "benchmarks/peers.py", peers),
+    "peers": Row("Iteration times and device bytes of other systems", "benchmarks/peers.py", peers),
     "peers_slow_link": Row("The same on two nodes over a slow link", "benchmarks/peers.py --gbit 2.5", peers),
     "planner_suite": Row(
         "How far are plans of large models from the proven bound?", "benchmarks/planner_suite.py", planner_suite

@@ -13,6 +13,8 @@ PIP_COMPILE=0 WITH_TESTS=1 scripts/setup.sh # a module is compiled when it is im
 workers=$(($(nproc) + 2)) # before OMP_NUM_THREADS is set, which nproc obeys
 # These tests run as on a machine without a GPU, on every machine. Set after the set-up, which looks for a GPU.
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore PATH="$PWD/.venv/bin:$PATH"
+# A few tests use two threads a rank. Threads that wait for each other must not take processors from other tests.
+export OMP_WAIT_POLICY=passive
 
 if [ $# -gt 0 ]; then
     exec python -m pytest "$@"

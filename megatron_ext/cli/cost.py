@@ -31,7 +31,7 @@ def cost_group() -> None:
 
 @cost_group.command("predict")
 @click.argument("table_path", metavar="TABLE")
-@click.option("--route", required=True, help="gpu, cpu or nvme; or another curve: publish.cpu, p2p, reduce, optimizer.")
+@click.option("--route", required=True, help="A route, or another curve: publish.cpu, p2p, reduce, optimizer.")
 @click.option("--bytes", "size_bytes", type=int, required=True, help="Bytes of the whole group.")
 @click.option("--busy", multiple=True, help="A link that is busy at the same time (repeatable).")
 @click.option("--extrapolate", is_flag=True, help="Allow sizes outside the measured range.")

@@ -12,8 +12,8 @@ from megatron_ext.cli.output import emit, json_option
 def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
     """Print the steps, and which groups each step unshards; an arrow marks where an invalid schedule fails.
 
-    +3c>7@1 unshards group 3 by cpu just before layer 1, needed by step 7 (g: gpu, s: cpu_shard, n: nvme). -3@1 reshards
-    group 3 just after layer 1. s2:0 stages group 2 into slot 0.
+    +3c>7@1 unshards group 3 by cpu just before layer 1, needed by step 7 (g: gpu, s: cpu_shard, n: nvme; h, e: gpu,
+    hierarchical or by copy engines). -3@1 reshards group 3 just after layer 1. s2:0 stages group 2 into slot 0.
     """
     from megatron_ext.schedule import schedule_text as showing
     from megatron_ext.schedule import user_defined_schedule, validate

@@ -50,7 +50,7 @@ def host(available: int | None, options: DoctorOptions) -> Finding:
         return passed(name, found, figures={"available_bytes": available})
     found += f", {options.need_of} needs {mib(options.need_bytes)} per node"
     if options.need_bytes > available:
-        return failed(name, found, "plan with --limit-pinned-host-bytes, or raise the container's memory limit")
+        return failed(name, found, "describe with --limit-pinned-host-bytes, or raise the container's memory limit")
     return passed(name, found, figures={"available_bytes": available})
 
 

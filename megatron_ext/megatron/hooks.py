@@ -59,8 +59,10 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
 
 def require_end() -> None:
     """Fail a process that ends without an error before its trace, or its equality check, is written."""
-    wanted = [getattr(arguments.of_run(), f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
-    if ended or not any(wanted) or getattr(sys, "last_value", None) is not None:
+    args = arguments.of_run()
+    wanted = [getattr(args, f"user_defined_schedule_{name}", None) for name in ("trace", "check")]
+    nothing_to_write = ended or not any(wanted) or getattr(args, "skip_train", False)
+    if nothing_to_write or getattr(sys, "last_value", None) is not None:
         return
     if int(os.environ.get("RANK", 0)) == 0:
         text = f"{wanted[0] or wanted[1]} was not written: the process ended before the end of training"

@@ -60,7 +60,7 @@ class FusedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        ctx.main_grad = weight.main_grad
+        ctx.main_grad = getattr(weight, "main_grad", None)  # none with --skip-train, where nothing is wrapped
         return F.linear(x, weight)
 
     @staticmethod

@@ -98,7 +98,8 @@ def test_layers_of_a_checkout_save_what_fit_counts(clone, unfused):
     assert sum(described.activation_bytes) == pytest.approx(sum(counted.activation_bytes), rel=0.01)
 
 
-@pytest.mark.parametrize("deferred", some([False, True], 1))
+@pytest.mark.nightly
+@pytest.mark.parametrize("deferred", [False, True])
 def test_gradients_that_have_to_stay_whole(clone, deferred):
     options = f"{LLAMA} --mock-data --tokenizer-type NullTokenizer --mtp-num-layers 1".split()
     if not deferred:

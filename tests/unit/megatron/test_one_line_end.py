@@ -85,7 +85,9 @@ def test_a_trace_that_nobody_wrote_is_an_error(leaving, monkeypatch, capfd):
     monkeypatch.setattr(hooks, "ended", True)
     hooks.require_end()
     monkeypatch.setattr(hooks, "ended", False)
-    args.user_defined_schedule_trace = None
+    args.skip_train = True
+    hooks.require_end()
+    args.skip_train, args.user_defined_schedule_trace = False, None
     hooks.require_end()
     assert leaving == [1]
 
