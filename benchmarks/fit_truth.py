@@ -21,7 +21,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import effort, plan, policies
 from megatron_ext.planner.fit.estimate_setting import quick_choice
-from megatron_ext.planner.fit.request import Problem, Request, ready
+from megatron_ext.planner.fit.request import FitProblem, Request, fit_problem_of
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.memory_bill import memory_bill
@@ -46,15 +46,15 @@ def case(seed: int) -> tuple[Request, float]:
     return request, draw.uniform(0.3, 0.95)
 
 
-def limited(request: Request, part: float) -> Problem:
-    problem = ready(request)
+def limited(request: Request, part: float) -> FitProblem:
+    problem = fit_problem_of(request)
     work = problem.space.given.workload(Limits())
     stock = max(bill.memory.device_total_bytes for bill in memory_bill(stock_schedule(work), work))
     limits = Limits(device_bytes=int(part * stock), host_bytes=problem.limits.host_bytes)
     return problem._replace(limits=limits)
 
 
-def fastest_us(problem: Problem, setting: Setting) -> float | None:
+def fastest_us(problem: FitProblem, setting: Setting) -> float | None:
     """The faster of the whole plan and the quick ones; None where neither keeps the limits."""
     work = setting.workload(problem.limits)
     table, found = problem.costs.of(setting, work), []

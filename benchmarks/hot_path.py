@@ -43,7 +43,7 @@ from megatron_ext.megatron.boundaries import Boundaries, Layer
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.group import Clock, FreedGroup, RankGroup, WholeBytes
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.program import compile_program, place_actions
 from megatron_ext.schedule.group_facts import uses_of_groups
@@ -77,7 +77,7 @@ def layers_that_do_nothing(workload, schedule, module=Nothing) -> tuple[Boundari
 
 
 def executor_of(schedule, workload, boundaries) -> Executor:
-    residency, clock, route = Residency(), Clock(), Route()
+    residency, clock, route = WholeBytes(), Clock(), Route()
     groups = {}
     for index, group in enumerate(schedule.groups):
         if group.pp_rank == 0:
@@ -85,7 +85,7 @@ def executor_of(schedule, workload, boundaries) -> Executor:
             groups[index] = (
                 FreedGroup(index, "", whole, 0, 2, residency)
                 if schedule.zero_stage == 3
-                else Group(index, "", whole, 0, 2)
+                else RankGroup(index, "", whole, 0, 2)
             )
     placed = place_actions(schedule, schedule.ranks[0], groups, {"gpu": route, "cpu": route}, clock, boundaries)
     program = compile_program(placed, boundaries)

@@ -33,7 +33,7 @@ ENGINES = {"hypothesis": 2500, "atheris": 1200}
 """Changes that are drawn of every kind of input; inputs that were tried before do not count again."""
 
 SECONDS_A_KIND = 45
-CLEAN_ENVIRONMENT = {**allocator.environment(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+CLEAN_ENVIRONMENT = {**allocator.rank_variables(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def fuzz(folder: Path) -> None:

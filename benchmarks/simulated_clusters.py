@@ -34,7 +34,7 @@ from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.planner.verdict import compare_with
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "simulated_clusters.json"
@@ -84,7 +84,7 @@ def simulated_row(layout: Layout, name: str) -> dict:
     limit = lower_bound(work, Timing(work, all_links_busy(system, table), extrapolate=True))
     timing = Timing(work, table, extrapolate=True)
     against = compare_with(work, timing, planned)
-    naive = run(work, timing, against.other[1] if layout.zero_stage == 1 else stock_schedule(work))
+    naive = simulate(work, timing, against.other[1] if layout.zero_stage == 1 else stock_schedule(work))
     gathers_only, _, gathers_us = against.gathers
     compared_with, _, compared_us = against.other
     gain = 1 - predicted.iteration_time_us / compared_us

@@ -32,7 +32,7 @@ from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.gain_interval import model_error
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, LEAST_GAIN, compare_with
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "verdict_truth.json"
@@ -136,7 +136,7 @@ def row_of(noise: float, second: str, kind: str, zero_stage: int, order: str, se
     judged = verdict(work, seen, planned).figures
     timing = Timing(work, truth)
     _, other, _ = compare_with(work, Timing(work, seen), planned).other
-    ours, theirs = run(work, timing, planned), run(work, timing, other)
+    ours, theirs = simulate(work, timing, planned), simulate(work, timing, other)
     true_gain = 1 - ours.iteration_time_us / theirs.iteration_time_us
     if judged["samples"]:  # two names of one plan take equally long
         error = random.Random(f"model {noise} {second} {kind} {zero_stage} {order} {seed}").gauss(0, 1)

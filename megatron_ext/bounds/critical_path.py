@@ -37,6 +37,11 @@ class Durations(NamedTuple):
     gaps: list[list[float]]
     spans: list[list[tuple[int, int, float]]] = []
 
+    def step_us(self, rank: int, step: Step) -> float:
+        """The least time of one step of a rank."""
+        forward, backward = self.steps[rank][step.stage // len(self.steps)]
+        return forward if step.kind == "F" else backward
+
 
 def compute_durations(workload: Workload, timing: Timing) -> Durations:
     """Lower bounds from compute alone: gaps and spans are 0."""
@@ -78,7 +83,7 @@ def earliest(
     def run(rank: int, index: int, step: Step, arrival: float) -> float:
         gap = gaps[rank][index]
         begin = max(free[rank], arrival) + (0.0 if backward else gap)
-        end = begin + least.steps[rank][step.stage // pp][step.kind == "B"]
+        end = begin + least.step_us(rank, step)
         end = max([end, *(begins[rank][first] + us for first, us in until[rank].get(index, ()))])
         end = max(end, by_links[rank].get(index, 0.0)) if by_links else end
         begins[rank].append(begin)

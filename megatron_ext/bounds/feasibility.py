@@ -23,18 +23,15 @@ def check_fits(workload: Workload) -> None:
     parallel = workload.parallel
     for pp_rank in range(parallel.pp):
         if workload.zero_stage < 3:
-            need = sum(
-                group_bytes(part, parallel) for chunk in workload.chunks_of_rank(pp_rank) for part in buckets(chunk)
-            )
+            chunks = workload.chunks_of_rank(pp_rank)
+            need = sum(group_bytes(part, parallel) for chunk in chunks for part in buckets(chunk))
             where = f"pipeline rank {pp_rank} keeps {need} bytes of whole parameters from its first step on"
         else:
             layers = list(_layers(workload, pp_rank))
             # Name the first layer that does not fit: training would stop there.
             need, chunk, layer = next((item for item in layers if item[0] > limit), (0, 0, 0))
-            where = (
-                f"pipeline rank {pp_rank}, step {chunk * parallel.pp + pp_rank}F0: layer {layer} alone "
-                f"needs {need} bytes"
-            )
+            stage = chunk * parallel.pp + pp_rank
+            where = f"pipeline rank {pp_rank}, step {stage}F0: layer {layer} alone needs {need} bytes"
         if need > limit:
             said = f"cannot fit: {where}, {need - limit} bytes short"
             raise InputError(said, field="limits.whole_parameter_bytes", value=limit)
@@ -58,9 +55,7 @@ def check_limits(workload: Workload) -> Workload:
 
 def largest_layers(workload: Workload) -> list[int]:
     """By pipeline rank, the bytes of the layer that needs the most whole parameters at once; 0 without parameters."""
-    return [
-        max((size for size, *_ in _layers(workload, pp_rank)), default=0) for pp_rank in range(workload.parallel.pp)
-    ]
+    return [max((size for size, *_ in _layers(workload, rank)), default=0) for rank in range(workload.parallel.pp)]
 
 
 def _layers(workload: Workload, pp_rank: int):

@@ -73,6 +73,7 @@ def missing_bytes(requests: Sequence[tuple[Hashable, int]], limit: float) -> lis
     coming: dict[Hashable, list[int]] = {}
     for number in range(len(requests) - 1, -1, -1):
         coming.setdefault(requests[number][0], []).append(number)
+    next_use = lambda key: coming[key][-1] if coming[key] else inf
     held: dict[Hashable, float] = {}
     free = limit
     found: list[float] = []
@@ -85,9 +86,7 @@ def missing_bytes(requests: Sequence[tuple[Hashable, int]], limit: float) -> lis
         held[key] = size
         free -= missing
         while free < 0:  # ends: each turn empties held by one key or brings free to 0
-            victim = max(
-                (other for other in held if other != key), key=lambda other: coming[other][-1] if coming[other] else inf
-            )
+            victim = max((other for other in held if other != key), key=next_use)
             taken = min(held[victim], -free)
             free += taken
             if taken == held[victim]:

@@ -94,14 +94,12 @@ def _links_bound(
     workload: Workload, timing: Timing, rank: int, own: OfRank, least: Durations, head: float, remaining: list[float]
 ) -> float:
     """Terms 4 and 5 of the note for one rank. The input of its first step arrives after ``head`` microseconds."""
-    pp, steps = workload.parallel.pp, steps_of_ranks(workload.parallel)[rank]
-    alone = compute_durations(workload, timing).steps[rank]
-    durations = [alone[step.stage // pp][step.kind == "B"] for step in steps]
+    steps, alone = steps_of_ranks(workload.parallel)[rank], compute_durations(workload, timing)
+    durations = [alone.step_us(rank, step) for step in steps]
     done = [0.0, *accumulate(durations)]
     moments, rates = [], own.rates
     for need in own.needs:
-        stage, kind, _ = steps[need.step]
-        rest = remaining[need.step] - least.steps[rank][stage // pp][kind == "B"] + need.rest_us
+        rest = remaining[need.step] - least.step_us(rank, steps[need.step]) + need.rest_us
         rest = max(rest, rest_us(done[need.step + 1] - need.rest_us, need.step, own.last))
         moments.append((need.loaded / rates.best_rate + rest, need.loaded, need.fresh, rest))
     moments.sort(reverse=True)

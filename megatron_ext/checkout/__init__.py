@@ -1,6 +1,6 @@
 """Apply, check and revert the patches in a Megatron tree. Needs neither torch nor megatron."""
 
-from megatron_ext.checkout.patching import Report, apply, check, revert
-from megatron_ext.checkout.verify import Problem, verify_hooks
+from megatron_ext.checkout.patching import TreeReport, apply, check, revert
+from megatron_ext.checkout.verify import HookProblem, verify_hooks
 
-__all__ = ["Problem", "Report", "apply", "check", "revert", "verify_hooks"]
+__all__ = ["HookProblem", "TreeReport", "apply", "check", "revert", "verify_hooks"]

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from megatron_ext.checkout.gaps import Gap, check_above, check_below, gap_after, gap_before, proven, reached
+from megatron_ext.checkout.gaps import HookGap, check_above, check_below, gap_after, gap_before, proven, reached
 from megatron_ext.checkout.hook_table import Hook, hooks_of
 from megatron_ext.checkout.syntax import (
     FunctionNode,
@@ -30,7 +30,7 @@ from megatron_ext.checkout.syntax import (
 )
 
 
-def find_gaps(file: str, text: str) -> list[Gap]:
+def find_gaps(file: str, text: str) -> list[HookGap]:
     """Every hook's gap in ``text``, the content of ``file`` without hook lines.
 
     Raises:
@@ -52,7 +52,7 @@ def find_gaps(file: str, text: str) -> list[Gap]:
     return gaps
 
 
-def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     def imports(statement: ast.stmt) -> bool:
         """Whether ``statement`` imports torch or a module of Megatron when the script starts."""
         if isinstance(statement, (*FunctionNode.__args__, ast.ClassDef)):
@@ -71,7 +71,7 @@ def _pretrain_start(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return gap_before(hook, tree.body, found[0], lines)
 
 
-def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = function_named(tree.body, "parse_args")
 
     def applies_provider(s: ast.stmt) -> bool:
@@ -85,7 +85,7 @@ def _arguments_add(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return proven(function, gap_after(hook, body, index, lines), {"parser"}, above=above)
 
 
-def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = function_named(tree.body, "train")
     test = lambda s: tests_attribute(s, "args", "overlap_param_gather", "align_param_gather")
     body, index = statement_where(function, test, "`if args.overlap_param_gather and args.align_param_gather`")
@@ -94,7 +94,7 @@ def _training_setup(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return proven(function, gap_before(hook, body, index, lines), needed, above=above)
 
 
-def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = function_named(tree.body, "train")
     body = function.body
     loops = [i for i, s in enumerate(body) if isinstance(s, ast.While)]
@@ -107,7 +107,7 @@ def _training_end(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
     return proven(function, gap, set(), above=(calls(function, "exit", "_exit"), "train leaves the process"))
 
 
-def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _ddp_built(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = method_named(tree, "DistributedDataParallel", "__init__")
     attribute = "self.overlap_param_gather_with_optimizer_step"
     test = lambda s: isinstance(s, ast.Assign) and ast.unparse(s.targets[0]) == attribute
@@ -130,7 +130,7 @@ def _unconditional(function: FunctionNode, test: Callable[[ast.stmt], bool], wan
     return body, index
 
 
-def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = method_named(tree, "DistributedOptimizer", "step_with_ready_grads")
 
     def parents_step(s: ast.stmt) -> bool:
@@ -146,7 +146,7 @@ def _optimizer_params_updated(hook: Hook, tree: ast.Module, lines: list[str]) ->
 _INTERLEAVED = "forward_backward_pipelining_with_interleaving"
 
 
-def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _interleaved_begin(hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = function_named(tree.body, _INTERLEAVED)
     body, index = _unconditional(function, *_is_there("param_sync_func"))
     above = calls(function, "forward_step_helper", "backward_step_helper"), "a step runs"
@@ -161,7 +161,7 @@ def _is_there(attribute: str) -> tuple[Callable[[ast.stmt], bool], str]:
     return lambda s: isinstance(s, ast.If) and f"if {ast.unparse(s.test)}" == wanted, f"`{wanted}`"
 
 
-def _helper_gap(part: str, test, what: str, needed: set, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _helper_gap(part: str, test, what: str, needed: set, hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     """The gap before the one statement for which ``test`` holds, in a helper of the interleaved schedule.
 
     ``part`` names the helper, e.g. ``forward_step_helper_preprocess``. In releases before Megatron split the helper
@@ -181,7 +181,7 @@ def _helper_gap(part: str, test, what: str, needed: set, hook: Hook, tree: ast.M
     return gap
 
 
-def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: Gap, step: str, *, before: bool) -> None:
+def _check_step_order(outer: FunctionNode, helper: FunctionNode, gap: HookGap, step: str, *, before: bool) -> None:
     """Check that the hook comes before (or after) the call of ``step``, in its helper or in the helper's caller."""
     if lines := calls(helper, step):
         check = check_above if before else check_below
@@ -199,7 +199,7 @@ def _pops_output(s: ast.stmt) -> bool:
     return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "pop"
 
 
-def _end(name: str, find_begin: "Finder", hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _end(name: str, find_begin: "Finder", hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     """The gap before the last statement of the function ``name`` that tests ``finalize_model_grads_func``."""
     function, begin = function_named(tree.body, name), find_begin(hook, tree, lines)
     found = [i for i, s in enumerate(function.body) if tests_attribute(s, "config", "finalize_model_grads_func")]
@@ -211,7 +211,7 @@ def _end(name: str, find_begin: "Finder", hook: Hook, tree: ast.Module, lines: l
     return reached(function, gap)
 
 
-def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> Gap:
+def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> HookGap:
     function = function_named(tree.body, name)
     # As soon as config is known, because later releases choose their backward function early.
     found = [i for i, s in enumerate(function.body) if assigned_name(s) == "config"]
@@ -224,7 +224,7 @@ def _plain_begin(name: str, hook: Hook, tree: ast.Module, lines: list[str]) -> G
     return gap
 
 
-Finder = Callable[[Hook, ast.Module, list[str]], Gap]
+Finder = Callable[[Hook, ast.Module, list[str]], HookGap]
 _HAS_PARAM_SYNC = (*_is_there("param_sync_func"), {"model_chunk_id"})
 _HAS_GRAD_SYNC = (*_is_there("grad_sync_func"), set())
 _POPS_OUTPUT = (_pops_output, "`output_tensor = ....pop(...)`", {"model_chunk_id"})

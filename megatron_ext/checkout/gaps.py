@@ -9,7 +9,7 @@ from megatron_ext.checkout.syntax import FunctionNode, PlaceError, bodies, end_l
 
 
 @dataclass(frozen=True)
-class Gap:
+class HookGap:
     """Where one hook line may stand, in line numbers of the text without hook lines.
 
     Attributes:
@@ -32,7 +32,7 @@ def _first_line(statement: ast.stmt) -> int:
     return min([statement.lineno, *(d.lineno for d in decorators)])
 
 
-def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
+def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> HookGap:
     """The gap before ``body[index]``. Our patches insert the line above the statement's comment, if it has one."""
     statement = body[index]
     last = _first_line(statement) - 1
@@ -45,7 +45,7 @@ def gap_before(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], *
     return _gap(hook, statement, (first, last, max(first, chosen)), lines, **names)
 
 
-def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> Gap:
+def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **names) -> HookGap:
     """The gap after ``body[index]``. Our patches insert the line directly below the statement."""
     statement = body[index]
     first = last = end_line(statement)
@@ -55,15 +55,15 @@ def gap_after(hook: Hook, body: list[ast.stmt], index: int, lines: list[str], **
     return _gap(hook, statement, (first, last, first), lines, **names)
 
 
-def _gap(hook: Hook, neighbour: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> Gap:
+def _gap(hook: Hook, neighbour: ast.stmt, bounds: tuple[int, int, int], lines: list[str], **names) -> HookGap:
     text = lines[_first_line(neighbour) - 1]
     indentation = text[: len(text) - len(text.lstrip())]
     if len(indentation) != neighbour.col_offset:
         raise PlaceError(f"line {neighbour.lineno} holds several statements")
-    return Gap(hook, indentation + hook.line(**names), *bounds)
+    return HookGap(hook, indentation + hook.line(**names), *bounds)
 
 
-def reached(function: FunctionNode, gap: Gap) -> Gap:
+def reached(function: FunctionNode, gap: HookGap) -> HookGap:
     """Check that control reaches ``gap`` whenever the function ends without an exception, and return ``gap``."""
     for node in own_nodes(function):
         if isinstance(node, ast.Return) and node.lineno <= gap.first:
@@ -76,13 +76,13 @@ def reached(function: FunctionNode, gap: Gap) -> Gap:
     return gap
 
 
-def check_above(gap: Gap, lines: list[int], what: str) -> None:
+def check_above(gap: HookGap, lines: list[int], what: str) -> None:
     """Check that the hook comes before all of ``lines``."""
     if lines and min(lines) <= gap.last:
         raise PlaceError(f"{what} at line {min(lines)}, before the hook")
 
 
-def check_below(gap: Gap, lines: list[int], what: str) -> None:
+def check_below(gap: HookGap, lines: list[int], what: str) -> None:
     """Check that the hook comes after all of ``lines``."""
     if lines and max(lines) > gap.first:
         raise PlaceError(f"{what} at line {max(lines)}, after the hook")
@@ -93,8 +93,8 @@ Above = tuple[list[int], str]
 
 
 def proven(
-    function: FunctionNode, gap: Gap, needed: set[str], rebound: Collection[str] = (), *, above: Above = ([], "")
-) -> Gap:
+    function: FunctionNode, gap: HookGap, needed: set[str], rebound: Collection[str] = (), *, above: Above = ([], "")
+) -> HookGap:
     """Check ``gap`` and return it: control reaches it, it comes before all lines ``above``, and the names in the hook
     line have the meaning that the hook expects.
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from megatron_ext.checkout.hook_table import FILES, HOOKS
-from megatron_ext.checkout.patching import Report
+from megatron_ext.checkout.patching import TreeReport
 from megatron_ext.checkout.patchset import blob_id, manifest
 from megatron_ext.checkout.tree import Tree
 
 
-def as_text(report: Report, verb: str) -> str:
+def as_text(report: TreeReport, verb: str) -> str:
     """The report for people. If something is to be done, the last line says what."""
     lines = []
     dry_run = bool(report.diff) and not report.changed
@@ -43,7 +43,7 @@ _ADVICE = {
 _HOW = {"exact": "a file of a known release", "syntax tree": "placed by the syntax tree"}
 
 
-def _inserted(report: Report, dry_run: bool) -> list[str]:
+def _inserted(report: TreeReport, dry_run: bool) -> list[str]:
     """Text lines that say what ``apply`` inserted: lines, files and places."""
     count = sum(len(entry.lines) for entry in report.files)
     if not (report.changed or dry_run):

@@ -7,7 +7,7 @@ from megatron_ext.checkout.hook_table import HOOKS, hooks_of
 from megatron_ext.checkout.patchset import known_releases, manifest
 from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.syntax import PlaceError
-from megatron_ext.checkout.transaction import locked, recover, replace_files
+from megatron_ext.checkout.transaction import locked_tree, recover, replace_files
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import EDITED, edited_line, hook_numbers, strip_hooks, verify_text
 from megatron_ext.formats.errors import InputError
@@ -33,7 +33,7 @@ class FileState:
 
 
 @dataclass
-class Report:
+class TreeReport:
     """State of a tree; ``state`` is one of clean, applied, drifted, conflict.
 
     ``diff`` is the change that was made, or in a dry run would be made, as a diff without context.
@@ -51,19 +51,19 @@ class Report:
     diff: str = ""
 
 
-def check(path) -> Report:
+def check(path) -> TreeReport:
     """The state of the tree at ``path``; changes nothing, except to repair an interrupted command.
 
     Raises:
         InputError: not a Megatron tree, Windows line ends, or a file that cannot be read.
     """
     tree = Tree(path)
-    with locked(tree.root):
+    with locked_tree(tree.root):
         repaired = recover(tree.root)
         return _examine(tree, repaired)[0]
 
 
-def apply(path, *, dry_run: bool = False) -> Report:
+def apply(path, *, dry_run: bool = False) -> TreeReport:
     """Insert the hooks. A tree that has all of them stays as it is.
 
     Args:
@@ -75,7 +75,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
             if a file is read-only. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked(tree.root):
+    with locked_tree(tree.root):
         report, patched = _examine(tree, recover(tree.root))
         contents = {f: new.encode() for f, new in patched.items()}
         if report.state == "applied":
@@ -97,7 +97,7 @@ def apply(path, *, dry_run: bool = False) -> Report:
         return report
 
 
-def revert(path, *, dry_run: bool = False) -> Report:
+def revert(path, *, dry_run: bool = False) -> TreeReport:
     """Take out the lines that ``apply`` wrote.
 
     The lines are recognized by their whole text. Everything else stays, so the tree is byte for byte as it was before.
@@ -107,7 +107,7 @@ def revert(path, *, dry_run: bool = False) -> Report:
             edited, or copies of a hook line. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked(tree.root):
+    with locked_tree(tree.root):
         repaired = recover(tree.root)
         stripped, diff = {}, ""
         for file in tree.present:
@@ -135,9 +135,9 @@ def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
     replace_files(tree.root, contents, rehearse=dry_run)
 
 
-def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
+def _examine(tree: Tree, repaired: str | None) -> tuple[TreeReport, dict[str, str]]:
     """The report, and the patched text of every file that has no hook yet and in which the hooks can be placed."""
-    report = Report(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
+    report = TreeReport(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
     report.repaired = repaired
     patched = {}
     for file in tree.present:
@@ -173,7 +173,7 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[Report, dict[str, str]]:
 _NO_HOOK = "has no hooks, but other files have"
 
 
-def _first(report: Report, state: str) -> str:
+def _first(report: TreeReport, state: str) -> str:
     """The first problem. A hook in a wrong place comes before a file without hooks, because it says more."""
     found = sorted((f for f in report.files if f.state == state), key=lambda f: f.detail == _NO_HOOK)
     return f"{found[0].file}: {found[0].detail}"

@@ -14,14 +14,14 @@ from megatron_ext.checkout.verify import verify_text
 
 
 @dataclass(frozen=True)
-class Placed:
+class PatchedText:
     """The patched text of one file. ``how`` is ``exact`` (a known file) or ``syntax tree``."""
 
     text: str
     how: str
 
 
-def place_hooks(file: str, text: str) -> Placed:
+def place_hooks(file: str, text: str) -> PatchedText:
     """Patch ``text``, the present content of ``file``, which holds no hook line.
 
     Raises:
@@ -36,4 +36,4 @@ def place_hooks(file: str, text: str) -> Placed:
     problems = verify_text(file, placed)
     if problems:
         raise PlaceError(f"{problems[0].hook or 'verification'}: {problems[0].message}")
-    return Placed(placed, "syntax tree" if known is None else "exact")
+    return PatchedText(placed, "syntax tree" if known is None else "exact")

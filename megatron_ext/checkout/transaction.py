@@ -49,7 +49,7 @@ class Journal(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextlib.contextmanager
-def locked(root: Path) -> Iterator[None]:
+def locked_tree(root: Path) -> Iterator[None]:
     """Lock the tree against other patch commands. The lock ends with the process.
 
     Raises:

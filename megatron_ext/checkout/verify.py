@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.find_places import find_gaps
-from megatron_ext.checkout.gaps import Gap
+from megatron_ext.checkout.gaps import HookGap
 from megatron_ext.checkout.hook_table import FILES, LINES, hooks_of
 from megatron_ext.checkout.syntax import PlaceError
 
 
 @dataclass(frozen=True)
-class Problem:
+class HookProblem:
     """One hook that is not as it should be.
 
     Attributes:
@@ -69,7 +69,7 @@ def edited_line(file: str, text: str) -> int | None:
     return next((number for number, row in rows if _LEFT_OVER.match(row) and not is_hook_line(row)), None)
 
 
-def hook_lines(file: str, text: str) -> dict[int, Gap]:
+def hook_lines(file: str, text: str) -> dict[int, HookGap]:
     """Maps the number of every hook line that stands in its place to its gap.
 
     Raises:
@@ -124,23 +124,23 @@ def strip_hooks(file: str, text: str) -> str:
     return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
 
 
-def verify_text(file: str, text: str) -> list[Problem]:
+def verify_text(file: str, text: str) -> list[HookProblem]:
     """Problems of one patched file. Empty if every hook of the file is in its place."""
     edited = edited_line(file, text)
     if edited:
-        return [Problem(file, "", f"line {edited}: {EDITED}")]
+        return [HookProblem(file, "", f"line {edited}: {EDITED}")]
     try:
         in_place = hook_lines(file, text)
     except PlaceError as error:
-        return [Problem(file, "", str(error).removeprefix(f"{file} "))]
+        return [HookProblem(file, "", str(error).removeprefix(f"{file} "))]
     lost = [number for number in hook_numbers(text) if number not in in_place]
-    problems = [Problem(file, "", f"line {number} is not where its hook belongs") for number in lost]
+    problems = [HookProblem(file, "", f"line {number} is not where its hook belongs") for number in lost]
     there = {gap.hook.name for gap in in_place.values()}
-    problems += [Problem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
+    problems += [HookProblem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
     return problems
 
 
-def verify_hooks(path) -> list[Problem]:
+def verify_hooks(path) -> list[HookProblem]:
     """Problems of all hooks of the tree at ``path``. If there are none, training may start.
 
     A file that the tree does not have is not a problem: a core-only tree has no training scripts.
@@ -154,7 +154,7 @@ def verify_hooks(path) -> list[Problem]:
         try:
             text = place.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
-            problems.append(Problem(file, "", f"cannot be read: {error}"))
+            problems.append(HookProblem(file, "", f"cannot be read: {error}"))
             continue
         problems += verify_text(file, text)
     return problems

@@ -91,7 +91,7 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
         InputError: options of the verb contradict the arguments, or a size is out of range.
     """
     given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
-    script_arguments.refuse_contradictions(given, said(script))
+    script_arguments.refuse_contradictions(given, said_options(script))
     wanted = with_sizes(options, script)
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:
@@ -104,7 +104,7 @@ SAID = ("hidden_size", "seq_length", "micro_batch_size", "pipeline_model_paralle
 """Options of ``measure`` that a script's arguments also give."""
 
 
-def said(script: ScriptArguments) -> dict[str, object]:
+def said_options(script: ScriptArguments) -> dict[str, object]:
     """The values of the options :data:`SAID` in the script's arguments."""
     replicas = script.ours.data_parallel_size
     if replicas is None and "WORLD_SIZE" in os.environ:
@@ -116,7 +116,7 @@ def said(script: ScriptArguments) -> dict[str, object]:
 
 def with_sizes(options: Options, script: ScriptArguments) -> Options:
     """``options`` with the sizes that the script's arguments give."""
-    found = {name: value for name, value in said(script).items() if name in SAID and value is not None}
+    found = {name: value for name, value in said_options(script).items() if name in SAID and value is not None}
     found["ranks_per_node"] = ranks_on_this_node() or options.ranks_per_node
     if instances := script.sizes.num_distributed_optimizer_instances:
         ranks = found.get("data_parallel_size", options.data_parallel_size)

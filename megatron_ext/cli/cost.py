@@ -71,7 +71,7 @@ def cost_check(table_path: str, workload_path, this_machine, device: str, allow_
         here |= hidden_devices.this_machine(device)
     if not here:
         raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
-    found = environment.differences(table.metadata, here) + model_differs
+    found = environment.environment_differences(table.metadata, here) + model_differs
     environment.refuse(found, allow=allow_differences, file=table_path, how=ALLOW)
     emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
 

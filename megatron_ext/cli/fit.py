@@ -54,8 +54,8 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     settings that --fix names. Needs neither torch nor Megatron nor a GPU. Nothing is measured.
     """
     from megatron_ext.planner.fit import fit_text
-    from megatron_ext.planner.fit.answer import answer_of
-    from megatron_ext.planner.fit.request import Request, ready
+    from megatron_ext.planner.fit.fit_verdict import verdict_of_fit
+    from megatron_ext.planner.fit.request import Request, fit_problem_of
 
     gc.disable()  # many small objects, most of which stay
     verb = click.get_current_context().info_name
@@ -65,7 +65,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
         json_files.make_directory(out)
         json_files.check_writable(os.path.join(out, "workload.json"))
     request = Request(words=with_defaults(tuple(megatron_options)), fixed=fixed_names(fixed), **asked)
-    problem = ready(request)
+    problem = fit_problem_of(request)
     if problem.passed_over:
         click.echo(f"{verb}: unknown here and ignored: {', '.join(problem.passed_over)}", err=True)
     found = answer(request, problem)
@@ -78,7 +78,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
         fit_picture.save(found, picture)
     if out:
         _write(out, found)
-    said = answer_of(found)
+    said = verdict_of_fit(found)
     emit(as_json, fit_text.as_json(found, said), fit_text.as_text(found, said))
 
 
@@ -124,7 +124,7 @@ def _write(out: str, found) -> None:
     from megatron_ext.schedule import user_defined_schedule
     from megatron_ext.schedule.memory_bill import memory_bill
     from megatron_ext.schedule.validate import validate
-    from megatron_ext.simulator.simulation import run, with_prediction
+    from megatron_ext.simulator.simulation import simulate, with_prediction
     from megatron_ext.simulator.timing import Timing
     from megatron_ext.workload import workload
 
@@ -140,6 +140,6 @@ def _write(out: str, found) -> None:
         timing = Timing(work, table)
         quick = validate(replace(winner.schedules[0], metadata=made.metadata, limits=work.limits))
         bills = tuple(memory_bill(quick, work))
-        made = with_prediction(quick, run(work, timing, quick)._replace(memory=bills))
+        made = with_prediction(quick, simulate(work, timing, quick)._replace(memory=bills))
     metadata = replace(made.metadata, cost_table_sha256=json_files.sha256(paths["cost_table"]))
     user_defined_schedule.save(paths["schedule"], replace(made, metadata=metadata))

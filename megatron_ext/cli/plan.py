@@ -2,7 +2,7 @@
 
 import click
 
-from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said, use_megatron_of
+from megatron_ext.cli.checkout_model import checkout_option, refuse_script, said_options, use_megatron_of
 from megatron_ext.cli.output import emit, json_option
 from megatron_ext.cli.script_command import ScriptCommand, entry_option, values
 from megatron_ext.cli.table_check import ALLOW, naming_files, planning_inputs, table_differences
@@ -32,7 +32,7 @@ def _workload(path: str | None, checkout: str | None, entry: str | None, words, 
 
     script = script_arguments.read(words, verb="plan")
     refuse_script(script, "plan")
-    refuse_table(said(script))
+    refuse_table(said_options(script))
     return describe_command_line(checkout, words, entry).workload
 
 

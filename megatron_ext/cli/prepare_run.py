@@ -136,7 +136,7 @@ class Preparation:
         except InputError as error:
             return f"; {error}"
         found = environment.run_differences(table.metadata, self.model.workload)
-        found += environment.differences(table.metadata, this_environment())
+        found += environment.environment_differences(table.metadata, this_environment())
         points = table.routes.gpu.points if table.routes.gpu else ()
         if not points or points[-1].size_bytes < options.rounded(options.max_bytes):
             found.append(f"groups of up to {options.max_bytes} bytes were not measured")
@@ -195,7 +195,7 @@ class Preparation:
 def _fitted(words, *, hardware: str | None, fixed: str, **asked):
     """What ``fit`` finds for the number of ranks that the arguments or a launcher give."""
     from megatron_ext.cost import hardware_sheet
-    from megatron_ext.planner.fit.request import Request, ready
+    from megatron_ext.planner.fit.request import Request, fit_problem_of
 
     if hardware is None:
         raise InputError("is needed with --fit", field="--hardware")
@@ -203,7 +203,7 @@ def _fitted(words, *, hardware: str | None, fixed: str, **asked):
     nodes = -(-world // hardware_sheet.load(hardware).gpus_per_node)
     more = {"hardware": hardware, "fixed": fixed_names(fixed), "nodes": nodes, "world_size": world}
     request = Request(words=with_defaults(tuple(words)), **more, **asked)
-    return answer(request, ready(request))
+    return answer(request, fit_problem_of(request))
 
 
 @click.command(cls=BareScriptCommand)
@@ -237,14 +237,14 @@ def prepare(
     if not steps.measure():  # under a launcher, and not rank 0
         return
     from megatron_ext.planner.fit import fit_text
-    from megatron_ext.planner.fit.answer import answer_of
+    from megatron_ext.planner.fit.fit_verdict import verdict_of_fit
     from megatron_ext.planner.last_lines import training_by
 
     judged = steps.plan()
     schedule = os.path.abspath(steps.schedule_path)
-    by = training_by(schedule, user_defined_schedule.decode(schedule), nvme_path)
+    by = training_by(schedule, user_defined_schedule.read_unchecked(schedule), nvme_path)
     more, last = [], judged.ending(by)
-    answer = answer_of(found) if found is not None else None
+    answer = verdict_of_fit(found) if found is not None else None
     if found is not None and answer is not None:
         more, last = fit_text.as_prepared(found, answer, judged, os.path.dirname(schedule), by)
     lines = [*judged.said, *more]

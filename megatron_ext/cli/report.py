@@ -31,7 +31,7 @@ def _fit_again(run, extrapolate: bool) -> tuple[dict, str] | None:
     from megatron_ext.report import fit_again
 
     try:
-        again = fit_again.of_run(run, extrapolate=extrapolate)
+        again = fit_again.search_again(run, extrapolate=extrapolate)
     except InputError as error:
         return {"refused": str(error)}, f"fit: not searched again: {error}"
     return again and (again.as_json(), again.text())

@@ -58,7 +58,7 @@ def _import_once(command: list[str]) -> bool:
     """Import what the script imports, so that ranks can be forks of this process. False if they cannot be."""
     from megatron_ext.cpubench import allocator, forked_rank
 
-    forked_rank.restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
+    forked_rank.restart_with({**allocator.rank_variables(), "OMP_NUM_THREADS": "1"})
     # The Megatron that the compatibility module changes. A process that was just restarted has it on its path already.
     sys.path[:0] = [os.path.dirname(command[0]), os.environ["PYTHONPATH"].partition(os.pathsep)[0]]
     from megatron_ext.cpubench import parser_options
@@ -74,7 +74,7 @@ def _ranks_of_schedule(given, nproc: int | None) -> int:
     schedule: Megatron would end with an error about sizes that do not divide."""
     from megatron_ext.schedule import user_defined_schedule
 
-    parallel = user_defined_schedule.decode(given.schedule).parallel
+    parallel = user_defined_schedule.read_unchecked(given.schedule).parallel
     default = None if "--use-mp-args-from-checkpoint-args" in given.megatron else 1
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
         if (said := getattr(given.sizes, name) or default) not in (None, size := getattr(parallel, name)):

@@ -18,7 +18,7 @@ def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
     from megatron_ext.schedule import schedule_text as showing
     from megatron_ext.schedule import user_defined_schedule, validate
 
-    schedule = user_defined_schedule.decode(schedule_path)
+    schedule = user_defined_schedule.read_unchecked(schedule_path)
     failure = None
     try:
         validate.validate(schedule, file=schedule_path)

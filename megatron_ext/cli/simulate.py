@@ -22,7 +22,7 @@ def simulate(
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
-    from megatron_ext.planner.last_lines import Run, by_time, last_lines, training_by
+    from megatron_ext.planner.last_lines import ComparedRun, by_time, last_lines, training_by
     from megatron_ext.planner.missing_figures import interval_of, refuse_missing
     from megatron_ext.planner.verdict import rule_of
     from megatron_ext.planner.what_limits import limit_of, limit_text
@@ -59,7 +59,7 @@ def simulate(
     known += "; from a synthetic cost table, in which any figure may be off" * table.metadata.synthetic
     lines.append(limit_text(limit_of(result.busy_us, result.iteration_time_us)))
     holds = max(host_bytes_of_nodes(given, work)) if given is not None else stock_bytes(work)[1]
-    runs = [Run("this schedule" if given is not None else by, result.iteration_time_us, holds)]
+    runs = [ComparedRun("this schedule" if given is not None else by, result.iteration_time_us, holds)]
     without = without_plan(work, table, extrapolate=extrapolate)
     runs += [without] if without is not None and without.by != by else []
     add = training_by(schedule_path, given) if given is not None and by_time(runs[::-1])[0] is runs[0] else ""

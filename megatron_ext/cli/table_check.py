@@ -41,7 +41,7 @@ def table_differences(table, work, this_machine: bool, allow_differences: bool, 
 
     found = environment.run_differences(table.metadata, work)
     if this_machine:
-        found += environment.differences(table.metadata, hidden_devices.this_machine())
+        found += environment.environment_differences(table.metadata, hidden_devices.this_machine())
     for line in environment.refuse(found, allow=allow_differences, file=file, how=ALLOW):
         click.echo(f"{file}: measured in another environment: {line}", err=True)
     return found

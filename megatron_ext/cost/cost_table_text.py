@@ -58,7 +58,7 @@ def prediction_text(figures: dict) -> str:
     return f"{figures['us']:.1f} us{name}, between {figures['low_us']:.1f} and {figures['high_us']:.1f}{beyond}"
 
 
-def roughness(points: tuple[Point, ...]) -> float | None:
+def largest_miss(points: tuple[Point, ...]) -> float | None:
     """Largest leave-one-out miss of a curve, relative; None with fewer than three points."""
     return max((abs(value) for value in residuals(points) if value is not None), default=None)
 
@@ -74,7 +74,7 @@ def summary(table: CostTable) -> dict:
                 "smallest_bytes": points[0].size_bytes,
                 "largest_bytes": points[-1].size_bytes,
                 "us": [points[0].p50_us, points[-1].p50_us],
-                "largest_miss": roughness(points),
+                "largest_miss": largest_miss(points),
                 "source": curve.source,
             }
     metadata = table.metadata

@@ -29,7 +29,7 @@ class _Curve(msgspec.Struct, forbid_unknown_fields=True):
     world_size: int | None = None
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
+class _CurvesFile(msgspec.Struct, forbid_unknown_fields=True):
     source: str
     collective: str
     curves: list[_Curve]
@@ -44,7 +44,7 @@ def read(path, *, system: str | None = None) -> CostTable:
         InputError: unknown collective, several systems and none named, no points, a size twice, or a time that is not
         positive. The message names the field.
     """
-    content, check = json_files.load(path, _File), Checker(path)
+    content, check = json_files.load(path, _CurvesFile), Checker(path)
     if content.collective not in COLLECTIVES:
         check.refuse(f"known: {', '.join(COLLECTIVES)}", "collective", content.collective)
     systems = [curve.system for curve in content.curves if curve.system is not None]

@@ -89,9 +89,10 @@ def device_reserve(
         activation_bytes: bytes of activations at their peak.
         within_layer: result of :func:`temporary_bytes`.
     """
-    sizes = (parallel.dp, parallel.instances, parallel.tensor_model_parallel_size, parallel.pp)
-    sizes += (parallel.ep, parallel.etp, parallel.expert_dp) if parallel.ep > 1 else ()
-    communicators = sum(size > 1 for size in sizes) + (parallel.pp > 1) + (parallel.world_size > 1)
+    sizes = [parallel.dp, parallel.instances, parallel.tensor_model_parallel_size, parallel.world_size]
+    sizes += [parallel.pp, parallel.pp]  # pipeline parallelism, and tied embeddings
+    sizes += [parallel.ep, parallel.etp, parallel.expert_dp] if parallel.ep > 1 else []
+    communicators = len([size for size in sizes if size > 1])
     channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
     measured = None if table is None else table.set_up.beside_allocator_bytes
     return Reserve(

@@ -39,7 +39,7 @@ def world_sizes(parallel: Parallel) -> dict[str, int]:
     }
 
 
-def differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[str]:
+def environment_differences(metadata: Metadata, environment: Mapping[str, Facts]) -> list[str]:
     """The differences, one line each: ``software.torch: table 2.6.0, here 2.13.0``.
 
     Only fields that ``environment`` has are compared. A field that the table lacks is a difference as well. For the

@@ -9,7 +9,7 @@ while other groups are stepped, so the slowest of the three determines the time.
 
 from typing import Literal
 
-from megatron_ext.cost.estimated_links import Line, Links
+from megatron_ext.cost.estimated_links import Line, SheetLinks
 from megatron_ext.cost.hardware_sheet import HardwareSheet
 
 GRADIENT_BYTES = 4
@@ -29,7 +29,7 @@ class HostWork:
         memory_bytes_per_s: bytes that this rank's copies and processors together read and write per second.
     """
 
-    def __init__(self, sheet: HardwareSheet, links: Links, item: int):
+    def __init__(self, sheet: HardwareSheet, links: SheetLinks, item: int):
         host, ranks = sheet.host, links.ranks_per_node
         self.memory_bytes_per_s = host.memory_bytes_per_s.value / max(ranks, host.numa_nodes.value)
         of_cores = host.cores.value / ranks * host.core_bytes_per_s.value

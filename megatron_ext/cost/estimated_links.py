@@ -33,7 +33,7 @@ class Line(NamedTuple):
         return Line(self.us, self.us_per_byte * factor)
 
 
-class Links:
+class SheetLinks:
     """The links of ``sheet``, as a run with ``parallel`` uses them.
 
     Raises:

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from megatron_ext.cost import cost_table
 from megatron_ext.cost.environment import estimated_of, world_sizes
 from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
-from megatron_ext.cost.estimated_links import Line, Links
+from megatron_ext.cost.estimated_links import Line, SheetLinks
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
-from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layers_of, recomputed_work
+from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layer_parameters, recomputed_work
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
@@ -131,7 +131,7 @@ class _Estimates:
             known = ", ".join(sheet.device.flop_per_s)
             raise InputError(f"{sheet.title} has no FLOP/s for this dtype; known: {known}", field="dtype", value=dtype)
         self.workload, self.batch, self.device = workload, batch, sheet.device
-        self.links = Links(sheet, workload.parallel)
+        self.links = SheetLinks(sheet, workload.parallel)
         self._item, self._layer_launch_us = ITEM_BYTES[dtype], sheet.host.layer_us.value
         self.host = HostWork(sheet, self.links, self._item)
         self._us_per_flop = 1e6 / sheet.device.flop_per_s[dtype].value / sheet.device.flop_efficiency.value
@@ -209,7 +209,7 @@ class _Estimates:
             times, number = [], 0
             if not chunk.parameters:
                 times.append((LEAST_US, LEAST_US, 0.0, 0.0))
-            for kind, used in layers_of(chunk) if chunk.parameters else ():
+            for kind, used in layer_parameters(chunk) if chunk.parameters else ():
                 recompute = self.batch.recompute_of(number) if kind in LAYERS else None
                 number += kind in LAYERS
                 key = kind, recompute, tuple((*p.name.split(".")[-2:], p.shape) for p in used)

@@ -43,10 +43,8 @@ class Costs:
         the table does not have it."""
         curve = getattr(self.table.routes, route)
         known = [point for point in (curve.points if curve else ()) if point.issued_us is not None]
-        return next(
-            (point.issued_us for point in known if point.size_bytes >= size_bytes),
-            known[-1].issued_us if known else None,
-        )
+        nearest = [point for point in known if point.size_bytes >= size_bytes] or known[-1:]
+        return nearest[0].issued_us if nearest else None
 
     def while_busy(self, route: str, size_bytes: int, busy: Iterable[str], alone: Estimate) -> Estimate:
         """A transfer while the links named in ``busy`` work. ``alone`` is the same transfer without them.
@@ -128,9 +126,7 @@ class Costs:
         """
         row = self._by_place.get((pp_rank, model_chunk_id))
         if row is None:
-            layers = [
-                (layer.forward_us, layer.backward_us) for layer in self._rows(pp_rank, model_chunk_id, layer_kinds)
-            ]
+            layers = [(row.forward_us, row.backward_us) for row in self._rows(pp_rank, model_chunk_id, layer_kinds)]
             step = self._by_kind.get(STEP)
             if step is not None:  # work before the first layer of a forward and of a backward
                 layers[0] = (layers[0][0] + step.forward_us, layers[0][1])

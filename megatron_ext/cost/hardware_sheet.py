@@ -49,7 +49,7 @@ class Drive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     latency_us: Figure
 
 
-class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DeviceFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU. ``flop_per_s``: dense matrix products by dtype. ``attention_efficiency``: the share that fused attention
     reaches (default: ``flop_efficiency``). ``kernel_us``: the shortest time of one kernel."""
 
@@ -62,7 +62,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     attention_efficiency: Figure | None = None
 
 
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LinkFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """NVLink of one GPU; with more fields, the network. ``hop_us``: time that one more rank in a ring adds to a
     collective."""
 
@@ -98,7 +98,7 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pcie: Pcie | None = None
 
 
-class Network(Link, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Network(LinkFigures, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies."""
 
     shares_host_link: bool
@@ -145,13 +145,13 @@ class HardwareSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     kind: Literal["hardware_sheet"]
     title: str
     gpus_per_node: int
-    device: Device
+    device: DeviceFigures
     host_link: HostLink
     host: Host
     disturbance: Disturbance
     collective_us: Figure
     call_us: Figure
-    nvlink: Link | None = None
+    nvlink: LinkFigures | None = None
     network: Network | None = None
     drive: Drive | None = None
     extends: str | None = None

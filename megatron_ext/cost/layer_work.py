@@ -105,7 +105,7 @@ def recomputed_work(
     return again
 
 
-def layers_of(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
+def layer_parameters(chunk: Chunk) -> list[tuple[str | None, list[Parameter]]]:
     """Kind and parameters of every layer of a chunk. A matrix that a layer borrows is one of its parameters."""
     found: list[list[Parameter]] = [[] for _ in range(chunk.num_layers)]
     for parameter in chunk.parameters:
@@ -137,7 +137,7 @@ def forward_work(
     """Work of the forward of one layer for one micro-batch, on one tensor-parallel rank.
 
     Args:
-        kind, used: from :func:`layers_of`, one rank's part.
+        kind, used: from :func:`layer_parameters`, one rank's part.
         tp: tensor-parallel size.
         share: the tokens that its experts compute on.
 

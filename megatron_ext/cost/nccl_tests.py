@@ -25,7 +25,7 @@ MAX_FALL = 0.15
 seen). A log in which a time falls further is broken."""
 
 
-class Row(NamedTuple):
+class LogRow(NamedTuple):
     """One line of the table, with the time (``us``) and the rates (GB/s) of operations in place."""
 
     number: int
@@ -84,7 +84,7 @@ def _devices(log: Log) -> list[tuple[str | None, str]]:
     return list(devices.values())
 
 
-def _ranks(rows: list[Row], collective: str, listed: int) -> tuple[int | None, bool]:
+def _ranks(rows: list[LogRow], collective: str, listed: int) -> tuple[int | None, bool]:
     """How many ranks took part (None if the log does not show it), and whether that many devices, or none, are listed.
 
     Device lists are often shortened when logs are published. busbw is algbw times a factor that depends on the number
@@ -122,7 +122,7 @@ def _header(log: Log) -> tuple[int, list[str]]:
     raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=log.path)
 
 
-def _rows(log: Log) -> list[Row]:
+def _rows(log: Log) -> list[LogRow]:
     """Every row with bytes in it."""
     units, columns = _header(log)
     time_column = columns.index("time", columns.index("time") + 1)  # behind the one out of place
@@ -146,7 +146,7 @@ def _rows(log: Log) -> list[Row]:
         if "error" not in columns and cells[time_column + 3] not in ("N/A", "0", "0e+00", "0.0"):
             raise log.error(number, "the collective's results were wrong")
         redop = cells[columns.index("redop")] if "redop" in columns else "none"
-        rows.append(Row(number, size, us, algbw, busbw, redop))
+        rows.append(LogRow(number, size, us, algbw, busbw, redop))
     if not rows:
         raise InputError("the table has no rows", file=log.path, field=f"line {units}")
     for number, _ in log.find(r"^# Out of bounds.*FAILED"):
@@ -155,7 +155,7 @@ def _rows(log: Log) -> list[Row]:
     return rows
 
 
-def _check_rates(log: Log, rows: list[Row], old: bool) -> None:
+def _check_rates(log: Log, rows: list[LogRow], old: bool) -> None:
     """Check that algbw (two digits) is size over time. In ``old`` tables it may leave out the part that a rank has."""
     left_out = 0.0
     if old and all(row.algbw == row.busbw for row in rows):
@@ -170,7 +170,7 @@ def _check_rates(log: Log, rows: list[Row], old: bool) -> None:
             raise log.error(row.number, f"algbw {row.algbw} GB/s is not {said}: is it in another unit?")
 
 
-def _check_rising(log: Log, rows: list[Row]) -> None:
+def _check_rising(log: Log, rows: list[LogRow]) -> None:
     """Refuse sizes that do not grow and times that fall."""
     for row, after in pairwise(rows):
         if after.size <= row.size:
@@ -186,7 +186,7 @@ def _figure(log: Log, number: int, text: str, what: str) -> float:
     return value
 
 
-def _check_complete(log: Log, rows: list[Row]) -> None:
+def _check_complete(log: Log, rows: list[LogRow]) -> None:
     """Refuse a log that is cut off. A complete log has its summary, or its last whole line has reached its maxBytes."""
     if any(log.find(r"^# (Avg bus bandwidth|Out of bounds values)")):
         return
@@ -195,7 +195,7 @@ def _check_complete(log: Log, rows: list[Row]) -> None:
         raise log.error(rows[-1].number, "the log ends here, without its summary line '# Avg bus bandwidth': cut off")
 
 
-def _collective(log: Log, rows: list[Row]) -> str:
+def _collective(log: Log, rows: list[LogRow]) -> str:
     for _, match in log.find(r"\b(all_gather|reduce_scatter|sendrecv|all_reduce)_perf\b"):
         return match[1]
     if all(row.redop == "none" for row in rows):

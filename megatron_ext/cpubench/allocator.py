@@ -32,7 +32,7 @@ CUDA_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
-def environment(device: str = "auto") -> dict[str, str]:
+def rank_variables(device: str = "auto") -> dict[str, str]:
     """:data:`ENVIRONMENT` for ranks on the CPU; empty for ranks that may have a CUDA device.
 
     With a CUDA device the host's allocator serves data loaders and checkpoints, which free what they take.

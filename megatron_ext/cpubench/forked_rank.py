@@ -48,7 +48,7 @@ def import_script(script: str) -> bool:
         Whether ranks can be forked: not on a machine with a CUDA device, and not if the script cannot be imported or
         has started a thread. Every rank then starts as a process of its own and reports what is wrong.
     """
-    if not allocator.environment():
+    if not allocator.rank_variables():
         return False
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:

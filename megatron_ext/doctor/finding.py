@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     figures: dict[str, float | str] = {}
 
 
-class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DoctorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All findings of one run; written to a file that can be attached to an issue.
 
     Attributes:
@@ -54,21 +54,21 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return any(finding.status == "fail" for finding in self.findings)
 
 
-def save(path, report: Report) -> None:
+def save(path, report: DoctorReport) -> None:
     """Write a report. Raises InputError if ``path`` cannot be written."""
     json_files.save(path, report, indent=1)
 
 
-def load(path) -> Report:
+def load(path) -> DoctorReport:
     """Read a report. Raises InputError."""
-    return json_files.load(path, Report)
+    return json_files.load(path, DoctorReport)
 
 
 DID_NOT_END, NOT_REACHED = "did not end", "not reached"
 """The result of the check that is being made, and of the checks after it, until their own results are known."""
 
 
-def left_of(report: Report) -> tuple[tuple[Finding, ...], str | None, tuple[str, ...]]:
+def left_of(report: DoctorReport) -> tuple[tuple[Finding, ...], str | None, tuple[str, ...]]:
     """What the processes that wrote ``report`` left undone, once they have ended.
 
     Returns:
@@ -130,7 +130,7 @@ def _worst(name: str, of_ranks: list[list[Finding]]) -> Finding:
     return msgspec.structs.replace(found, found=f"rank {rank}{others}: {found.found}")
 
 
-def text(report: Report) -> str:
+def text(report: DoctorReport) -> str:
     """The report as text: a table, what to do, and a summary."""
     width = max((len(finding.check) for finding in report.findings), default=0)
     lines = [f"{finding.status:<13}  {finding.check:<{width}}  {finding.found}" for finding in report.findings]

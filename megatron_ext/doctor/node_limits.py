@@ -18,13 +18,13 @@ CONTAINER = "in a container: docker run --ipc=host --ulimit memlock=-1"
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Compare what this node allows with what the plan needs."""
     return [
-        locked(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], place.on_cuda, options),
+        locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], place.on_cuda, options),
         host(free_host_memory.available_bytes(), options),
         shared(SHARED_MEMORY, place.ranks_per_node),
     ]
 
 
-def locked(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
+def locked_memory(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
     """The limit of locked memory (``ulimit -l``), in bytes; ``resource.RLIM_INFINITY`` means no limit."""
     name = "locked memory"
     if limit == resource.RLIM_INFINITY:

@@ -14,7 +14,7 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import Place
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Operation
-from megatron_ext.measure.operations import Gather, HostCopy, MatrixProduct, Publish
+from megatron_ext.measure.operations import MatrixProduct, TimedGather, TimedHostCopy, TimedPublish
 from megatron_ext.runtime.objects import gather_objects
 
 PAIRS = (("gpu", "compute"), ("cpu", "compute"), ("gpu", "cpu"), ("publish", "cpu"))
@@ -43,16 +43,16 @@ def check(place: Place, fabric: Fabric, size_bytes: int) -> list[Finding]:
     """
     operations: dict[str, Operation] = {
         kind.name: kind(fabric)
-        for kind in (HostCopy, Publish, MatrixProduct, *([Gather] if place.world_size > 1 else []))
+        for kind in (TimedHostCopy, TimedPublish, MatrixProduct, *([TimedGather] if place.world_size > 1 else []))
     }
-    work = Work(fabric, operations, size_bytes, ROUND_SECONDS[place.device.type])
+    work = EqualRounds(fabric, operations, size_bytes, ROUND_SECONDS[place.device.type])
     found = [pair(place, work, first, second) for first, second in PAIRS]
     for operation in operations.values():
         operation.close()
     return found
 
 
-class Work:
+class EqualRounds:
     """For each operation, a number of rounds for which all operations take about equally long.
 
     Args:
@@ -93,7 +93,7 @@ class Work:
         return max(gather_objects(perf_counter() - start))
 
 
-def pair(place: Place, work: Work, first: str, second: str) -> Finding:
+def pair(place: Place, work: EqualRounds, first: str, second: str) -> Finding:
     """The finding for two kinds of work. It passes or fails only if every rank has a device to itself."""
     name = f"overlap: {LABELS[first]}, {LABELS[second]}"
     if first not in work.operations:

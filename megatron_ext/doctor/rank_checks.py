@@ -37,7 +37,7 @@ from megatron_ext.doctor import (
     training_check,
 )
 from megatron_ext.doctor import stacks as stacks_of_ranks
-from megatron_ext.doctor.finding import Finding, Report
+from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions, Place, find_place
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
@@ -77,7 +77,7 @@ HELD_SECONDS = 2.0
 """Seconds after a check was given up until the process ends, even if a thread holds the interpreter's lock."""
 
 
-def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None]) -> Report:
+def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None]) -> DoctorReport:
     """Make all checks, as one of the ranks that a launcher has started. Collective.
 
     Args:
@@ -103,7 +103,7 @@ class _Checks:
         self._fabric: Fabric | None = None
         self._created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
-    def run(self) -> Report:
+    def run(self) -> DoctorReport:
         wanted = [title for title in CHECKS if title in (self.options.titles or CHECKS)]
         if self.options.earlier:  # the time that these processes take to start does not count for the first check
             training_check.ready()
@@ -172,8 +172,8 @@ class _Checks:
             self._fabric = shared_fabric(wanted, place.rank, *shared, field="ranks of a node")
         return self._fabric
 
-    def _write(self, *more: Finding) -> Report:
-        report = Report(
+    def _write(self, *more: Finding) -> DoctorReport:
+        report = DoctorReport(
             schema_version=SCHEMA_VERSION,
             kind=finding.KIND,
             created_at=self._created_at,

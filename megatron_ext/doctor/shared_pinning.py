@@ -58,7 +58,7 @@ def _pages(place: Place, block: mmap.mmap) -> list[Finding]:
     place.exchange(None)
     start = time.monotonic()
     try:
-        block_pages.make(block, place.local_rank, place.ranks_per_node, lambda done, total: None)
+        block_pages.make_pages(block, place.local_rank, place.ranks_per_node, lambda done, total: None)
         why = None
     except OSError as error:
         why = error.strerror

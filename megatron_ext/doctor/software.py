@@ -13,7 +13,7 @@ from torch.cuda import nccl
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.runtime.routes.symmetric_gather import LEAST_NCCL
-from megatron_ext.runtime.stream_flags import missing
+from megatron_ext.runtime.stream_flags import pip_line
 
 LEAST_TORCH = (2, 6)
 LEAST_KERNEL = (5, 14)
@@ -114,4 +114,4 @@ def _bindings(place: Place) -> Finding:
         return passed("cuda-bindings", here or "no version known")
     if not place.on_cuda:
         return not_tried("cuda-bindings", "absent; only used with a CUDA device")
-    return not_tried("cuda-bindings", "absent: schedules that copy between host and device are refused", missing())
+    return not_tried("cuda-bindings", "absent: schedules that copy between host and device are refused", pip_line())

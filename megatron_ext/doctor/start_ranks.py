@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from megatron_ext.doctor import finding, stacks
-from megatron_ext.doctor.finding import Finding, Report
+from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions
 from megatron_ext.formats.errors import InputError, RankFailed, one_line
 from megatron_ext.launch import launcher
@@ -21,7 +21,7 @@ from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 TAIL_CHARACTERS = 3000
 
 
-def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Report, str]:
+def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[DoctorReport, str]:
     """Make all checks on ``nproc`` ranks of this machine, in new processes after some have ended in a check.
 
     Args:
@@ -76,7 +76,7 @@ def _ended_in(title: str, folder: str, nproc: int) -> Finding:
     return finding.failed(title, one_line(found, 600), "send this report and the ranks' output", whole)
 
 
-def join(options: DoctorOptions) -> Report:
+def join(options: DoctorOptions) -> DoctorReport:
     """Run as one of the ranks that a launcher (torchrun, srun) has started. Collective.
 
     Raises:

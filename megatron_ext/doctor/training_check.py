@@ -103,7 +103,7 @@ def megatron() -> Finding:
     return passed(MEGATRON, f"{found}, patched")
 
 
-def schedule_of(workload: Workload, route: Route) -> Schedule:
+def schedule_by_route(workload: Workload, route: Route) -> Schedule:
     """A random schedule of ``workload`` that uses ``route``; with ``nvme`` other groups use ``gpu``."""
     if route == "cpu_shard":
         return with_host_shards(by_cpu_shard(random_schedule(workload, ("gpu",), 0)), workload)
@@ -155,7 +155,7 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         clip_grad=CLIP_GRAD if case.all_on_host else 1.0,
     )
     workload = training.workload_of(args, SLOTS if case.route == "nvme" else 0)
-    schedule = schedule_of(workload, case.route)
+    schedule = schedule_by_route(workload, case.route)
     if case.cast is not None:
         schedule = with_states_spread(schedule, workload, case.cast, drive)
     if case.all_on_host:

@@ -54,7 +54,7 @@ def by_link(moved: MovedBytes) -> dict[Link, int]:
     return {link: total for link in LINKS if (total := sum(own.get(link, 0) for own in moved.values()))}
 
 
-def differences(planned: MovedBytes, counted: MovedBytes) -> list[tuple[Kind, Link, int, int]]:
+def byte_differences(planned: MovedBytes, counted: MovedBytes) -> list[tuple[Kind, Link, int, int]]:
     """``(kind, link, planned, counted)`` for every pair of kind and link whose bytes differ."""
     found = []
     for kind in KINDS:

@@ -152,7 +152,7 @@ def launch(
     """
     store = _Store()
     shared = {
-        **allocator.environment(),
+        **allocator.rank_variables(),
         **LOOPBACK,
         **os.environ,
         **ONE_MACHINE,
@@ -309,7 +309,7 @@ def main() -> int:
     if args.nproc_per_node < 1 or not args.command:
         parser.error("at least one process and a script are needed")
     if args.fork:
-        restart_with({**allocator.environment(), "OMP_NUM_THREADS": "1"})
+        restart_with({**allocator.rank_variables(), "OMP_NUM_THREADS": "1"})
         if import_script(args.command[0]):
             return launch(args.command, args.nproc_per_node, fork=True)
     return launch([sys.executable, *(["-m"] if args.module else []), *args.command], args.nproc_per_node)

@@ -26,13 +26,13 @@ def measure(options: Options):
         RankFailed: a rank's process ended early.
     """
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
-    from megatron_ext.runtime.stream_flags import missing
+    from megatron_ext.runtime.stream_flags import pip_line
 
     found = util.find_spec("cuda") and util.find_spec("cuda.bindings")  # other packages use ``cuda`` as well
     if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
-        print(f"without cuda-bindings schedules with copies over the host cannot train: {missing()}", file=sys.stderr)
+        print(f"without cuda-bindings schedules with copies over the host cannot train: {pip_line()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options
     options = msgspec.structs.replace(options, threads=options.rank_threads)
     raw = cluster_launch.run(options) if launched else local_launch.run(options)
-    return None if raw is None else assemble_table.assemble(options, raw)
+    return None if raw is None else assemble_table.assemble_table(options, raw)

@@ -55,7 +55,7 @@ ALGORITHMS = {
 """By curve, its algorithms and the names of the operations that measure them."""
 
 
-def assemble(options: Options, raw: dict) -> cost_table.CostTable:
+def assemble_table(options: Options, raw: dict) -> cost_table.CostTable:
     """Build and check the table from :func:`megatron_ext.measure.local_launch.run`'s result."""
     here, curves, sharing = environment(options.device), raw["curves"], raw.get(RANKS_PER_DEVICE, 1)
     world_sizes = {

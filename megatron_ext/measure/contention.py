@@ -33,7 +33,7 @@ from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.operations import OPERATIONS, Internode, MatrixProduct, PublishAcross, Reduce
 from megatron_ext.measure.options import MIB, Options
 from megatron_ext.measure.sampling import sample
-from megatron_ext.measure.timed_steps import HostStep
+from megatron_ext.measure.timed_steps import TimedHostStep
 from megatron_ext.measure.visits import sets_of_ranks, until_last
 from megatron_ext.runtime.objects import gather_objects
 
@@ -47,7 +47,7 @@ COLLECTIVES = ("gpu", "p2p", "reduce")
 BUSY_DURING_HOST_STEP = {"compute", "publish", "reduce"}
 """Links that are busy while the host steps a group at the end of a backward."""
 
-KINDS = OPERATIONS | {NvmeStage.name: NvmeStage, HostStep.name: HostStep}
+KINDS = OPERATIONS | {NvmeStage.name: NvmeStage, TimedHostStep.name: TimedHostStep}
 """The operation that is timed for each link; see :func:`kinds`."""
 
 SIZES = {"cpu": (2 * MIB, MIB // 4), "cuda": (64 * MIB, 16 * MIB)}

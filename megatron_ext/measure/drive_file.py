@@ -4,7 +4,7 @@ import mmap
 import os
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.drive import DriveError, DriveFile, aligned, create
+from megatron_ext.runtime.drive import DriveError, DriveFile, aligned, create_file
 from megatron_ext.workload.drive_reads import DriveReads
 
 OPTION = "--nvme-path"
@@ -16,10 +16,9 @@ def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_dept
     Raises:
         InputError: the directory is missing or not writable, or the drive is full.
     """
-    descriptor = create(directory, aligned(size_bytes), option=OPTION, memory=True)
-    file = DriveFile(
-        descriptor, directory, DriveReads(block_bytes=block_bytes, queue_depth=queue_depth), need_direct=False
-    )
+    descriptor = create_file(directory, aligned(size_bytes), option=OPTION, memory=True)
+    reads = DriveReads(block_bytes=block_bytes, queue_depth=queue_depth)
+    file = DriveFile(descriptor, directory, reads, need_direct=False)
     # Fill the file: reserved blocks that were never written are not read from the drive.
     piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
     piece[:] = os.urandom(len(piece))

@@ -14,7 +14,7 @@ from time import monotonic, perf_counter
 import numpy
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operations import HostCopy
+from megatron_ext.measure.operations import TimedHostCopy
 from megatron_ext.measure.options import MIB
 from megatron_ext.runtime import cgroups
 from megatron_ext.runtime.objects import gather_objects
@@ -33,7 +33,7 @@ ADD_BYTES, ROW = 3, 4
 """Bytes moved for each byte of a sum; copies in each direction before the rank waits for them."""
 
 
-class CopyBack(HostCopy):
+class CopyBack(TimedHostCopy):
     """A whole group from the device to host memory."""
 
     name = "copy_back"
@@ -44,7 +44,7 @@ class CopyBack(HostCopy):
 
 def processors_of_rank(fabric: Fabric) -> int:
     """Processors of this rank's part of its node."""
-    share = cgroups.processors(os.cpu_count() or 1) // fabric.options.node_size
+    share = cgroups.processor_quota(os.cpu_count() or 1) // fabric.options.node_size
     return max(min(len(os.sched_getaffinity(0)), share), 1)
 
 
@@ -74,7 +74,7 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     Collective.
     """
     begin, lasts = monotonic(), min(max(seconds, LEAST_SECONDS), MOST_SECONDS)
-    copies = [kind(fabric) for kind in (HostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
+    copies = [kind(fabric) for kind in (TimedHostCopy, CopyBack)] if fabric.torch_device.type == "cuda" else []
     count = processors_of_rank(fabric)
     size = max(NODE_BYTES // (count * fabric.options.node_size), LEAST_BYTES)
     # Ones, because zeroes would have no pages of their own before they are written. Made once, because making them
@@ -90,7 +90,7 @@ def measure(fabric: Fabric, seconds: float) -> dict[str, float]:
     return {"bytes_per_s": median(rounds), "slow_bytes_per_s": min(*rounds, *ranks)}
 
 
-def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray]], seconds: float) -> float:
+def rate(fabric: Fabric, copies: list[TimedHostCopy], arrays: list[list[numpy.ndarray]], seconds: float) -> float:
     """Bytes per second in one round, with one thread for each pair of ``arrays``."""
     adders = [Adder(own) for own in arrays]
     fabric.barrier()
@@ -111,7 +111,7 @@ def rate(fabric: Fabric, copies: list[HostCopy], arrays: list[list[numpy.ndarray
     return moved / taken
 
 
-def _copy(fabric: Fabric, copies: list[HostCopy]) -> int:
+def _copy(fabric: Fabric, copies: list[TimedHostCopy]) -> int:
     """Make some copies in each direction and wait for them. Returns the bytes that they moved."""
     size = fabric.options.rounded(min(64 * MIB, fabric.options.largest))
     handles = [operation.issue(size, index) for index in range(ROW) for operation in copies]

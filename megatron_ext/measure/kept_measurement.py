@@ -21,7 +21,7 @@ Visits = dict[tuple[str, int], list]
 """By curve and size, a list over visits of (microseconds that count in each round, microseconds until issued)."""
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class KeptMeasurement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Content of the file. ``seconds``: time that the curves took. ``curves``: name, size and visits."""
 
     schema_version: int
@@ -53,7 +53,7 @@ def write(options: Options, visits: Visits, seconds: float) -> None:
     if options.keep_path is not None:
         rows = tuple((name, size, passes) for (name, size), passes in visits.items())
         facts = {"options": _asked(options), "environment": environment(options.device)}
-        kept = Kept(schema_version=SCHEMA_VERSION, kind="measurement", seconds=seconds, curves=rows, **facts)
+        kept = KeptMeasurement(schema_version=SCHEMA_VERSION, kind="measurement", seconds=seconds, curves=rows, **facts)
         json_files.save(options.keep_path, kept)
 
 
@@ -63,7 +63,7 @@ def read(options: Options) -> tuple[Visits, float]:
     if options.keep_path is None or not os.path.exists(options.keep_path):
         return {}, 0.0
     try:
-        kept = json_files.load(options.keep_path, Kept)
+        kept = json_files.load(options.keep_path, KeptMeasurement)
     except InputError:
         return {}, 0.0
     if (kept.options, kept.environment) != (_asked(options), environment(options.device)):

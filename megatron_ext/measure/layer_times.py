@@ -133,13 +133,13 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
             us, launched = times[kind, way][warm:], launches[kind, way][warm:]  # no launches without a device
             figures |= {f"{way}_us": median(us), f"{way}_p95_us": p95(us)}
             figures[f"{way}_launch_us"] = median(launched) if launched else None
-        activations, anew = saved_bytes(runner)
+        activations, anew = saved_and_recomputed_bytes(runner)
         figures |= {"activation_bytes": activations, "recompute_bytes": anew}
         rows.append(Compute(layer_kind=kind, samples=repeats * visits_of(runner), **figures))
     return rows
 
 
-def saved_bytes(runner: Runner) -> tuple[int | None, int]:
+def saved_and_recomputed_bytes(runner: Runner) -> tuple[int | None, int]:
     """(bytes that autograd saves in one layer for its backward, bytes that this backward recomputes). The first is None
     for a runner without ``not_saved``."""
     not_saved = getattr(runner, "not_saved", None)

@@ -29,7 +29,7 @@ def coalesced(group: dist.ProcessGroup):
     return nullcontext(DONE) if manager is None else manager(group, async_ops=True)
 
 
-class Gather(Operation):
+class TimedGather(Operation):
     """All-gather of the data-parallel group's shards, in place, as Megatron's
     ``_ParamAndGradBucketGroup.start_param_sync`` does it: in a coalescing manager."""
 
@@ -59,7 +59,7 @@ class RouteGather(Operation):
         return self.gather.gather(whole, self.fabric.shard(whole), 0)
 
 
-class HierarchicalGather(RouteGather):
+class TimedHierarchicalGather(RouteGather):
     """An all-gather in two legs, between nodes and inside them; see hierarchical_gather.py."""
 
     name = "hierarchical"
@@ -71,7 +71,7 @@ class HierarchicalGather(RouteGather):
         self.threads = self.gather = hierarchical_gather.HierarchicalGather(groups, fabric.device)
 
 
-class SymmetricGather(RouteGather):
+class TimedSymmetricGather(RouteGather):
     """An all-gather by copy engines, through registered memory; see
     :mod:`megatron_ext.runtime.routes.symmetric_gather`."""
 
@@ -85,7 +85,7 @@ class SymmetricGather(RouteGather):
         self.threads = self.gather = symmetric_gather.SymmetricGather(group, fabric.device, largest)
 
     @classmethod
-    def tried(cls, fabric: Fabric) -> tuple[SymmetricGather | None, str]:
+    def tried(cls, fabric: Fabric) -> tuple[TimedSymmetricGather | None, str]:
         """(the operation, ""), or (None, the reason in one line); the same on all ranks. Collective."""
         options, own, why = fabric.options, None, ""
         missing = symmetric_gather.missing(fabric.torch_device.type, options.data_parallel_size, options.nodes)
@@ -99,7 +99,7 @@ class SymmetricGather(RouteGather):
         return (None, max(everyone)) if any(everyone) else (own, "")
 
 
-class HostCopy(Operation):
+class TimedHostCopy(Operation):
     """The copy of a whole group from the node's host copy to the device, as the run's route makes it."""
 
     name = "cpu"
@@ -119,7 +119,7 @@ class HostCopy(Operation):
         return self.route.copy(target, source, Arrival(self.fabric.device).begin())
 
 
-class ShardGather(Operation):
+class TimedShardGather(Operation):
     """The copy of the own shard from host memory, then an all-gather, as the run does it."""
 
     name = "cpu_shard"
@@ -136,7 +136,7 @@ class ShardGather(Operation):
         return self.gather.gather(whole, source, self.fabric.dp_rank * source.numel())
 
 
-class Publish(HostCopy):
+class TimedPublish(TimedHostCopy):
     """Every rank writes its shard into the node's host copy; ``size_bytes`` is the whole group."""
 
     name = "publish"
@@ -147,7 +147,7 @@ class Publish(HostCopy):
         return self.copy(target, source)
 
 
-class Reduce(Gather):
+class Reduce(TimedGather):
     """Reduce-scatter of a group's gradients over the data-parallel group, in place, as Megatron's
     ``_ParamAndGradBucketGroup.start_grad_sync`` does it. Gradients are first divided by the number of replicas, so that
     their sum is a mean. With several instances of the optimizer, an all-reduce of the shard among them follows.
@@ -173,7 +173,7 @@ class Reduce(Gather):
         return manager
 
 
-class ExpertGather(Gather):
+class ExpertGather(TimedGather):
     """All-gather of a group of experts among the ranks that hold the same experts."""
 
     name = "experts_gpu"
@@ -325,6 +325,6 @@ class MatrixProduct(Operation):
         return DONE
 
 
-TRANSFERS = (Gather, HierarchicalGather, SymmetricGather, HostCopy, ShardGather, Publish, Internode, Reduce, P2P)
-OTHERS = (ExpertGather, ExpertReduce, Optimizer, HostAdd, MatrixProduct)
-OPERATIONS = {kind.name: kind for kind in (*TRANSFERS, *OTHERS)}
+GATHERS = (TimedGather, TimedHierarchicalGather, TimedSymmetricGather, TimedHostCopy, TimedShardGather)
+OTHERS = (TimedPublish, Internode, Reduce, P2P, ExpertGather, ExpertReduce, Optimizer, HostAdd, MatrixProduct)
+OPERATIONS = {kind.name: kind for kind in (*GATHERS, *OTHERS)}

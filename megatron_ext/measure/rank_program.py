@@ -29,14 +29,15 @@ from megatron_ext.measure.compute_rounds import ComputeRounds
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.layer_times import load_runners
 from megatron_ext.measure.operation import Operation
-from megatron_ext.measure.operations import OPERATIONS, SymmetricGather
+from megatron_ext.measure.operations import OPERATIONS, TimedSymmetricGather
 from megatron_ext.measure.options import MIB, MOST_OVER
 from megatron_ext.measure.progress_bar import visit_text
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
 from megatron_ext.measure.sampling import MAX_ROUNDS, Samples, sample
-from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, HostStep
-from megatron_ext.measure.visits import ISSUED, curves_of, first_medians, merge_visits, shuffled
+from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, TimedHostStep
+from megatron_ext.measure.visits import ISSUED, first_medians, merge_visits, rows_of_curves, shuffled
 from megatron_ext.runtime.objects import gather_objects
+from megatron_ext.workload.route import SYMMETRIC
 
 PASSES, MAX_PASSES = 5, 20
 CONTENTION_SHARE, COMPUTE_SHARE, SWEEP_SHARE, MEMORY_SHARE = 0.25, 0.25, 0.1, 0.02
@@ -100,15 +101,15 @@ class Measurement:
         runners = load_runners(modules, list(options.module_args)) if modules is not None else {}
         kinds = dict(OPERATIONS)
         if options.optimizer_on_host:
-            kinds |= {kind.name: kind for kind in (HostOptimizer, HostStep, DeviceStep)}
+            kinds |= {kind.name: kind for kind in (HostOptimizer, TimedHostStep, DeviceStep)}
             if not fabric.device.why_no_flags:  # a run does not step this way without flags either
                 kinds |= {kind.name: kind for kind in (RunStep, RunStepCastOnDevice)}
         names = [name for name in size_grid.curves_asked(options) if name in kinds]
-        symmetric, self.refused = SymmetricGather.tried(fabric) if SymmetricGather.name in names else (None, "")
+        symmetric, self.refused = TimedSymmetricGather.tried(fabric) if SYMMETRIC in names else (None, "")
         self.operations: dict[str, Operation] = {}
         for name in names:
             self._say(f"memory of {name}")
-            operation = symmetric if name == SymmetricGather.name else kinds[name](fabric)
+            operation = symmetric if name == SYMMETRIC else kinds[name](fabric)
             if operation is not None:
                 self.operations[name] = operation
         names = list(self.operations)
@@ -189,12 +190,12 @@ class Measurement:
     def _free(self) -> int:
         """Free the operations of the curves. Returns the bytes of a device that are registered for gathers."""
         self._say("freeing the memory of all curves")
-        symmetric = self.operations.get(SymmetricGather.name)
+        symmetric = self.operations.get(SYMMETRIC)
         for operation in self.operations.values():
             operation.close()
         self.operations.clear()
         self.fabric.device.close()
-        return symmetric.gather.buffer_bytes if isinstance(symmetric, SymmetricGather) else 0
+        return symmetric.gather.buffer_bytes if isinstance(symmetric, TimedSymmetricGather) else 0
 
     def _host_memory(self) -> dict[str, float]:
         self._say("host_memory")
@@ -323,7 +324,7 @@ class Measurement:
 
     def _curves(self) -> dict[str, list[dict]]:
         """The rows of every curve, with scaled rows for sizes for which there was no time."""
-        curves = curves_of(self.merged, self.refined, self.fabric.torch_device.type == "cuda")
+        curves = rows_of_curves(self.merged, self.refined, self.fabric.torch_device.type == "cuda")
         for name, rows in curves.items():
             curves[name] = scaled_sizes.add_scaled(rows, [size for own, size in self.grid if own == name])
         return curves

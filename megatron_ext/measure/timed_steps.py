@@ -17,7 +17,7 @@ STATE_BYTES, DEVICE_BYTES = 16, 6
 gradient and the parameter)."""
 
 
-class Step(Operation):
+class TimedStep(Operation):
     """A step of an optimizer on tensors of one size. They are made when the size is first asked for."""
 
     builds = True
@@ -58,7 +58,7 @@ def clipping(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.clamp(1.0 / (torch.nn.utils.get_total_norm(gradients) + 1e-6), max=1.0)
 
 
-class Optimizer(Step):
+class Optimizer(TimedStep):
     """One Adam step with gradient clipping on this rank's shard of ``size_bytes`` of whole parameters, as
     Megatron's ``DistributedOptimizer`` does it. It also zeroes the whole gradient buffer for the next iteration.
 
@@ -103,7 +103,7 @@ class Optimizer(Step):
         self._optimizer = torch.optim.AdamW(self._main, lr=1e-4, fused=True if self.fused else None)
 
 
-class HostStep(Step):
+class TimedHostStep(TimedStep):
     """The step of this rank's shard of a group of ``size_bytes`` of 16-bit parameters: its float32 gradients are copied
     to the host, torch's fused AdamW steps there tensor by tensor, and the new parameters are copied back to the device,
     where they are cast. Megatron's parameters on the host are float32 copies of page-locked 16-bit ones. They are not
@@ -146,7 +146,7 @@ class HostStep(Step):
         return self.fabric.device.host_tensor(numel, torch.float32)
 
 
-class DeviceStep(HostStep):
+class DeviceStep(TimedHostStep):
     """The step of the same shard with its states on the device. It is fused, as Megatron asks for on the host and on
     the device (``fused=True``); Transformer Engine's and apex's optimizers have one kernel as well."""
 
@@ -164,7 +164,7 @@ class DeviceStep(HostStep):
         return torch.zeros(numel, device=self.fabric.torch_device)
 
 
-class HostOptimizer(HostStep):
+class HostOptimizer(TimedHostStep):
     """The whole step of Megatron's optimizer when it steps on the host: the norm and clipping of all gradients on the
     device; the copies of gradients, AdamW and the copies of parameters for everything that this rank holds; and zeroing
     the whole gradient buffer."""

@@ -47,7 +47,7 @@ def first_medians(merged: dict) -> dict[tuple[str, int], float]:
     return {visit: median(us for us_of_ranks in passes[0][0] for us in us_of_ranks) for visit, passes in merged.items()}
 
 
-def curves_of(merged: dict, refined: set, on_device: bool = False) -> dict[str, list[dict]]:
+def rows_of_curves(merged: dict, refined: set, on_device: bool = False) -> dict[str, list[dict]]:
     """By name, the rows of the table's curve: median, 95th percentile and further figures of each size."""
     curves: dict[str, list[dict]] = {}
     for (name, size), passes in sorted(merged.items()):

@@ -54,7 +54,7 @@ def buffers_of(ddp) -> list:
     return [*ddp.buffers, *getattr(ddp, "expert_parallel_buffers", ())]
 
 
-def lay_out(
+def lay_out_buckets(
     ddp,
     groups: dict[int, Group],
     *,
@@ -79,7 +79,7 @@ def lay_out(
     if not groups:
         return {}
 
-    indices_of_buffers = [in_order(buffer, members) for buffer in buffers_of(ddp)]
+    indices_of_buffers = [groups_by_bucket(buffer, members) for buffer in buffers_of(ddp)]
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers, strict=True):
         for index in reversed(indices):
             _check_buffer(index, groups[index], members[index], buffer, file)
@@ -147,7 +147,7 @@ def lie_in_order(ddp, groups: dict[int, Group]) -> bool:
     return all(found[-1] - found[0] < len(found) for found in own if found)
 
 
-def in_order(buffer, members: dict[int, list[torch.nn.Parameter]]) -> list[int]:
+def groups_by_bucket(buffer, members: dict[int, list[torch.nn.Parameter]]) -> list[int]:
     """The groups of a buffer in the order of their buckets: that in which gradients become ready, reversed. The order
     in the schedule does not matter, because a checkpoint stores optimizer states by their place in the buffer."""
     by_first = {id(parameters[0]): index for index, parameters in members.items()}
@@ -189,7 +189,8 @@ def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None
 
 
 def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> None:
-    """Refuse gradients that are added up in host memory if it is too small, before :func:`lay_out` allocates them.
+    """Refuse gradients that are added up in host memory if it is too small, before :func:`lay_out_buckets` allocates
+    them.
 
     Args:
         ranks_of_node: how many ranks allocate memory on the same node.

@@ -29,7 +29,7 @@ from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.runtime.memory_pool import MemoryPool, rehearse
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.program import Program, compile_program, place_actions
-from megatron_ext.runtime.routes.makers import collective_routes
+from megatron_ext.runtime.routes.make_routes import collective_routes
 from megatron_ext.schedule import memory_bill
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.schedule.group_facts import uses_of_groups

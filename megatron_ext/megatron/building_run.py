@@ -55,7 +55,7 @@ STOCK_GATHER = "MEGATRON_EXT_STOCK_GATHER"
 scheduled run must equal to the last bit."""
 
 
-class State(Enum):
+class RunState(Enum):
     """The state of a run, see [Note: Lifecycle]."""
 
     UNSCHEDULED = "unscheduled"
@@ -97,7 +97,7 @@ class BuildingRun:
 
     def __init__(self, schedule, trace, parallel=None, check=None, delay=None, nvme_path=None):
         self.path, self.trace_path, self.delay = schedule, trace, delay
-        self.state = State.UNSCHEDULED if schedule is None else State.BUILDING
+        self.state = RunState.UNSCHEDULED if schedule is None else RunState.BUILDING
         host_optimizers.forget_chosen()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         sampled = run_summary.SAMPLED if trace is None else None
@@ -133,7 +133,7 @@ class BuildingRun:
                 self.check = EqualityCheck(check, self.sha256 + rule)
                 self.stock_gather |= self.check.is_reference
             rest = any(group.gradients or group.states_rest == "nvme" for group in self.schedule.groups)
-            built = lambda: not self.stock_gather and self.state is State.BUILDING
+            built = lambda: not self.stock_gather and self.state is RunState.BUILDING
             late_memory.leave_buffers_out(lambda: rest and built(), lambda: self.late is not None)
             late_model.install(lambda: self.late)
         if trace is not None:
@@ -146,7 +146,7 @@ class BuildingRun:
     def late(self) -> late_model.LateModel | None:
         """What builds the model if its parameters never fit whole; None in other runs, and when the model is built. The
         first access is collective."""
-        if self.state is not State.BUILDING or self.stock_gather:
+        if self.state is not RunState.BUILDING or self.stock_gather:
             return None
         if not self._looked_late and memory_bill.never_whole(self.schedule):
             self._looked_late, pp_rank = True, parallel_state.get_pipeline_model_parallel_rank()
@@ -163,9 +163,9 @@ class BuildingRun:
         kind = f"{'reference' if self.stock_gather else 'scheduled'} {self.delay}"
         agree(error, ("schedule sha256 and kind of run", f"{self.sha256[:12]} {kind}"), file=self.path)
 
-    def _move_to(self, state: State) -> None:
+    def _move_to(self, state: RunState) -> None:
         before = self.state
-        legal = before is not State.CLOSED if state is State.CLOSED else before is State.BUILDING
+        legal = before is not RunState.CLOSED if state is RunState.CLOSED else before is RunState.BUILDING
         assert legal, f"a run that is {before.value} cannot become {state.value}"
         self.state = state
         if self.own.late is not None:
@@ -196,7 +196,7 @@ class BuildingRun:
 
     def on_ddp_built(self, ddp) -> None:
         """A chunk was built. A chunk built after the setup is not part of the scheduled model and stays Megatron's."""
-        if self.state is State.BUILDING:
+        if self.state is RunState.BUILDING:
             self._lay_out(ddp)
         if self.path is None or self.stock_gather:
             stock_trace.record_gathers(ddp, self.own.recorder)
@@ -224,7 +224,7 @@ class BuildingRun:
         except InputError as error:
             self._error = self._error or str(error)
         self._agree(self._error)  # the groups of a model that is built late are broadcast next
-        lay_out = partial(buckets.lay_out, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
+        lay_out = partial(buckets.lay_out_buckets, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
         # Megatron's next collectives need a model on every rank.
         self._agree(refusal(lambda: self.own.bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())

@@ -49,7 +49,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_ext.formats.errors import option_error
-from megatron_ext.megatron.releases import has
+from megatron_ext.megatron.releases import has_all
 from megatron_ext.runtime import free_host_memory
 
 NAMES = (
@@ -73,7 +73,7 @@ OTHER_GROUPS = (
 def _replace(name: str, ours: Callable[[Callable], Callable], owner: object = DistributedOptimizer) -> None:
     """Replace the method ``name`` of distributed optimizers, or of another ``owner``, by ``ours(method)``, if it exists
     and was not replaced before."""
-    if has(owner, name) and not hasattr(method := getattr(owner, name), "of_megatron"):
+    if has_all(owner, name) and not hasattr(method := getattr(owner, name), "of_megatron"):
         replaced = ours(method)
         vars(replaced)["of_megatron"] = method
         setattr(owner, name, replaced)
@@ -85,7 +85,7 @@ def install() -> None:
     _replace(RESHARDABLE, _without_padding)
     _replace("load", _of_these_groups(), dist_checkpointing)
     _replace("load_parameter_state_from_dp_zero", lambda load: _of_these_groups()(_then(_write_model)(load)))
-    if has(DistributedOptimizer, *NAMES):
+    if has_all(DistributedOptimizer, *NAMES):
         for name, ours in zip(NAMES, (_then(fill_empty_shards), _then(number_shards), _with_empty), strict=True):
             _replace(name, ours)
 

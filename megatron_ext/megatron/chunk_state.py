@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Group, State
+from megatron_ext.runtime.group import GroupState, RankGroup
 from megatron_ext.runtime.param_reads import place_of_use
 
 
@@ -26,7 +26,7 @@ class _Whole:
     """Checks that groups are whole before a chunk gives its state, or is deep-copied. The copy has parameters of its
     own, which are never freed."""
 
-    def __init__(self, groups: list[Group], sharded_state_dict, reader: Executor | None = None):
+    def __init__(self, groups: list[RankGroup], sharded_state_dict, reader: Executor | None = None):
         self.groups, self.inner, self.reader = groups, sharded_state_dict, reader
 
     def __deepcopy__(self, memo) -> "_Whole":
@@ -36,12 +36,12 @@ class _Whole:
         return _Whole([], copy.deepcopy(self.inner, memo))
 
     def check(self, *state_dict_arguments) -> None:
-        if self.reader is not None and any(group.state is not State.WHOLE for group in self.groups):
+        if self.reader is not None and any(group.state is not GroupState.WHOLE for group in self.groups):
             self.reader.read(())  # raises within an iteration
             return
         for group in self.groups:
             group.whole.detach()  # between two iterations such a use gathers all groups
-            if group.state is not State.WHOLE:
+            if group.state is not GroupState.WHOLE:
                 raise InputError(
                     f"{place_of_use()} saves or copies parameters while {group} is {group.state.value}: do this on all "
                     "ranks between two iterations; for a copy after training, call "
@@ -59,7 +59,7 @@ class _Whole:
         return self.inner(*args, **kwargs)
 
 
-def guard_state(module: torch.nn.Module, groups: list[Group], reader: Executor | None = None) -> None:
+def guard_state(module: torch.nn.Module, groups: list[RankGroup], reader: Executor | None = None) -> None:
     """Let ``state_dict`` and deep copies of a chunk find its groups whole between two iterations, and fail at other
     times while a group is freed: a file could be written but never loaded, and a copy would read freed memory. With
     ``reader``, which brings groups in turn, ``state_dict`` returns copies."""

@@ -19,7 +19,7 @@ from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.publisher import Publisher, Target, by_thread
 from megatron_ext.runtime.routes.host_copy import CopyRoute
-from megatron_ext.runtime.routes.makers import READERS
+from megatron_ext.runtime.routes.make_routes import READERS
 from megatron_ext.schedule.footprint import slot_bytes
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.route import Copy, kind_of

@@ -299,7 +299,7 @@ def _described(chunks: list) -> Described:
     from megatron_ext.megatron.describe_model import describe_chunk
     from megatron_ext.megatron.gpt_arguments import context_ranks
     from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
-    from megatron_ext.megatron.saved_activations import with_activations
+    from megatron_ext.megatron.saved_activations import with_saved_bytes
     from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
     from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
     from megatron_ext.workload.whole_gradients import options_with_whole_gradients
@@ -316,7 +316,7 @@ def _described(chunks: list) -> Described:
         workload,
         p2p_bytes=p2p_bytes(workload.parallel, batch, args.hidden_size, args.params_dtype.itemsize),
         chunks=tuple(
-            with_activations(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
+            with_saved_bytes(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
         ),
         experts=experts_of(args),
         ramp=numbers_of_run(args)[:-1],

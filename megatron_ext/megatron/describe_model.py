@@ -17,7 +17,7 @@ from megatron_ext.megatron.boundaries import layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.megatron.saved_activations import balance_experts, with_activations
+from megatron_ext.megatron.saved_activations import balance_experts, with_saved_bytes
 from megatron_ext.megatron.workload_of_run import experts_of
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
@@ -120,7 +120,7 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
         vars(config)["attention_backend"] = SimpleNamespace(name=getattr(args, "attention_backend", None))
         # Precision wrappers convert every parameter.
         return [
-            with_activations(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)
+            with_saved_bytes(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)
             for index, chunk in enumerate(built)
         ]
     finally:

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.run_summary import LAYOUT_NOTE, Measured
+from megatron_ext.megatron.run_summary import LAYOUT_NOTE, RunTimes
 
 LEAVE_OUT = ("iterations_to_skip", "phase_transition_iterations")
 """Options with which Megatron does not train every iteration."""
@@ -38,7 +38,7 @@ class ReferenceRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     schedule_sha256: str
     grad_norms: tuple[str, ...]
     parameter_sha256: tuple[str, ...]
-    measured: Measured | None
+    measured: RunTimes | None
 
 
 class EqualityCheck:
@@ -84,7 +84,7 @@ class EqualityCheck:
         norm = result[1]
         self.grad_norms.append("" if norm is None else float(norm).hex())
 
-    def finish(self, digests: list[str], measured: Measured | None) -> list[str]:
+    def finish(self, digests: list[str], measured: RunTimes | None) -> list[str]:
         """On the first rank: write the reference, or compare with it, and return lines that say so.
 
         Raises:

@@ -62,7 +62,7 @@ def pattern(args) -> list[int]:
     return [int(bool(args.num_experts) and number % freq == 0) for number in range(args.num_layers)]
 
 
-def shortened(pattern: list[int], layers: int) -> list[int]:
+def fewer_layers(pattern: list[int], layers: int) -> list[int]:
     """A pattern of about ``layers`` layers, dense ones first, with the proportions of ``pattern`` and at least one
     layer of each kind that it has."""
     experts, dense = (round(layers * pattern.count(kind) / len(pattern)) for kind in (1, 0))

@@ -10,7 +10,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.megatron import expert_options
 from megatron_ext.megatron.gpt_arguments import UNEVEN
-from megatron_ext.megatron.releases import accepted, accepts, has
+from megatron_ext.megatron.releases import accepted, accepts, has_all
 from megatron_ext.runtime.device import has_cuda
 
 SAME_NAMES = (
@@ -64,7 +64,7 @@ def transformer_config(args, **overrides) -> TransformerConfig:
     values |= {name: layers for name, layers in uneven.items() if layers is not None}
     values |= {name: True for name, asked in zip(UNEVEN[2:], account) if asked}
     if args.num_experts is not None:
-        values |= {name: getattr(args, name) for name in expert_options.OPTIONS if has(TransformerConfig, name)}
+        values |= {name: getattr(args, name) for name in expert_options.OPTIONS if has_all(TransformerConfig, name)}
         values |= {"num_moe_experts": args.num_experts}
     values.update(overrides)
     return TransformerConfig(**values)

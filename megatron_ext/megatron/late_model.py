@@ -32,7 +32,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from megatron_ext.megatron.releases import host_optimizer_class
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.runtime.device import has_cuda
-from megatron_ext.runtime.group import FreedGroup, Residency
+from megatron_ext.runtime.group import FreedGroup, WholeBytes
 from megatron_ext.runtime.param_reads import ParamReads
 from megatron_ext.runtime.parked import Parked
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -60,7 +60,7 @@ class LateModel:
         free_host_memory.require(
             ranks * whole, f"the parameters of {ranks} ranks, which never fit whole onto their devices,"
         )
-        self.schedule, self.groups, self.residency = schedule, {}, Residency()
+        self.schedule, self.groups, self.residency = schedule, {}, WholeBytes()
         self.parked = Parked("cuda" if has_cuda() else "cpu")
         self._of_storage: dict[int, FreedGroup] = {}
         self._held: list[FreedGroup] = []  # the groups that have bytes

@@ -37,7 +37,7 @@ def options_of_layers(args) -> tuple[str, ...]:
             chunks = args.virtual_pipeline_model_parallel_size or 1
             valued["recompute_num_layers"] = min(args.recompute_num_layers * chunks, layers)
     if getattr(args, "num_experts", None):
-        pattern = expert_options.shortened(expert_options.pattern(args), layers)
+        pattern = expert_options.fewer_layers(expert_options.pattern(args), layers)
         valued["num_layers"], flags["sequence_parallel"] = len(pattern), args.sequence_parallel
         for name, how in expert_options.OPTIONS.items():
             value = pattern if name == "moe_layer_freq" else getattr(args, name, None)

@@ -202,7 +202,7 @@ def _models(args) -> tuple[GPTModel, GPTModel]:
     # Only the pipeline frees outputs: with the option, Megatron's backward step would treat them as freed.
     (empty,) = gpt_model.build_chunks(args, gpt_model.transformer_config(args, deallocate_pipeline_outputs=False))
     layer_bytes = sum(p.numel() * 4 for p in empty.decoder.layers.parameters())
-    args.moe_layer_freq = expert_options.shortened(kinds, max(1, min(layers, COLD_BYTES // max(layer_bytes, 1))))
+    args.moe_layer_freq = expert_options.fewer_layers(kinds, max(1, min(layers, COLD_BYTES // max(layer_bytes, 1))))
     args.num_layers = len(args.moe_layer_freq)
     config = gpt_model.transformer_config(args)
     (model,) = gpt_model.build_chunks(args, config)

@@ -26,7 +26,7 @@ from megatron_ext.megatron import run_summary
 from megatron_ext.megatron.agreement import agree
 from megatron_ext.megatron.build_executor import build_executor, ready_the_host, schedule_for
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
-from megatron_ext.megatron.building_run import BuildingRun, State, refusal
+from megatron_ext.megatron.building_run import BuildingRun, RunState, refusal
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.one_line_end import says_all
@@ -64,7 +64,7 @@ class Run(BuildingRun):
         if self.path is None:
             agree(self._error, ("trace", str(self.trace_path)), file=self.trace_path)
         else:
-            assert self.state is State.BUILDING, f"training can begin only once; the run is {self.state.value}"
+            assert self.state is RunState.BUILDING, f"training can begin only once; the run is {self.state.value}"
             if self.late is not None:
                 self.late.close()
             self.own.nvme_path = getattr(args, "user_defined_schedule_nvme_path", None) or self.own.nvme_path
@@ -120,12 +120,12 @@ class Run(BuildingRun):
     def _begin(self) -> None:
         """Start what was prepared on all ranks."""
         if self.stock_gather:
-            self._move_to(State.REFERENCE)
+            self._move_to(RunState.REFERENCE)
             return
         assert self.executor is not None and self.watch is not None
         for bucket_group in self.own.bucket_groups.values():
             bucket_group.executor = self.executor
-        self._move_to(State.READY)
+        self._move_to(RunState.READY)
         connect_ranks(self.executor.connects)
         self.watch.executor = self.executor
         # The initial parameters are whole on all ranks; they are published so that the first iteration runs like all
@@ -174,17 +174,17 @@ class Run(BuildingRun):
             else:
                 self.own.recorder.begin_iteration()
                 self.sample.begin_iteration(self.own.recorder.iteration, num_microbatches)
-        if self.state is State.BUILDING and not self.stock_gather and (self.late is not None or not forward_only):
+        if self.state is RunState.BUILDING and not self.stock_gather and (self.late is not None or not forward_only):
             what = "an evaluation of parameters that never fit whole" if forward_only else "training"
             raise ScheduleError(f"{what} begins before megatron_ext.megatron.hooks.on_train_setup was called")
         if self._reference_delay is not None and forward_only:
             self._make_whole()  # as a run by the schedule does, even if the script does not ask for it
         elif self._reference_delay is not None and not again:
             self._reference_delay.begin()
-        if self._reference is not None and self.state is State.REFERENCE and not forward_only:
+        if self._reference is not None and self.state is RunState.REFERENCE and not forward_only:
             self._reference.begin(schedule_for(self.own.schedules, num_microbatches))
             return self._reference
-        if self.state is not State.READY:
+        if self.state is not RunState.READY:
             return IDLE
         assert self.executor is not None
         if forward_only:
@@ -264,7 +264,7 @@ class Run(BuildingRun):
         digest = parameter_digest(self.own.ddps) if self.check is not None else ""
         early = self.executor.part(EarlySteps) if self.executor is not None else None
         steps = (early.taken, early.taken_back) if early is not None else (0, 0)
-        trained = self.state in (State.READY, State.REFERENCE)
+        trained = self.state in (RunState.READY, RunState.REFERENCE)
         goes_on = read_later and never_whole
         if not goes_on:
             self.close(freed=never_whole or not brought)
@@ -297,7 +297,7 @@ class Run(BuildingRun):
                 self.watch.close()
             for bucket_group in self.own.bucket_groups.values():
                 bucket_group.end()
-        self._move_to(State.CLOSED)
+        self._move_to(RunState.CLOSED)
 
     def _report(self, digest: str, steps: tuple[int, int]) -> None:
         """Print on the first rank what was measured and whether the check holds; collective. ``steps``: the number of
@@ -305,7 +305,7 @@ class Run(BuildingRun):
         everybody = gather_objects((self.sample.of_rank(), digest, steps))
         error = None
         if dist.get_rank() == 0:
-            measured = run_summary.combine([times for times, *_ in everybody])
+            measured = run_summary.combine_ranks([times for times, *_ in everybody])
             reference = self.check.reference if self.check is not None else None
             compared = reference.measured if reference is not None else None
             sampled = self.own.schedules.get(self.sample.num_microbatches, self.schedule)

@@ -11,7 +11,7 @@ from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.group import Clock, FreedGroup, RankGroup, WholeBytes
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.schedule.user_defined_schedule import Schedule
@@ -25,7 +25,7 @@ class OwnRank:
     Attributes:
         schedules: schedules by number of micro-batches, that of the full batch last; all have the same groups.
         workload: the workload of the complete model, from the chunks that all ranks hold.
-        ddps: model chunks, laid out by :func:`buckets.lay_out`.
+        ddps: model chunks, laid out by :func:`buckets.lay_out_buckets`.
         bucket_groups: Megatron's bucket groups, by group index.
         optimizers: Megatron's DistributedOptimizer objects that have parameters to step.
         recorder: the recorder of issues and waits.
@@ -76,25 +76,25 @@ class OwnRank:
         return self.process_groups[self.schedule.parallel.dp]
 
     @cached_property
-    def residency(self) -> Residency:
+    def residency(self) -> WholeBytes:
         """The counter of bytes of whole parameters."""
-        return Residency() if self.late is None else self.late.residency
+        return WholeBytes() if self.late is None else self.late.residency
 
     @cached_property
-    def groups(self) -> dict[int, Group]:
+    def groups(self) -> dict[int, RankGroup]:
         """This rank's groups by index, over the storage of their buckets."""
         if self.late is not None:
             return dict(sorted(self.late.groups.items()))
         return {index: self._make_group(index) for index in sorted(self.bucket_groups)}
 
-    def _make_group(self, index: int) -> Group:
+    def _make_group(self, index: int) -> RankGroup:
         (bucket,), entry = self.bucket_groups[index].buckets, self.schedule.groups[index]
         chunk, rank = f"chunk {entry.model_chunk_id}", dist.get_rank(self.process_groups[entry.ranks])
         if self.schedule.zero_stage == 3:
             on_host = entry.shard_rests == "host"
             group = FreedGroup(index, chunk, bucket.param_data, rank, entry.ranks, self.residency, on_host)
         else:
-            group = Group(index, chunk, bucket.param_data, rank, entry.ranks)
+            group = RankGroup(index, chunk, bucket.param_data, rank, entry.ranks)
             self.residency.add(group.bytes)
         assert group.bytes == entry.bytes
         return group

@@ -227,7 +227,7 @@ def environment_mismatch(schedule: Schedule, path) -> str | None:
     from megatron_ext.runtime import machine  # imports torch, which is not needed to read options
 
     here = {part: facts for part, facts in machine.environment().items() if getattr(metadata, part) is not None}
-    found = environment.differences(metadata, here)
+    found = environment.environment_differences(metadata, here)
     return (
         f"{path}: planned from costs of another environment ({'; '.join(found)}): its prediction may not hold here"
         if found

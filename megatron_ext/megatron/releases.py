@@ -11,14 +11,14 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.10 | shards may lie over one of several distributed-optimizer instances | accepted | own_rank.py |
 | 0.10 | experts are cut over tensor-parallel ranks of their own | accepted | gpt_model.py |
 | 0.11 | disable_forward_pre_hook takes param_sync | accepted | scheduled_bucket_group.py |
-| 0.11 | TransformerConfig knows options of experts, in several releases | has | gpt_model.py |
+| 0.11 | TransformerConfig knows options of experts, in several releases | has_all | gpt_model.py |
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
 | 0.12 | an optimizer steps in host memory | host_optimizer_class | late_model.py, late_memory.py, states_on_device.py |
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
 | 0.13 | tensor-parallel ranks add up late gradients by a function of another name | late_sum_of | late_sums.py |
 | 0.13 | a checkpoint says the form of its optimizer states; before, an option alone does | - | checkpoint_layout.py |
-| 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has | checkpoint_states.py |
+| 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has_all | checkpoint_states.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |
 | 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |
@@ -46,7 +46,7 @@ def accepted(function: Callable, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if accepts(function, name)}
 
 
-def has(owner: object, *names: str) -> bool:
+def has_all(owner: object, *names: str) -> bool:
     """Whether a module or a class has all of ``names``."""
     return all(hasattr(owner, name) for name in names)
 
@@ -54,7 +54,7 @@ def has(owner: object, *names: str) -> bool:
 def late_sum_of(module) -> str:
     """The name of the function of ``finalize_model_grads`` with which tensor-parallel ranks add up late gradients."""
     new = "_allreduce_non_tensor_model_parallel_grads"
-    return new if has(module, new) else "_allreduce_layernorm_grads"
+    return new if has_all(module, new) else "_allreduce_layernorm_grads"
 
 
 def host_optimizer_class() -> Any:
@@ -71,14 +71,14 @@ def host_optimizer_class() -> Any:
 def has_microbatch_groups(args) -> bool:
     """Whether groups of micro-batches have a size of their own. In older releases they have PP micro-batches, and with
     at most PP micro-batches in an iteration all forwards run before the first backward."""
-    return has(args, "microbatch_group_size_per_vp_stage")
+    return has_all(args, "microbatch_group_size_per_vp_stage")
 
 
 def ramps_up() -> bool:
     """Whether this Megatron follows --rampup-batch-size; later releases only print a warning."""
     from megatron.core import num_microbatches_calculator
 
-    return has(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
+    return has_all(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
 
 
 def null_tokenizer_adds() -> int:

@@ -26,7 +26,7 @@ LAYOUT_NOTE = (
 )
 
 
-class Measured(NamedTuple):
+class RunTimes(NamedTuple):
     """Medians over the sampled iterations of the largest values over ranks, in microseconds.
 
     Attributes:
@@ -79,13 +79,13 @@ class Sample:
         }
 
 
-def combine(everybody: list[dict[int, tuple[float, float, float]]]) -> Measured | None:
+def combine_ranks(everybody: list[dict[int, tuple[float, float, float]]]) -> RunTimes | None:
     """Combine the measurements of all ranks; None if no iteration was sampled."""
     common = set.intersection(*(set(rank) for rank in everybody))
     if not common:
         return None
     largest = [[max(rank[i][figure] for rank in everybody) for i in sorted(common)] for figure in range(3)]
-    return Measured(len(common), *(median(values) for values in largest))
+    return RunTimes(len(common), *(median(values) for values in largest))
 
 
 def say(*lines: str) -> None:
@@ -139,7 +139,7 @@ def _predicted(schedule: Schedule) -> str:
 
 
 def end_lines(
-    schedule: Schedule, measured: Measured | None, compared: Measured | None, *, reference: bool
+    schedule: Schedule, measured: RunTimes | None, compared: RunTimes | None, *, reference: bool
 ) -> list[str]:
     """Lines with the measurements and the prediction; ``compared`` is the reference run's, if there was one."""
     if measured is None:
@@ -175,7 +175,7 @@ def early_lines(taken: int, taken_back: int) -> list[str]:
     ]
 
 
-def _figures(measured: Measured) -> str:
+def _figures(measured: RunTimes) -> str:
     return (
         f"iteration {measured.iteration_us / 1e3:.3f} ms, exposed {measured.exposed_us / 1e3:.3f} ms, "
         f"gather time {measured.gather_us / 1e3:.3f} ms"

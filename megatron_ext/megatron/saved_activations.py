@@ -42,7 +42,7 @@ DECIDES = (
 _known: dict[tuple, Saved | None] = {}
 
 
-def with_activations(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
+def with_saved_bytes(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
     """A described chunk with the bytes that its layers save; unchanged if ``module`` cannot run without data.
 
     Args:

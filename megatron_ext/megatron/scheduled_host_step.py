@@ -38,13 +38,13 @@ from megatron_ext.megatron.host_optimizers import (
 from megatron_ext.megatron.late_memory import take_over
 from megatron_ext.megatron.own_rank import OwnRank
 from megatron_ext.megatron.shards import places_of_groups
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
-from megatron_ext.runtime.host_step.room import Link, OwnRooms, Piece, SharedRooms
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out_parameters
+from megatron_ext.runtime.host_step.room import OwnRooms, Piece, SharedRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.publisher import Publisher
@@ -118,14 +118,14 @@ class HostStep:
 
     # Memory.
 
-    def _make_link(self, chosen: list[int], slots: StepSlots | None) -> Link:
+    def _make_link(self, chosen: list[int], slots: StepSlots | None) -> StepStreams:
         casting, buckets = slots.slot_bytes if slots and slots.cast == "device" else 0, self._own.bucket_groups
         outward = 0
         if any(one.buckets[0].grad_data.dtype is not torch.float32 for one in buckets.values()):
             rest = [index for index in chosen if self._later or self._schedule.groups[index].states_rest == "nvme"]
             outward = max([casting, *map(self._largest_gradient, rest)])
         place = next(iter(self._own.groups.values())).whole.device
-        return Link(self.device, place, cast_part_bytes(casting), outward, self._own.links)
+        return StepStreams(self.device, place, cast_part_bytes(casting), outward, self._own.links)
 
     def _largest_gradient(self, index: int) -> int:
         """The largest number of bytes, in fp32, of this rank's part of one parameter of the group."""
@@ -181,7 +181,7 @@ class HostStep:
         def make(group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]) -> HostUnit:
             locked = slots is not None and slots.cast == "device"
             if locked or isinstance(optimizer, FlatAdamW):
-                lay_out(optimizer, self.device.host_tensor if locked else large_tensor)
+                lay_out_parameters(optimizer, self.device.host_tensor if locked else large_tensor)
             alignment = ITEM_BYTES if slots is None else LINE_BYTES
             return HostUnit(group, optimizer, pieces, self.rooms, alignment, self._later)
 
@@ -232,7 +232,7 @@ class HostStep:
         for index in {unit.unit.group for unit in found}:
             self._own.bucket_groups[index].reduced = partial(self.early.reduced, index, None)
 
-    def _reduced_part(self, group: Group) -> torch.Tensor:
+    def _reduced_part(self, group: RankGroup) -> torch.Tensor:
         """This rank's part of a group's gradient, where it lies when it is reduced."""
         bucket_group = self._own.bucket_groups[group.index]
         if bucket_group.gradient is not None:

@@ -16,7 +16,7 @@ import torch
 from megatron_ext.megatron.buckets import READ_AT_ONCE
 from megatron_ext.megatron.host_gradients import rest_on_host
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import FreedGroup, Group
+from megatron_ext.runtime.group import FreedGroup, RankGroup
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.shards_on_host import HostShards
 from megatron_ext.workload.state_layout import ROUNDING_BYTES
@@ -183,7 +183,7 @@ def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
     return copy_from_shards
 
 
-def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int, Callable]:
+def offloaded_shards(optimizers, groups: list[tuple[object, RankGroup]]) -> dict[int, Callable]:
     """The host optimizer's own copies of each group's shard, if the optimizer steps on the host.
 
     Groups are published from these copies, so that no copy from the device is needed.
@@ -211,7 +211,7 @@ def offloaded_shards(optimizers, groups: list[tuple[object, Group]]) -> dict[int
     return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
 
 
-def places_of_groups(optimizers, groups) -> Iterator[tuple[Any, Group, int, int, torch.Tensor]]:
+def places_of_groups(optimizers, groups) -> Iterator[tuple[Any, RankGroup, int, int, torch.Tensor]]:
     """``(optimizer, group, start, end, view)`` for every part of a parameter of ``groups`` that this rank updates: its
     place in the group's shard, and the tensor by which the optimizer identifies it.
 

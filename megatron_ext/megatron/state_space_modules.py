@@ -14,7 +14,7 @@ from megatron_ext.megatron.engine_modules import make_packages
 KERNELS = ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined")
 
 
-class RMSNorm(torch.nn.Module):
+class GatedRMSNorm(torch.nn.Module):
     """The norm after a state-space mixer, multiplied by a gate: ``weight`` of shape (hidden,)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-5, group_size=None, norm_before_gate=True, **factory):
@@ -34,5 +34,5 @@ def install() -> None:
         return
     inner = ("", ".ops", ".ops.triton", ".ops.triton.layernorm_gated", ".ops.triton.ssd_combined")
     make_packages(f"mamba_ssm{name}" for name in inner)
-    vars(sys.modules["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = RMSNorm
+    vars(sys.modules["mamba_ssm.ops.triton.layernorm_gated"])["RMSNorm"] = GatedRMSNorm
     vars(sys.modules["mamba_ssm.ops.triton.ssd_combined"]).update(dict.fromkeys(KERNELS, no_kernel))

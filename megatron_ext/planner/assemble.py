@@ -6,13 +6,13 @@ from typing import NamedTuple
 from megatron_ext.schedule.user_defined_schedule import (
     SCHEDULE_VERSION,
     Group,
-    Metadata,
     Model,
     PlanOptions,
     PublishGroup,
     Rank,
     Reshard,
     Schedule,
+    ScheduleMetadata,
     StageIn,
     Start,
     StepActions,
@@ -99,7 +99,7 @@ def schedule_of(
     return Schedule(
         schema_version=SCHEDULE_VERSION,
         kind="user_defined_schedule",
-        metadata=Metadata(planner=planner, options=options or PlanOptions()),
+        metadata=ScheduleMetadata(planner=planner, options=options or PlanOptions()),
         parallel=workload.parallel,
         zero_stage=workload.zero_stage,
         model=Model(fingerprint=fingerprint(workload)),

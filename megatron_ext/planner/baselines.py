@@ -20,22 +20,22 @@ from collections.abc import Container
 from functools import cache, partial
 from math import inf
 
-import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import cut_by_layer, make_blocks
 from megatron_ext.planner.effort import judged_us, last_found
-from megatron_ext.planner.link_split import part_of
+from megatron_ext.planner.gather_search import search
+from megatron_ext.planner.link_split import split_off
 from megatron_ext.planner.passes.place_gathers import Choices, place_gathers
 from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
-from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import groups_of, stock_schedule
 from megatron_ext.schedule.footprint import pinned_need
-from megatron_ext.schedule.user_defined_schedule import Metadata, Schedule
+from megatron_ext.schedule.user_defined_schedule import Schedule, ScheduleMetadata
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
@@ -72,7 +72,7 @@ def fixed_share(workload: Workload, percent: int) -> Schedule:
     def cut(chunk):
         parts = []
         for bucket in rule(chunk):
-            part, rest = part_of(bucket, sum(p.bytes for p in bucket) * percent // 100)
+            part, rest = split_off(bucket, sum(p.bytes for p in bucket) * percent // 100)
             parts += [(members, host) for members, host in ((rest, False), (part, True)) if members]
         return parts
 
@@ -155,11 +155,8 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
             field="parallel.gpus_per_node",
             value=workload.parallel.gpus_per_node,
         )
-    groups = tuple(
-        msgspec.structs.replace(group, algorithm=HIERARCHICAL if here else None)
-        for group, here in zip(schedule.groups, found)
-    )
-    return _named(msgspec.structs.replace(schedule, groups=groups), "hierarchical")
+    groups = tuple(replace(one, algorithm=HIERARCHICAL if here else None) for one, here in zip(schedule.groups, found))
+    return _named(replace(schedule, groups=groups), "hierarchical")
 
 
 def gathers_only(workload: Workload, timing: Timing) -> Schedule:
@@ -170,9 +167,8 @@ def gathers_only(workload: Workload, timing: Timing) -> Schedule:
     """
 
     def find() -> Schedule:
-        return _named(
-            search(Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing)))[0], "gathers-only"
-        )
+        problem = Problem(workload, timing, (ALL_GATHER,), lower_bound(workload, timing))
+        return _named(search(problem)[0], "gathers-only")
 
     return last_found("gathers_only", workload, timing, find)
 
@@ -216,7 +212,7 @@ def check_pinned(workload: Workload, groups, hosted: Container[int]) -> None:
 
 
 def _named(schedule: Schedule, name: str) -> Schedule:
-    return msgspec.structs.replace(schedule, metadata=Metadata(planner=name))
+    return replace(schedule, metadata=ScheduleMetadata(planner=name))
 
 
 BASELINES = {

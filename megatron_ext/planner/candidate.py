@@ -6,7 +6,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -46,4 +46,4 @@ class Candidate(NamedTuple):
 
     def simulated_us(self) -> float:
         """The simulated iteration time of the schedule in microseconds. It is simulated if it is not known yet."""
-        return run(self.workload, self.timing, self.schedule).iteration_time_us if self.us is None else self.us
+        return simulate(self.workload, self.timing, self.schedule).iteration_time_us if self.us is None else self.us

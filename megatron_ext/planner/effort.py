@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -86,7 +86,7 @@ def visits_of_gradients(workload: Workload, groups: Sequence[Group]) -> int:
 def judged_us(workload: Workload, timing: Timing, schedule: Schedule) -> float:
     """Simulated iteration time in microseconds of a schedule that does not place optimizer states yet. As few states as
     necessary are put on the drive. Raises InputError if host memory is short."""
-    return run(workload, timing, with_states_on_drive(schedule, workload), peaks=False).iteration_time_us
+    return simulate(workload, timing, with_states_on_drive(schedule, workload), peaks=False).iteration_time_us
 
 
 def is_small(workload: Workload) -> bool:

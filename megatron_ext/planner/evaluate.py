@@ -9,7 +9,7 @@ from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import Result, run
+from megatron_ext.simulator.simulation import Result, simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -45,5 +45,5 @@ def evaluate(
     timing = Timing(workload, table, extrapolate=extrapolate)
     if bound_us is None:
         bound_us = lower_bound(with_most_headroom(workload), timing)
-    result = run(workload, timing, schedule, trace=trace, bound_us=bound_us)
+    result = simulate(workload, timing, schedule, trace=trace, bound_us=bound_us)
     return result._replace(memory=tuple(memory_bill(schedule, workload)))

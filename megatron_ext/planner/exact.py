@@ -15,7 +15,7 @@ says how far apart they are.
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 from ortools.sat.python import cp_model
 
 from megatron_ext.bounds.reduce_bounds import least_tail_us
@@ -24,8 +24,8 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.gather_search import GatherSearch, GridPoint, Grouping
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
@@ -71,9 +71,7 @@ def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedu
         raise InputError(f"{_why_unsolved(problem, EXACT)}; use hybrid", field="policy", value="exact")
     proven_us = max(lowest, problem.bound_us, least_thread_us(problem.workload, problem.timing))
     options = PlanOptions(proven_gap=round(best_us / proven_us - 1, 6))
-    return msgspec.structs.replace(
-        best, metadata=msgspec.structs.replace(best.metadata, planner="exact", options=options)
-    )
+    return replace(best, metadata=replace(best.metadata, planner="exact", options=options))
 
 
 def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) -> tuple[Schedule, float, float | None]:
@@ -104,9 +102,9 @@ def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) ->
 
 def _groupings(problem: Problem) -> list[Grouping]:
     """Every way to cut and divide the blocks that fits the workload's limits."""
-    every = Search(problem)
+    every = GatherSearch(problem)
     made = (
-        every.made(Settings(cut, divide, len(every.horizons) - 1, 0))
+        every.made(GridPoint(cut, divide, len(every.horizons) - 1, 0))
         for divide, cut in product(range(len(every.divides)), range(len(every.cuts)))
     )
     return [one for one in made if one is not None]
@@ -135,7 +133,7 @@ def solve_groups(
     workload: Workload, timing: Timing, given: Grouping, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
     """The optimum for these groups: a schedule (None if the known schedule is no worse) and a lower bound."""
-    model = _Model(workload, timing, given, known_us)
+    model = _ScheduleModel(workload, timing, given, known_us)
     if known.groups == given.blocks.groups:
         model.start_from(known)
     solver = cp_model.CpSolver()
@@ -151,7 +149,7 @@ def solve_groups(
     return model.schedule(solver), bound
 
 
-class _Model:
+class _ScheduleModel:
     """Variables of one CP-SAT model; times are whole units of ``unit`` microseconds."""
 
     def __init__(self, workload: Workload, timing: Timing, given: Grouping, known_us: float):
@@ -164,14 +162,9 @@ class _Model:
         self.steps = steps_of_ranks(parallel)
         self.ranks = [RankGaps(workload, timing, blocks, rank) for rank in range(parallel.pp)]
         self.block_uses = [rank.uses for rank in self.ranks]
-        self.reach = [
-            [self._time(f"r{rank}.{n}") for n in range(len(block_uses) + 1)]
-            for rank, block_uses in enumerate(self.block_uses)
-        ]
-        self.begin = [
-            [self._time(f"b{rank}.{n}") for n in range(len(block_uses))]
-            for rank, block_uses in enumerate(self.block_uses)
-        ]
+        counts = [len(uses) for uses in self.block_uses]
+        self.reach = [[self._time(f"r{rank}.{n}") for n in range(most + 1)] for rank, most in enumerate(counts)]
+        self.begin = [[self._time(f"b{rank}.{n}") for n in range(most)] for rank, most in enumerate(counts)]
         self.gaps = [gap for rank in self.ranks for gap in rank.gaps]
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}

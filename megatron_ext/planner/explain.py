@@ -22,8 +22,8 @@ from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
-from megatron_ext.simulator.timing import require
+from megatron_ext.simulator.simulation import simulate
+from megatron_ext.simulator.timing import require_route
 from megatron_ext.workload.route import ALL_GATHER, ROUTE_KINDS, SHARD_GATHER, Route, kind_of
 
 CUT, OFFLOAD, PLACE = "cut", "offload", "place"
@@ -66,7 +66,7 @@ class _Explained:
         self.given, self.index, self.schedule = given, index, given.schedule
         self.workload, self.group = given.workload, given.schedule.groups[index]
         self.own = given.timing.among(self.group.ranks)
-        self.result = run(given.workload, given.timing, given.schedule)
+        self.result = simulate(given.workload, given.timing, given.schedule)
         self._us = f"{self.result.iteration_time_us / 1e3:.3f} ms per iteration"
 
     def lines(self) -> Iterator[str]:
@@ -108,18 +108,16 @@ class _Explained:
         try:
             match(validate(tried), self.workload)
             for route in {action.route for action in tried.unshards}:
-                require(self.given.timing, route)
+                require_route(self.given.timing, route)
             held, limit = max(host_bytes_of_nodes(tried, self.workload)), self.workload.limits.host_bytes
             if limit is not None and held > limit:
                 return f"not possible, a node holds {held} bytes in host memory, {held - limit} bytes short"
-            us = run(self.workload, self.given.timing, tried).iteration_time_us
+            us = simulate(self.workload, self.given.timing, tried).iteration_time_us
         except InputError as error:
             return f"not possible, {_PARENTHESES.sub('', error.message)}"
         return f"{us / 1e3:.3f} ms per iteration"
 
-    def _rests(
-        self, what: str, kept: dict[str | None, str], now: str | None, others: dict[str | None, Schedule]
-    ) -> str:
+    def _rests(self, what: str, kept: Places, now: str | None, others: dict[str | None, Schedule]) -> str:
         """Where a part of the group's state rests, and the iteration times with it there and elsewhere."""
         said = [f"{kept[other]}: {self._tried(schedule)}" for other, schedule in others.items() if other != now]
         return "; ".join([f"{what} rests {kept[now]}: {self._us}", *said])

@@ -1,6 +1,7 @@
 """The passes that follow the search for gathers: step slots, rest states, host step."""
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
@@ -9,6 +10,8 @@ from megatron_ext.planner.passes import rest_states
 from megatron_ext.planner.passes.rest_states import rest_on_device, rest_on_drive
 from megatron_ext.planner.passes.size_step_slots import size_step_slots, without_useless_slots
 from megatron_ext.planner.passes.time_host_step import time_host_step
+
+T = TypeVar("T")
 
 
 def finished(given: Candidate) -> Candidate:
@@ -34,10 +37,10 @@ def fastest_on_drive(given: Candidate) -> Candidate:
     return min(map(time_host_step, rest_on_drive(given, few=few)), key=Candidate.simulated_us)
 
 
-def those_that_can(given: Iterable[Candidate], finish: Callable[[Candidate], Candidate]) -> list[Candidate]:
-    """The results of ``finish`` for all candidates that it does not refuse. If it refuses all, raises the first
+def those_that_can(given: Iterable[T], finish: Callable[[T], T]) -> list[T]:
+    """The results of ``finish`` for all of ``given`` that it does not refuse. If it refuses all, raises the first
     InputError."""
-    found: list[Candidate] = []
+    found: list[T] = []
     reasons: list[InputError] = []
     for one in given:
         try:

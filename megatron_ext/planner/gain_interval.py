@@ -21,7 +21,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.effort import number_of_steps, visits_of_gradients
 from megatron_ext.planner.in_processes import in_processes
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import Result, run
+from megatron_ext.simulator.simulation import Result, simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -78,7 +78,7 @@ class GainOnTables(NamedTuple):
     def results(self, table: CostTable) -> list[Result]:
         """The simulated iterations of the plan and of the other one."""
         timing = Timing(self.workload, table, extrapolate=self.extrapolate)
-        return [run(self.workload, timing, each, peaks=False) for each in (self.plan, self.other)]
+        return [simulate(self.workload, timing, each, peaks=False) for each in (self.plan, self.other)]
 
     def on(self, table: CostTable) -> float:
         """The gain on ``table``."""

@@ -10,7 +10,7 @@ from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.schedule.memory_bill import host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -61,8 +61,7 @@ def delay(schedule: Schedule, workload: Workload, table: CostTable, *, extrapola
         return None
     groups = (replace(group, states_rest=None) if group.states_rest == "device" else group for group in schedule.groups)
     plain = replace(schedule, groups=tuple(groups), rollback_bytes=None, step_slots=None)
-    held = [
-        [sum(kinds.values()) for kinds in host_bytes(*given)] for given in ((schedule, works[0]), (plain, works[1]))
-    ]
-    at_once, delayed = (run(work, timing, by).iteration_time_us for work, by in zip(works, (schedule, plain)))
+    both = [(schedule, works[0]), (plain, works[1])]
+    held = [[sum(kinds.values()) for kinds in host_bytes(by, work)] for by, work in both]
+    at_once, delayed = (simulate(work, timing, by).iteration_time_us for by, work in both)
     return Delay(at_once, delayed, max(map(sub, held[1], held[0])))

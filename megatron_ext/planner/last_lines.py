@@ -10,7 +10,7 @@ from megatron_ext.schedule.user_defined_schedule import Schedule
 GIB = 1 << 30
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A training, and the time of one of its iterations.
 
     Attributes:
@@ -30,12 +30,12 @@ class Run(NamedTuple):
         return f"{said} ({self.refused})" if self.refused else said
 
 
-def by_time(runs: Sequence[Run]) -> list[Run]:
+def by_time(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     """``runs`` from the fastest to the slowest, followed by those that cannot train."""
     return sorted(runs, key=lambda run: (bool(run.refused), run.iteration_time_us))
 
 
-def last_lines(verdict: str, runs: Sequence[Run], *, add: str, take_out: str = "") -> list[str]:
+def last_lines(verdict: str, runs: Sequence[ComparedRun], *, add: str, take_out: str = "") -> list[str]:
     """The fastest of ``runs`` followed by the others, the host memory that it takes, the changes to the launch script's
     options, and the verdict."""
     ordered = by_time(runs)

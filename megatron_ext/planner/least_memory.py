@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from msgspec.structs import replace
 from ortools.sat.python import cp_model
@@ -34,6 +34,7 @@ from megatron_ext.bounds.memory_headroom import what_helps
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory, kinds_text
 from megatron_ext.planner.effort import judged_us
+from megatron_ext.planner.finish import those_that_can
 from megatron_ext.planner.passes.cut_groups import by_parameter
 from megatron_ext.planner.passes.offload_groups import OffloadCosts, Offloader, Relief, Residency, Rule
 from megatron_ext.planner.problem import Problem
@@ -85,7 +86,7 @@ class Way(NamedTuple):
     cost_us: float
 
 
-class Moment(NamedTuple):
+class LayerMoment(NamedTuple):
     """One layer computing. ``before``: chunks whose backwards ran before, the most recent first, each chunk once."""
 
     chunk: int
@@ -103,44 +104,57 @@ def least_plan(problem: Problem, reliefs: frozenset[Relief]) -> Schedule:
             is missing. Or no plan was found that fits into a node's host memory; the message has what the plan that
             takes the least holds there.
     """
-    models = [_Model(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
-    if found := next(filter(None, (model.plan() for model in models)), None):
-        return found
     workload = problem.workload
+    models = [_ResidencyModel(problem, reliefs, cut) for cut in (layer_buckets, _parameters)]
+    for model in models:
+        found = model.plan()
+        if found is not None:
+            return found
     if workload.limits.host_bytes is not None and models[-1].least[0] <= (workload.limits.device_bytes or 0):
         least = models[-1].solved("host", replace(workload.limits, host_bytes=None))
         if least is not None and keeps_device_bytes(with_states_on_drive(least, workload), workload):
             return models[-1].finished(least)
-    raise _refusal(workload, models, what_helps(workload, relieved="shards" in reliefs))
+    _refuse(workload, models, what_helps(workload, relieved="shards" in reliefs))
 
 
 def _parameters(chunk: Chunk) -> list[list[Parameter]]:
     return [part for bucket in layer_buckets(chunk) for part in by_parameter(bucket)]
 
 
-def _refusal(workload: Workload, models: Sequence[_Model], advice: str) -> InputError:
-    limit = workload.limits.device_bytes
+def _refuse(workload: Workload, models: Sequence[_ResidencyModel], advice: str) -> NoReturn:
+    """Raise an InputError that says why no model has a plan."""
+    limits, limit = workload.limits, workload.limits.device_bytes
     assert limit is not None
-    found = [(need, schedule) for need, schedule in (model.least for model in models) if schedule]
-    field, within, short_of = "device_bytes", "", "short"
-    if found and min(need for need, _ in found) <= limit:
-        least = [schedule for model in models if (schedule := model.solved("device", workload.limits))]
-        found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in least]
-        given = (name for name in ("pinned_host_bytes", "host_bytes") if getattr(workload.limits, name) is not None)
-        if field := next(given, ""):
-            within, short_of = "within it ", f"more than limits.device_bytes = {limit}"
-    if found:
-        need, schedule = min(found, key=lambda item: item[0])
-        rank, memory = _fullest(schedule, workload)
-        if need > limit:
-            return InputError(
-                f"cannot fit: {within}pipeline rank {rank} holds at least {need} bytes on its device "
-                f"({kinds_text(memory.device_bytes)}) by groups of layers or large parameters, {need - limit} bytes "
-                f"{short_of}{advice}",
-                field=f"limits.{field or 'device_bytes'}",
-                value=getattr(workload.limits, field or "device_bytes"),
-            )
-    return InputError("cannot fit: no route can bring every group within the limits", field="limits")
+    found = [(need, schedule) for need, schedule in (model.least for model in models) if schedule is not None]
+    names = ["device_bytes"]
+    if found and min(need for need, _ in found) <= limit:  # but limits of host memory may leave too much on the device
+        names = ["pinned_host_bytes", "host_bytes", "device_bytes"]
+        solved = [model.solved("device", limits) for model in models]
+        found = [(_fullest(one, workload)[1].device_total_bytes, one) for one in solved if one is not None]
+    if not found:
+        raise InputError("cannot fit: no route can bring every group within the limits", field="limits")
+    need, schedule = min(found, key=lambda item: item[0])
+    if need <= limit:
+        _checked(schedule, workload)  # raises if anything else than the device is short
+        raise InputError("cannot fit: no plan was found that keeps the limits", field="limits")
+    rank, memory = _fullest(schedule, workload)
+    name = next(name for name in names if getattr(limits, name) is not None)
+    within, short_of = "within it ", f"more than limits.device_bytes = {limit}"
+    if name == "device_bytes":
+        within, short_of = "", "short"
+    raise InputError(
+        f"cannot fit: {within}pipeline rank {rank} holds at least {need} bytes on its device "
+        f"({kinds_text(memory.device_bytes)}) by groups of layers or large parameters, {need - limit} bytes "
+        f"{short_of}{advice}",
+        field=f"limits.{name}",
+        value=getattr(limits, name),
+    )
+
+
+def _checked(found: Schedule, workload: Workload) -> Schedule:
+    """Return ``found``. Raises InputError if it does not keep a limit."""
+    match(with_states_on_drive(found, workload), workload)
+    return found
 
 
 def _fullest(schedule: Schedule, workload: Workload) -> tuple[int, RankMemory]:
@@ -149,7 +163,7 @@ def _fullest(schedule: Schedule, workload: Workload) -> tuple[int, RankMemory]:
     return max(bills, key=lambda item: item[1].device_total_bytes)
 
 
-class _Model:
+class _ResidencyModel:
     """All groups of a workload, cut by one rule, and the ways to keep each group.
 
     Args:
@@ -163,9 +177,7 @@ class _Model:
         groups = self.streams[0].groups
         self.offloader = Offloader(workload, Rule(None, tuple(reliefs)), timing)
         self.ranks = list(self.offloader.by_rank(groups))
-        self.ways = {
-            index: self._ways(one) for _, indices, weighed in self.ranks for index, one in zip(indices, weighed)
-        }
+        self.ways = {index: self._ways(one) for _, indices, own in self.ranks for index, one in zip(indices, own)}
 
     def _ways(self, one: OffloadCosts) -> list[Way]:
         dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
@@ -200,9 +212,11 @@ class _Model:
         for rank, indices, _ in self.ranks:
             past = []  # size, and by group that comes and goes: the number of its whole gradients
             for moment, size in self._moments(rank).items():
-                around = {index: int(moment.backward) for index, _ in self._here(rank, moment)}
+                around = {index: 1 if moment.backward else 0 for index, _ in self._here(rank, moment)}
                 index, reduced = next(self._events(rank, moment), (0, False))
-                past.append((size, around | ({index: around.get(index, 0) + 1} if reduced else {})))
+                if reduced:
+                    around[index] = around.get(index, 0) + 1
+                past.append((size, around))
             every = [way for index in indices for way in self.ways[index]]
             caps = product({0, *(way.buffer for way in every)}, {0, *(way.rounding for way in every)})
             held, ways = min((self._least_of_rank(rank, past, *cap) for cap in caps), key=lambda item: item[0])
@@ -229,7 +243,7 @@ class _Model:
         """Bytes of parameters that are whole during the whole iteration."""
         return 0 if self.workload.zero_stage == 3 else sum(one.group.bytes for one in self.ranks[rank][2])
 
-    def _here(self, rank: int, moment: Moment) -> list[tuple[int, OffloadCosts]]:
+    def _here(self, rank: int, moment: LayerMoment) -> list[tuple[int, OffloadCosts]]:
         """The groups that the layer of ``moment`` uses, with their indices."""
         _, indices, weighed = self.ranks[rank]
         here = ((i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == moment.chunk)
@@ -241,7 +255,8 @@ class _Model:
         if self.least[0] > (limits.device_bytes or 0):
             return None
         found = self.solved("time", limits) or self.least[1]
-        return self.finished(found) if found is not None and self._keeps(found) else None
+        with suppress(InputError):
+            return None if found is None else self.finished(_checked(found, self.workload))
 
     def solved(self, aim: Aim, limits: Limits) -> Schedule | None:
         """The plan that minimises ``aim``: the time of links, the bytes of the rank that holds most on its device
@@ -270,15 +285,12 @@ class _Model:
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         ways = [
-            next(way for way, flag in zip(self.ways[index], chosen[index]) if solver.value(flag))
-            for index in range(len(chosen))
+            next(way for way, flag in zip(self.ways[i], chosen[i]) if solver.value(flag)) for i in range(len(chosen))
         ]
         return self._schedule(self.streams[1], ways)
 
     def _sum(self, chosen, indices: Iterable[int], name: str):
-        return sum(
-            round(getattr(way, name)) * flag for index in indices for way, flag in zip(self.ways[index], chosen[index])
-        )
+        return sum(round(getattr(way, name)) * flag for i in indices for way, flag in zip(self.ways[i], chosen[i]))
 
     def _most(self, model: cp_model.CpModel, chosen, indices: Iterable[int], name: str):
         """The largest of the bytes that these groups need one after the other."""
@@ -295,9 +307,7 @@ class _Model:
         counts = [on_nodes(self.workload, [int(rank == other) for other in ranks]) for rank in ranks]
         sums = [self._sum(chosen, indices, name) for _, indices, _ in self.ranks]
         if name == "host":
-            sums = [
-                held + self._most(model, chosen, indices, "slots") for held, (_, indices, _) in zip(sums, self.ranks)
-            ]
+            sums = [held + self._most(model, chosen, own, "slots") for held, (_, own, _) in zip(sums, self.ranks)]
         return [sum(count[node] * held for count, held in zip(counts, sums)) for node in range(len(counts[0]))]
 
     def _device(self, model: cp_model.CpModel, chosen) -> Iterator:
@@ -313,46 +323,52 @@ class _Model:
                 around = self._sum(chosen, here, "around")
                 yield resting + size + around + self._on_its_way(model, chosen, rank, moment, known)
 
-    def _moments(self, rank: int) -> dict[Moment, int]:
+    def _moments(self, rank: int) -> dict[LayerMoment, int]:
         """Every layer of every step (equal ones once), and the most bytes of whole parameters and activations at that
         layer."""
-        found: dict[Moment, int] = {}
+        found: dict[LayerMoment, int] = {}
         before: tuple[int, ...] = ()
         for chunk, backward, saved in activations(self.workload, rank):
             for layer, size in enumerate(saved):
-                moment = Moment(chunk, backward, layer, before)
+                moment = LayerMoment(chunk, backward, layer, before)
                 found[moment] = max(found.get(moment, 0), size)
             before = (chunk, *(other for other in before if other != chunk)) if backward else before
         used = lambda moment: self._whole(rank) or sum(one.group.bytes for _, one in self._here(rank, moment))
         return {moment: size + used(moment) for moment, size in found.items()}
 
-    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: Moment, known: dict[tuple, tuple]):
+    def _on_its_way(self, model: cp_model.CpModel, chosen, rank: int, moment: LayerMoment, known: dict[tuple, tuple]):
         """The gradient that was reduced last, if no other has been allocated since then: whole gradients are allocated
         one at a time. ``known`` holds the variables that moments share, because most of their past is the same."""
-        latest, most, sizes = 0, 0, dict(zip(self.ranks[rank][1], self.ranks[rank][2]))
-        for event in [*self._events(rank, moment)][::-1]:  # the earliest first
-            (index, reduced), key = event, (*event, latest if isinstance(latest, int) else latest.index)
-            if key not in known and (reduced or most):
+        _, indices, weighed = self.ranks[rank]
+        sizes = {index: one.gradient for index, one in zip(indices, weighed)}
+        latest, most, number = 0, 0, 0  # a variable, its largest value, and a number that only this variable has
+        for index, reduced in reversed(list(self._events(rank, moment))):  # the earliest first
+            if not reduced and most == 0:
+                continue  # nothing was reduced before
+            key = index, reduced, number
+            if key not in known:
                 comes = sum(flag for way, flag in zip(self.ways[index], chosen[index]) if way.around)
-                size = sizes[index].gradient if reduced else 0
+                size = sizes[index] if reduced else 0
                 least = model.new_int_var(0, max(size, most), "")
                 model.add(least >= size * comes)
                 model.add(least >= latest - most * comes)
-                known[key] = least, max(size, most)
-            latest, most = known.get(key, (latest, most))
+                known[key] = least, max(size, most), len(known) + 1
+            latest, most, number = known[key]
         return latest
 
-    def _events(self, rank: int, moment: Moment) -> Iterator[tuple[int, bool]]:
+    def _events(self, rank: int, moment: LayerMoment) -> Iterator[tuple[int, bool]]:
         """Events of gradients that come and go, before a moment, the latest first: the group, and whether its gradient
         was reduced (or else allocated)."""
         _, indices, weighed = self.ranks[rank]
-        chunks = [(moment.chunk, moment.layer), *((c, 0) for c in moment.before)] if moment.backward else []
-        for number, (chunk, lowest) in enumerate(chunks or [(c, 0) for c in moment.before]):
-            own = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == chunk]
-            for layer in range(lowest, self.workload.chunk(rank, chunk).num_layers):
-                if layer > lowest or number or not moment.backward:
-                    yield from ((i, True) for i, one in reversed(own) if one.span[0] == layer)
-                yield from ((i, False) for i, one in reversed(own) if one.span[1] == layer)
+        passed = [(chunk, 0, 0) for chunk in moment.before]  # with the first layers that have allocated, and reduced
+        if moment.backward:
+            passed.insert(0, (moment.chunk, moment.layer, moment.layer + 1))
+        for chunk, allocated, reduced in passed:
+            own = [(i, one) for i, one in zip(indices, weighed) if one.group.model_chunk_id == chunk][::-1]
+            for layer in range(allocated, self.workload.chunk(rank, chunk).num_layers):
+                if layer >= reduced:
+                    yield from ((i, True) for i, one in own if one.span[0] == layer)
+                yield from ((i, False) for i, one in own if one.span[1] == layer)
 
     def _schedule(self, stream: Schedule, ways: Sequence[Way]) -> Schedule:
         groups = tuple(self.offloader.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
@@ -361,7 +377,7 @@ class _Model:
     def finished(self, found: Schedule) -> Schedule:
         """The fastest of up to four variants of ``found`` that keep the limits. Each layer is gathered just before it
         computes or while the previous layer computes. Groups that come by ``cpu_shard`` keep that route, or come by
-        host copies."""
+        host copies. Raises InputError if none keeps the limits."""
         routes: dict[int, Route] = {action.group: action.route for action in found.unshards}
         ways = [routes]
         if HOST_COPY in self.routes:
@@ -374,10 +390,5 @@ class _Model:
             for stream in self.streams
             for way in ways
         ]
-        return min(filter(self._keeps, tried), key=lambda schedule: judged_us(self.workload, self.timing, schedule))
-
-    def _keeps(self, found: Schedule) -> bool:
-        with suppress(InputError):
-            match(with_states_on_drive(found, self.workload), self.workload)
-            return True
-        return False
+        kept = those_that_can(tried, lambda schedule: _checked(schedule, self.workload))
+        return min(kept, key=lambda schedule: judged_us(self.workload, self.timing, schedule))

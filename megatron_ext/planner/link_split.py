@@ -64,7 +64,7 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
     return {route: share for route, share in shares.items() if share > 0}
 
 
-def part_of(
+def split_off(
     parameters: list[Parameter], target: int, *, at_most: bool = False
 ) -> tuple[list[Parameter], list[Parameter]]:
     """Split parameters into two parts, both in execution order. The first part has about ``target`` bytes, or no more
@@ -105,7 +105,7 @@ def splitter(timing: Timing, routes: tuple[Route, ...]):
 
         for route in others:
             # A few bytes too many on a slow link can cost more than they save.
-            cuts = [part_of(rest, shares[route], at_most=at_most) for at_most in (False, True)]
+            cuts = [split_off(rest, shares[route], at_most=at_most) for at_most in (False, True)]
             part, rest = min(cuts, key=lambda cut: finish(cut, route))
             if part and rest:
                 parts.append(part)

@@ -14,14 +14,14 @@ from math import exp, inf
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.decisions import Decisions, RankGaps
+from megatron_ext.planner.gather_search import GatherSearch, GridPoint, Grouping
 from megatron_ext.planner.passes.cut_groups import halves
 from megatron_ext.planner.passes.place_gathers import place_gathers
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import Grouping, Search, Settings
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route, kind_of
 from megatron_ext.workload.workload import Workload
@@ -72,19 +72,20 @@ def improve(problem: Problem, known: Schedule, known_us: float) -> tuple[Schedul
 def groupings(problem: Problem, known: Schedule) -> list[Grouping]:
     """The groups of ``known``, and the best other groupings by estimate. Of groupings with the same groups only one is
     kept."""
-    every = Search(problem)
+    every = GatherSearch(problem)
     every.divides += [partial(halves, divide) for divide in every.divides]  # each group cut into two
-    best: dict[tuple, tuple[float, Settings]] = {}
+    best: dict[tuple, tuple[float, GridPoint]] = {}
     cuts, divides, horizons, _, hosts = map(range, every.sizes)
     for cut, divide, horizon, order in product(cuts, divides, horizons, hosts):
-        settings = Settings(cut, divide, horizon, 0, order)
-        us, made = every.estimate(settings), every.made(settings)
+        point = GridPoint(cut, divide, horizon, 0, order)
+        us, made = every.estimate(point), every.made(point)
         if us < inf and made is not None:
             own = made.blocks.groups
-            us = -1.0 if own == known.groups else us  # the known grouping comes first
-            best[own] = min(best.get(own, (inf, settings)), (us, settings))
-    ranked = sorted(best.values())[:GROUPINGS]
-    return [made for _, settings in ranked if (made := every.made(settings)) is not None]
+            if own == known.groups:
+                us = 0.0  # the known grouping comes first
+            best[own] = min(best.get(own, (inf, point)), (us, point))
+    made = (every.made(point) for _, point in sorted(best.values())[:GROUPINGS])
+    return [grouping for grouping in made if grouping is not None]
 
 
 class Annealing:
@@ -124,7 +125,7 @@ class Annealing:
         limit = self.workload.limits.pinned_host_bytes
         if limit is not None and max(pinned_host_bytes(schedule), default=0) > limit:
             return inf
-        result = run(self.workload, self.timing, schedule, peaks=False)
+        result = simulate(self.workload, self.timing, schedule, peaks=False)
         if result.iteration_time_us < self.best_us:
             self.best, self.best_us = schedule, result.iteration_time_us
         return result.iteration_time_us + EXPOSED * sum(result.exposed_us) / len(result.exposed_us)

@@ -12,7 +12,7 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import Result, run
+from megatron_ext.simulator.simulation import Result, simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -30,7 +30,7 @@ _OPTIONS = {
 name."""
 
 
-class Interval(NamedTuple):
+class UnmeasuredRange(NamedTuple):
     """Iteration times if the unmeasured figures are at their fastest and at their slowest, and the names of these
     figures."""
 
@@ -39,9 +39,8 @@ class Interval(NamedTuple):
     missing: tuple[str, ...]
 
     def text(self) -> str:
-        return f"not measured, so between {self.low_us / 1e3:.3f} and {self.high_us / 1e3:.3f} ms: " + "; ".join(
-            self.missing
-        )
+        interval = f"{self.low_us / 1e3:.3f} and {self.high_us / 1e3:.3f} ms"
+        return f"not measured, so between {interval}: {'; '.join(self.missing)}"
 
 
 def refuse_missing(names: Sequence[str], *, file=None) -> None:
@@ -62,13 +61,13 @@ def missing_curves(
     workload: Workload, table: CostTable, schedule: Schedule, *, extrapolate: bool = False
 ) -> tuple[str, ...]:
     """Curves that a prediction of ``schedule`` needs and the table lacks."""
-    return run(workload, Timing(workload, table, extrapolate=extrapolate), schedule, peaks=False).left_out
+    return simulate(workload, Timing(workload, table, extrapolate=extrapolate), schedule, peaks=False).left_out
 
 
-def interval_of(table: CostTable, result: Result, predict: Callable[[CostTable], float]) -> Interval | None:
+def interval_of(table: CostTable, result: Result, predict: Callable[[CostTable], float]) -> UnmeasuredRange | None:
     """The interval of a prediction by ``predict``; None where nothing was missing."""
     tables = PerturbedTables(table, sorted(result.busy_us))
     if not tables.missing:
         return None
     times = [predict(tables.with_missing_at(part)) for part in (0.0, 1.0)]
-    return Interval(min(*times, result.iteration_time_us), max(*times, result.iteration_time_us), tables.missing)
+    return UnmeasuredRange(min(*times, result.iteration_time_us), max(*times, result.iteration_time_us), tables.missing)

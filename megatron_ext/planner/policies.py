@@ -13,6 +13,7 @@ from megatron_ext.planner.baselines import BASELINES, best_of_gathers
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked, number_of_steps
 from megatron_ext.planner.finish import finished, rest_states, those_that_can
+from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.in_processes import in_processes
 from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
@@ -20,15 +21,14 @@ from megatron_ext.planner.problem import Problem, problem_of
 from megatron_ext.planner.quick_plan import PLACED, FewRounds, quick_schedules
 from megatron_ext.planner.random_plan import random_schedule
 from megatron_ext.planner.reroute import with_host_shards
-from megatron_ext.planner.search import search
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.planner.within_memory import check_limits, gathers_within_memory, plan_within_memory
+from megatron_ext.planner.within_memory import check_schedule_fits, gathers_within_memory, plan_within_memory
 from megatron_ext.schedule.match import check_device_bytes, match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions, Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run, with_prediction
-from megatron_ext.simulator.timing import require
+from megatron_ext.simulator.simulation import simulate, with_prediction
+from megatron_ext.simulator.timing import require_route
 from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE, kind_of
 from megatron_ext.workload.workload import Workload
 
@@ -40,7 +40,7 @@ PROVEN = 1e-4
 """The largest gap to a bound that counts as no gap. It comes from CP-SAT's units of time."""
 
 
-class Found(NamedTuple):
+class FoundSchedules(NamedTuple):
     """Schedules in which groups are cut and kept and gathers are placed: those that are worth finishing, the fastest
     first. ``baselines_us``: iteration times of other policies by name."""
 
@@ -86,17 +86,15 @@ def planned(
     candidate = chosen.finish(problem, those_that_can(given, partial(_within_device_bytes, problem)))
     schedule = candidate.schedule
     _check_own_work(schedule, workload)
-    result = run(workload, problem.timing, schedule, bound_us=problem.bound_us)
+    result = simulate(workload, problem.timing, schedule, bound_us=problem.bound_us)
     result = result._replace(memory=tuple(memory_bill(schedule, workload)))
-    options = _options_of_run(schedule, table)
-    metadata = replace(
-        schedule.metadata, planner=policy.partition(":")[0], cost_table_sha256=cost_table_sha256, options=options
-    )
+    name, options = policy.partition(":")[0], _options_of_run(schedule, table)
+    metadata = replace(schedule.metadata, planner=name, cost_table_sha256=cost_table_sha256, options=options)
     schedule = with_prediction(replace(schedule, metadata=metadata), result, found.baselines_us)
     return candidate._replace(schedule=schedule, us=result.iteration_time_us)
 
 
-def _compared(schedule: Schedule, found: Found, fixed: str) -> str:
+def _compared(schedule: Schedule, found: FoundSchedules, fixed: str) -> str:
     """A text that names the policies that the groups and gathers of a plan were compared with, and their times."""
     times = ", ".join(f"{name} {us / 1e3:.3f}" for name, us in found.baselines_us.items())
     rule = schedule.metadata.options.rule
@@ -122,13 +120,13 @@ def _seed(policy: str) -> int:
     return int(text)
 
 
-def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
+def _hybrid(problem: Problem, _: str = "hybrid") -> FoundSchedules:
     """The plan that is fastest by simulation, of everything that can be planned. No baseline or quick plan that
     relieves as much memory is faster (``RELIEF_WEIGHT``).
 
     A plan that cannot be simulated is no candidate, for example if a group is larger than any that was measured, or if
-    host copies do not fit. The reason is only reported if no plan is left. If no schedule is faster than a baseline,
-    the plan is the baseline. Its options name the baseline, and say why the search found nothing.
+    host copies do not fit. If no plan is left, the reason of the search is reported. If no schedule is faster than a
+    baseline, the plan is the baseline. Its options name the baseline, and say why the search found nothing.
     """
     workload, timing, quick = problem.workload, problem.timing, _quick(problem)
     ways: dict[str, Callable[[], Schedule]] = {}
@@ -150,9 +148,14 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     reasons = {name: one for name, one in zip(ways, made) if isinstance(one, InputError)}
     found = {name: one for name, one in zip(ways, made) if not isinstance(one, InputError)}
     if not found:
-        raise reasons["hybrid" if problem.offloads else next(iter(reasons))]
-    marks = {name: marked(us, each) * (1 if name in BASELINES else 1 + 1e-9) for name, (us, each) in found.items()}
-    names = sorted(found, key=lambda name: (marks[name], name == "hybrid"))  # of plans as fast, the simplest first
+        raise reasons["hybrid"]
+
+    def order(name: str) -> tuple[float, bool]:
+        """By time. Of plans that are as fast but for rounding errors, baselines are first and ``hybrid`` is last."""
+        mark = marked(*found[name])
+        return mark if name in BASELINES else mark * (1 + 1e-9), name == "hybrid"
+
+    names = sorted(found, key=order)
     chosen, failed = names[:1], str(reasons.get("hybrid", "")) or None
     if workload.optimizer.on_host:  # finer groups may be faster, once states rest and the host steps group by group
         gathers = [name for name in names if name in BASELINES and BASELINES[name][0] == {ALL_GATHER}]
@@ -161,7 +164,7 @@ def _hybrid(problem: Problem, _: str = "hybrid") -> Found:
     for name, each in schedules.items():
         options = PlanOptions(rule=name if name in BASELINES else None, search_failed=failed)
         schedules[name] = replace(each, metadata=replace(each.metadata, options=options))
-    return Found(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
+    return FoundSchedules(tuple(schedules.values()), {name: us for name, (us, _) in found.items() if name in BASELINES})
 
 
 def _simulated(problem: Problem) -> int:
@@ -180,7 +183,7 @@ def _quick(problem: Problem) -> dict[str, Schedule]:
     with contextlib.suppress(InputError):  # no quick plan fits
         for name, made in quick_schedules(rounds, [problem.timing]):
             with contextlib.suppress(InputError):
-                check_limits(made[0], problem.workload) if problem.offloads else validate(made[0])
+                check_schedule_fits(made[0], problem.workload) if problem.offloads else validate(made[0])
                 found[name] = made[0]
     return found
 
@@ -203,7 +206,7 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     return found
 
 
-def _exact(problem: Problem, _: str) -> Found:
+def _exact(problem: Problem, _: str) -> FoundSchedules:
     """The schedule of the exact solver, and the iteration times of the baselines."""
     from megatron_ext.planner.exact import exact_schedule  # ortools takes a while to import
 
@@ -212,23 +215,23 @@ def _exact(problem: Problem, _: str) -> Found:
     return found._replace(schedules=(exact_schedule(problem, found.schedules[0], known_us),))
 
 
-def _gathers_only(problem: Problem, policy: str) -> Found:
+def _gathers_only(problem: Problem, policy: str) -> FoundSchedules:
     if problem.offloads:
         schedule = _searched(problem, only_gathers=True)
-        return Found((schedule,), {policy: judged_us(problem.workload, problem.timing, schedule)})
+        return FoundSchedules((schedule,), {policy: judged_us(problem.workload, problem.timing, schedule)})
     best = best_of_gathers(problem.workload, problem.timing)
-    return Found((best[1],)) if best else _by_rule(problem, policy)
+    return FoundSchedules((best[1],)) if best else _by_rule(problem, policy)
 
 
-def _random(problem: Problem, policy: str) -> Found:
-    return Found((random_schedule(problem.workload, problem.routes, _seed(policy)),))
+def _random(problem: Problem, policy: str) -> FoundSchedules:
+    return FoundSchedules((random_schedule(problem.workload, problem.routes, _seed(policy)),))
 
 
-def _by_rule(problem: Problem, policy: str) -> Found:
+def _by_rule(problem: Problem, policy: str) -> FoundSchedules:
     needs, make = BASELINES[policy]
     for route in sorted(needs):
-        require(problem.timing, route)
-    return Found((_that_fits(make(problem.workload, problem.timing), policy),))
+        require_route(problem.timing, route)
+    return FoundSchedules((_that_fits(make(problem.workload, problem.timing), policy),))
 
 
 def _that_fits(schedule: Schedule, policy: str) -> Schedule:
@@ -267,28 +270,34 @@ def _finish_by_simulation(problem: Problem, given: Sequence[Candidate]) -> Candi
     """The fastest candidate after all passes. At zero stage 3 whole parameters usually take all the room that the limit
     leaves. Therefore plans that leave room for optimizer states on the device are tried as well, in small cases. They
     must not be slower by more than what the room would gain if it were there in addition."""
-    best, workload = min(those_that_can(given, finished), key=Candidate.simulated_us), problem.workload
-    limit = workload.limits.device_bytes or 0
+    best = min(those_that_can(given, finished), key=Candidate.simulated_us)
+    sizes = bytes_to_reserve(best) if is_small(problem.workload) else []
+    # A task returns no candidate, because a candidate's costs are not sent between processes.
+    made = in_processes([partial(_with_room, problem, best, given[0], size) for size in sizes], _simulated(problem))
+    tried = [best._replace(schedule=one[0], us=one[1], why=one[2]) for one in made if isinstance(one, tuple)]
+    return min([best, *tried], key=Candidate.simulated_us)
 
-    def with_room(size: int) -> tuple:
-        less = workload.with_limits(device_bytes=limit - size)
-        more = workload.with_limits(device_bytes=limit + size)
 
-        def most_us() -> float:
-            gain_us = best.simulated_us() - finished(given[0]._replace(workload=more)).simulated_us()
-            return marked(judged_us(workload, problem.timing, given[0].schedule), given[0].schedule) + gain_us
+def _with_room(problem: Problem, best: Candidate, first: Candidate, size: int) -> tuple:
+    """Schedule, time and reasons of a plan that leaves ``size`` bytes of the device free of gradients, shards and whole
+    parameters. ``first``: the found plan before the last passes, ``best``: the best plan after them.
 
-        made = plan_within_memory(problem._replace(workload=less), most_us=most_us)
-        whole = replace(made, limits=replace(made.limits, device_bytes=limit))
-        said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
-        tried = finished(given[0]._replace(schedule=whole)).decided(rest_states.NAME, said)
-        return tried.schedule, tried.us, tried.why
+    Raises:
+        InputError: no plan leaves this much room.
+    """
+    workload, limit = problem.workload, problem.workload.limits.device_bytes or 0
 
-    sizes = bytes_to_reserve(best) if is_small(workload) else []
-    made = in_processes([partial(with_room, size) for size in sizes], _simulated(problem))
-    # An InputError: no plan leaves this much room.
-    others = [best._replace(schedule=one[0], us=one[1], why=one[2]) for one in made if isinstance(one, tuple)]
-    return min([best, *others], key=Candidate.simulated_us)
+    def most_us() -> float:
+        more = first._replace(workload=workload.with_limits(device_bytes=limit + size))
+        gain_us = best.simulated_us() - finished(more).simulated_us()
+        return marked(judged_us(workload, problem.timing, first.schedule), first.schedule) + gain_us
+
+    less = problem._replace(workload=workload.with_limits(device_bytes=limit - size))
+    made = plan_within_memory(less, most_us=most_us)
+    made = replace(made, limits=replace(made.limits, device_bytes=limit))
+    said = f"{size} bytes of the device are left free of gradients, shards and whole parameters"
+    tried = finished(first._replace(schedule=made)).decided(rest_states.NAME, said)
+    return tried.schedule, tried.us, tried.why
 
 
 def _finish_alike(problem: Problem, given: Sequence[Candidate]) -> Candidate:
@@ -305,7 +314,7 @@ class Policy(NamedTuple):
     """
 
     fixes: str
-    find: Callable[[Problem, str], Found]
+    find: Callable[[Problem, str], FoundSchedules]
     finish: Callable[[Problem, Sequence[Candidate]], Candidate] = lambda _, given: rest_as_must(given[0])
     offloads: bool = False
 

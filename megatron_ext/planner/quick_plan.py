@@ -19,16 +19,16 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
 from megatron_ext.planner.blocks import Blocks, cut_by_layer
+from megatron_ext.planner.gather_search import grouping_of
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups
 from megatron_ext.planner.passes.offload_groups import Offloader, Rule
 from megatron_ext.planner.passes.place_gathers import place_gathers
 from megatron_ext.planner.place_choices import choices_of, route_sets
 from megatron_ext.planner.problem import usable_routes
-from megatron_ext.planner.search import grouping_of
 from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
@@ -56,7 +56,7 @@ class Times(NamedTuple):
     exposed_us: float
 
 
-class Plan(NamedTuple):
+class TimedPlan(NamedTuple):
     """A plan: its name, a schedule for every part of :class:`FewRounds`, and its times."""
 
     name: str
@@ -88,7 +88,7 @@ class FewRounds:
 
     def times(self, timings: Sequence[Timing], schedules: Sequence[Schedule]) -> Times:
         """Simulated times of a plan, given one schedule for each part."""
-        results = [run(part, timing, made) for (part, _), timing, made in zip(self.parts, timings, schedules)]
+        results = [simulate(part, timing, made) for (part, _), timing, made in zip(self.parts, timings, schedules)]
         total = lambda values: sum((weight * value for (_, weight), value in zip(self.parts, values)), 0.0)
         links = sorted({link for result in results for link in result.busy_us})
         busy_us = {link: total(result.busy_us.get(link, 0.0) for result in results) for link in links}
@@ -96,12 +96,12 @@ class FewRounds:
         return Times(us, busy_us, total(max(result.exposed_us, default=0.0) for result in results))
 
 
-def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) -> list[Plan]:
+def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) -> list[TimedPlan]:
     """The :data:`PLACED` fastest plans of those that can be simulated."""
     found = []
     for name, schedules in made:
         with suppress(InputError):  # the table lacks the route, or a size was not measured
-            found.append(Plan(name, schedules, rounds.times(timings, schedules)))
+            found.append(TimedPlan(name, schedules, rounds.times(timings, schedules)))
     return sorted(found, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
 
 

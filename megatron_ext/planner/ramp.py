@@ -22,7 +22,7 @@ from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.schedules import clamped
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run, with_prediction
+from megatron_ext.simulator.simulation import simulate, with_prediction
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import ON_DRIVE, ON_HOST, ROUTES, Route
 from megatron_ext.workload.workload import Workload
@@ -45,7 +45,7 @@ def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrap
         for tried in _candidates(planned, other, timing):
             try:
                 match(validate(tried), other)
-                us = run(other, timing, tried, bound_us=0.0).iteration_time_us
+                us = simulate(other, timing, tried, bound_us=0.0).iteration_time_us
             except InputError:  # this schedule does not fit into memory
                 continue
             if us < best_us:
@@ -53,7 +53,7 @@ def plan_ramp(planned: Schedule, workload: Workload, table: CostTable, *, extrap
         if best is None:
             why = f"no schedule fits with the groups planned for {planned.parallel.num_microbatches} micro-batches"
             raise InputError(f"{why}; plan with policy hybrid", field="ramp", value=number)
-        result = run(other, timing, best, bound_us=lower_bound(other, timing))
+        result = simulate(other, timing, best, bound_us=lower_bound(other, timing))
         found.append(with_prediction(best, result._replace(memory=tuple(memory_bill(best, other)))))
     return found
 
@@ -94,9 +94,8 @@ def _choices(planned: Schedule, blocks: Blocks, workload: Workload, timing: Timi
     """Choices with the plan's routes, its host copies and its copies on the drive, one for every horizon."""
     used = {action.route for action in planned.unshards}
     routes: tuple[Route, ...] = tuple(route for route in ROUTES if route in used)
-    hosted, staged = (
-        frozenset(entry.group for entry in planned.publish if place in entry.to) for place in (ON_HOST, ON_DRIVE)
-    )
+    hosted = frozenset(entry.group for entry in planned.publish if ON_HOST in entry.to)
+    staged = frozenset(entry.group for entry in planned.publish if ON_DRIVE in entry.to)
     from_host = frozenset(index for index, group in enumerate(blocks.groups) if group.shard_rests == "host")
     for horizon_us in horizons(workload, timing):
         yield Choices(horizon_us, routes, hosted, staged, from_host=from_host)

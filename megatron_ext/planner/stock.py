@@ -87,9 +87,7 @@ def stock_schedule(workload: Workload, cut=None) -> Schedule:
                     unshards.append(Unshard(group, ALL_GATHER, need_by, max(earlier, default=first) or -1))
                 unshards.sort(key=lambda action: action.at)
             (start if issue < 0 else at_step.setdefault(issue, [])).extend(unshards)
-        entries = tuple(
-            StepActions(str(step), unshard=tuple(at_step.get(index, ()))) for index, step in enumerate(steps)
-        )
+        entries = tuple(StepActions(str(step), unshard=tuple(at_step.get(i, ()))) for i, step in enumerate(steps))
         ranks.append(Rank(pp_rank=pp_rank, start=Start(unshard=tuple(start)), steps=entries))
     return schedule_of(workload, groups, ranks, planner="stock")
 
@@ -98,7 +96,7 @@ def synchronous_schedule(workload: Workload) -> Schedule:
     """Stock Megatron without ``--overlap-param-gather`` (zero stages 1 and 2): each rank waits for all of its buckets
     before its first step.
 
-    For :func:`megatron_ext.simulator.simulation.run` only. Megatron trains by this rule without a schedule, and a
+    For :func:`megatron_ext.simulator.simulation.simulate` only. Megatron trains by this rule without a schedule, and a
     schedule file must not have ``need_by`` -1 at the start.
     """
     assert workload.zero_stage < 3, "stock Megatron has no zero stage 3"

@@ -14,7 +14,7 @@ from megatron_ext.planner.baselines import best_of_gathers
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.gain_interval import Gain, dominant_cost, gain_interval
-from megatron_ext.planner.last_lines import Run, last_lines
+from megatron_ext.planner.last_lines import ComparedRun, last_lines
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.stock import OVERLAPPED, STOCK_RULES
 from megatron_ext.planner.what_limits import limit_of, limit_text
@@ -24,7 +24,7 @@ from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, keeps_device_bytes
 from megatron_ext.schedule.schedule_text import bytes_by_route
 from megatron_ext.schedule.user_defined_schedule import Predicted, Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import ALL_GATHER
 from megatron_ext.workload.workload import Workload
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
 
     said: tuple[str, ...]
     figures: dict
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
 
     @property
     def text(self) -> str:
@@ -129,11 +129,10 @@ def compare_with(
         as_trained: compare with ``--overlap-param-gather`` even if Megatron would be faster without it, because
             measured runs of stock Megatron use this option.
     """
-    stock = {
-        name: rule(workload) for name, rule in STOCK_RULES.items() if workload.zero_stage < 3 or name == OVERLAPPED
-    }
+    names = STOCK_RULES if workload.zero_stage < 3 else (OVERLAPPED,)
+    stock = {name: STOCK_RULES[name](workload) for name in names}
     try:
-        by_option_us = {name: run(workload, timing, each).iteration_time_us for name, each in stock.items()}
+        by_option_us = {name: simulate(workload, timing, each).iteration_time_us for name, each in stock.items()}
     except InputError:
         return None
     option = OVERLAPPED if as_trained else min(by_option_us, key=lambda name: by_option_us[name])
@@ -168,7 +167,7 @@ def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Ti
     schedule. What a plan gains over the result then comes from its gathers alone. Raises InputError."""
     if workload.optimizer.on_host:
         schedule = finished(Candidate(with_activations(workload, timing.table), timing, schedule)).schedule
-    return name, schedule, run(workload, timing, schedule).iteration_time_us
+    return name, schedule, simulate(workload, timing, schedule).iteration_time_us
 
 
 def verdict(
@@ -184,7 +183,7 @@ def verdict(
     if against is not None:
         name, other, _ = against.other
         gain = gain_interval(workload, table, schedule, other, extrapolate=extrapolate)
-        answer = answer_of(gain.low, gain.high, gain.surely)
+        answer = answer_of_gain(gain.low, gain.high, gain.surely)
         figures |= _of_gain(predicted.iteration_time_us, against, gain, answer)
         if answer == CANNOT_TELL and not gain.by_model:
             figures["measure_better"] = dominant_cost(workload, table, schedule, other, extrapolate=extrapolate)
@@ -194,11 +193,11 @@ def verdict(
     known_us = against.by_option_us if against is not None else None
     without = without_plan(workload, table, known_us=known_us, extrapolate=extrapolate)
     figures |= {"host_bytes_per_node": on_nodes, "without_plan": without and without._asdict()}
-    ours = Run("this schedule", predicted.iteration_time_us, on_nodes)
+    ours = ComparedRun("this schedule", predicted.iteration_time_us, on_nodes)
     return Verdict(tuple(lines), figures, (ours,) if without is None else (ours, without))
 
 
-def answer_of(low: float, high: float, surely: float | None = None) -> str:
+def answer_of_gain(low: float, high: float, surely: float | None = None) -> str:
     """``helps`` if the interval of a gain lies above 1 % and, if given, the lower end of a wider interval lies above
     0."""
     if low > LEAST_GAIN and (surely is None or surely > 0):
@@ -267,7 +266,7 @@ def _of_gain(ours: float, against: Comparison, gain: Gain, answer: str) -> dict:
         "gathers_only": gathers_name,
         "gathers_only_us": gathers_us,
         "gain_of_timing": (against.naive_us - gathers_us) / against.naive_us if against.naive_us else None,
-        "gain_of_routes": (gathers_us - ours) / ((against.naive_us if against.by_option_us else None) or gathers_us),
+        "gain_of_routes": (gathers_us - ours) / other_us,
         "missing": list(gain.missing),
     }
 
@@ -305,10 +304,8 @@ def option_hint(compared_with: str, by_option_us: dict[str, float]) -> list[str]
     if gain < 0.001:
         return []
     what = "Megatron's own --overlap-param-gather" if best == OVERLAPPED else "leaving --overlap-param-gather out"
-    counted = "is in the gain above" if compared_with != best else "is not counted as a gain of the plan"
-    return [
-        f"hint: {what} gains {gain:.2%} by itself ({worst_us / 1e3:.3f} to {best_us / 1e3:.3f} ms), which {counted}"
-    ]
+    where = "is in the gain above" if compared_with != best else "is not counted as a gain of the plan"
+    return [f"hint: {what} gains {gain:.2%} by itself ({worst_us / 1e3:.3f} to {best_us / 1e3:.3f} ms), which {where}"]
 
 
 def _on_table(figures: dict) -> str:

@@ -15,10 +15,10 @@ from msgspec.structs import replace
 from megatron_ext.bounds.feasibility import largest_layers
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.effort import SMALL_STEPS, judged_us, last_found, marked, number_of_steps
+from megatron_ext.planner.gather_search import GatherSearch, GridPoint, search
 from megatron_ext.planner.passes.offload_groups import Offloader, Relief, Rule
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
-from megatron_ext.planner.search import Search, Settings, search
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.schedule.group_facts import can_rest_on_host
@@ -97,7 +97,7 @@ def _searched(problem: Problem, rule: Rule) -> tuple[float, Schedule]:
     workload, offloader = problem.workload, Offloader(problem.workload, rule, problem.timing)
     limited = problem._replace(workload=with_whole_bytes(workload, rule))
     schedule, us = search(limited, offload=offloader, effort=1 / SEARCHED)
-    check_limits(schedule, workload)
+    check_schedule_fits(schedule, workload)
     return marked(us, schedule), schedule
 
 
@@ -117,13 +117,13 @@ def _relieved_less(problem: Problem, mark: float, schedule: Schedule, rule: Rule
     route_of = lambda action: gathers[action.group] if kind_of(action.route).gathers else action.route
     made = rerouted(replace(schedule, groups=groups), route_of)
     with suppress(InputError):
-        check_limits(made, workload)
+        check_schedule_fits(made, workload)
         if judged_us(workload, timing, made) * marked(1.0, schedule) < mark:
             return made
     return schedule
 
 
-def check_limits(schedule: Schedule, workload: Workload) -> None:
+def check_schedule_fits(schedule: Schedule, workload: Workload) -> None:
     """Raises InputError if the schedule exceeds the limits of device memory, or of host copies next to shards."""
     match(validate(with_states_on_drive(schedule, workload)), workload)
 
@@ -145,7 +145,7 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
         filled = offloader.filled(placed)
         seen[key] = filled != rule and works(filled)
         if not seen[key]:
-            us = _estimate(Search(problem._replace(workload=with_whole_bytes(workload, rule)), offloader))
+            us = _estimate(GatherSearch(problem._replace(workload=with_whole_bytes(workload, rule)), offloader))
             seen[key] = us < inf
             if us < inf:
                 found.append((us, len(found), rule))
@@ -156,13 +156,16 @@ def _estimated(problem: Problem, reliefs: frozenset[Relief]) -> list[tuple[float
     return [(us, rule) for us, _, rule in sorted(found, key=lambda item: item[:2])]
 
 
-def _estimate(state: Search) -> float:
+def _estimate(state: GatherSearch) -> float:
     """The best estimate of a few ways to cut. If a simulation is quick, its result instead of the estimate."""
-    cuts = range(len(state.cuts))[-3 if state.steps > FEW_STEPS else 0 :]
-    least_us, best = inf, Settings(cuts[0], 0, state.middle, 0)
+    cuts = list(range(len(state.cuts)))
+    if state.steps > FEW_STEPS:
+        cuts = cuts[-3:]
+    least_us, best = inf, GridPoint(cuts[0], 0, state.middle, 0)
     for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
-        us = state.estimate(one := best._replace(cut=cut), least_us * (1 + 1e-9))
-        least_us, best = min((least_us, best), (us, one))
+        point = best._replace(cut=cut)
+        us = state.estimate(point, least_us * (1 + 1e-9))
+        least_us, best = min((least_us, best), (us, point))
     if state.steps > SMALL_STEPS:
         return least_us
     if least_us < inf and (made := state.made(best)) is not None:
@@ -187,9 +190,7 @@ def reliefs_of(
 
 def rules(workload: Workload, reliefs: frozenset[Relief]) -> Iterator[Rule]:
     """Rules worth trying, those that leave most bytes for whole parameters first."""
-    orders: dict[tuple[Relief, ...], None] = dict.fromkeys(
-        tuple(name for name in order if name in reliefs) for order in ORDERS
-    )
+    orders: dict[tuple[Relief, ...], None] = {tuple(one for one in order if one in reliefs): None for order in ORDERS}
     parallel = workload.parallel
     visits = {1} | ({parallel.microbatch_group_size} if parallel.order == "interleaved" else set())
     for whole_bytes in _whole_bytes(workload):

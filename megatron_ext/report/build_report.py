@@ -11,11 +11,11 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
-from megatron_ext.report.equality import Equality, compare, largest_loss_difference
+from megatron_ext.report.equality import Equality, compare_metrics, largest_loss_difference
 from megatron_ext.report.links_busy import Hidden, hidden, over_iterations, shares
 from megatron_ext.report.measured_trace import MeasuredTrace, Window
 from megatron_ext.report.moved import Moved, moved
-from megatron_ext.report.parts import Part, launches, parts
+from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
@@ -40,7 +40,7 @@ class Pair(NamedTuple, Generic[T]):
     scheduled: T
 
 
-class Measured(NamedTuple):
+class MeasuredPair(NamedTuple):
     """One measured figure of both runs; None if stock training was not measured."""
 
     stock: Spread | None
@@ -70,9 +70,9 @@ class Report(NamedTuple):
     run: RunDir
     equality: Equality
     warm_up: int
-    gather_us: Measured
-    exposed_us: Measured
-    iteration_time_us: Measured
+    gather_us: MeasuredPair
+    exposed_us: MeasuredPair
+    iteration_time_us: MeasuredPair
     period_us: Pair[Spread | None]
     predicted_iteration_time_us: Pair[float]
     verdict: Verdict
@@ -85,7 +85,7 @@ class Report(NamedTuple):
     hidden: dict[str, dict[str, Hidden]]
     moved: list[Moved]
     memory: tuple[tuple[RankMemory, RankMemory], ...] = ()
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TimePart, ...] = ()
 
     @property
     def missed_us(self) -> float:
@@ -118,9 +118,9 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     def spread(values: Sequence[float]) -> Spread:
         return summarize([values[index] for index in indices])
 
-    def lanes(*names: str) -> Measured:
+    def lanes(*names: str) -> MeasuredPair:
         found = run.stock_trace and spread(run.stock_trace.thread_us(names))
-        return Measured(found, spread(run.scheduled_trace.thread_us(names)))
+        return MeasuredPair(found, spread(run.scheduled_trace.thread_us(names)))
 
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
     times, us = [window.events for window in windows], spread(took).median_us
@@ -129,11 +129,11 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
         run=run,
-        equality=compare(run.reference, run.scheduled),
+        equality=compare_metrics(run.reference, run.scheduled),
         warm_up=warm_up(run.iterations),
         gather_us=lanes(*GATHER_LANES),
         exposed_us=lanes("wait"),
-        iteration_time_us=Measured(spread(of_stock) if of_stock else None, spread(took)),
+        iteration_time_us=MeasuredPair(spread(of_stock) if of_stock else None, spread(took)),
         period_us=Pair(*(trace and _periods(trace, indices) for trace in traces)),
         predicted_iteration_time_us=Pair(stock.iteration_time_us, schedule.predicted.iteration_time_us),
         verdict=judged,

@@ -33,7 +33,7 @@ class Equality(NamedTuple):
         return f"NOT equal to the reference, {REFERENCE}: " + "; ".join(self.differences)
 
 
-def compare(reference: Metrics | None, scheduled: Metrics | None) -> Equality:
+def compare_metrics(reference: Metrics | None, scheduled: Metrics | None) -> Equality:
     """Compare losses, gradient norms, evaluation losses and parameter hashes bit by bit."""
     if reference is None or scheduled is None:
         return Equality(None, ())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats import json_files
 from megatron_ext.planner.fit.found import Found, judge
-from megatron_ext.planner.fit.request import Request, ready
+from megatron_ext.planner.fit.request import Request, fit_problem_of
 from megatron_ext.report.calibrate import calibrate
 from megatron_ext.report.run_dir import RunDir
 
@@ -37,7 +37,7 @@ class FitAgain(NamedTuple):
         return f"fit, with the costs of this run: faster: {winner.us / 1e3:.0f} ms{now} with {winner.setting.text()}"
 
 
-def of_run(run: RunDir, *, extrapolate: bool = False) -> FitAgain | None:
+def search_again(run: RunDir, *, extrapolate: bool = False) -> FitAgain | None:
     """Search again for the request in the run directory; None if there is no request.
 
     Raises:
@@ -51,7 +51,7 @@ def of_run(run: RunDir, *, extrapolate: bool = False) -> FitAgain | None:
 
 def again(request: Request, table: CostTable) -> FitAgain:
     """Search again by the request's data sheet, corrected with a cost table of the setting that was chosen."""
-    problem = ready(request, corrected_by=table)
+    problem = fit_problem_of(request, corrected_by=table)
     found = judge(request, problem, problem.search())
     chosen = next((one for one in found.fit.tried if one.setting.options() == request.chosen), None)
     winner = found.fit.winner

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median_low
 from typing import NamedTuple
 
-from megatron_ext.formats.moved_bytes import KINDS, LINKS, Kind, Link, MovedBytes, by_link, differences
+from megatron_ext.formats.moved_bytes import KINDS, LINKS, Kind, Link, MovedBytes, by_link, byte_differences
 from megatron_ext.schedule.byte_bill import byte_bill
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
@@ -50,7 +50,7 @@ def as_json(found: list[Moved]) -> list[dict]:
     """Both figures of each rank, and the places where they differ."""
     names = ("kind", "link", "planned", "counted")
     return [
-        {**one._asdict(), "differences": [dict(zip(names, row)) for row in differences(one.planned, one.counted)]}
+        {**one._asdict(), "differences": [dict(zip(names, row)) for row in byte_differences(one.planned, one.counted)]}
         for one in found
     ]
 
@@ -74,7 +74,7 @@ def rows(found: list[Moved]) -> list[tuple[str, str, str, str]]:
 
 def lines(found: list[Moved]) -> list[str]:
     """Lines on bytes that were not moved as planned, by rank and kind."""
-    unlike = [(one.rank, *difference) for one in found for difference in differences(one.planned, one.counted)]
+    unlike = [(one.rank, *difference) for one in found for difference in byte_differences(one.planned, one.counted)]
     said = [
         f"rank {rank}: {kind}, {link.replace('_', ' ')}: planned {planned}, counted {counted} bytes per iteration"
         for rank, kind, link, planned, counted in unlike

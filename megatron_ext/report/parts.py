@@ -42,7 +42,7 @@ BY_LINK = ("gpu", "cpu", "nvme", "publish", "p2p", "reduce", "host_step", "host_
 PARTS = (*ON_THREAD, ISSUE, REST, *BY_LINK)
 
 
-class Part(NamedTuple):
+class TimePart(NamedTuple):
     """Microseconds of one part in one iteration. ``measured_us`` is None if the run does not record the part.
     ``limits``: for launches, whether the device waits for them in the prediction, and in the run has finished the steps
     when the last one has been issued."""
@@ -119,7 +119,7 @@ def parts(
     groups: Sequence[Group],
     *,
     on_device: bool = False,
-) -> tuple[Part, ...]:
+) -> tuple[TimePart, ...]:
     """The parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured iterations,
     whose median time is ``measured_us``."""
     own, *others = (totals(events, parallel, groups, on_device) for events in (predicted, *measured))
@@ -128,24 +128,24 @@ def parts(
     found = {name: median(each.get(name, 0.0) for each in others) for name in seen}
     own[REST] = max(predicted_us - sum(own.get(name, 0.0) for name in path), 0.0)
     found[REST] = max(measured_us - sum(found.get(name, 0.0) for name in path), 0.0)
-    return tuple(Part(name, own.get(name, 0.0), found.get(name)) for name in PARTS if name in own or name in found)
+    return tuple(TimePart(name, own.get(name, 0.0), found.get(name)) for name in PARTS if name in own or name in found)
 
 
-def launches(run: RunDir, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[Part, ...]:
+def launches(run: RunDir, predicted: Result, timing: Timing, indices: Iterable[int]) -> tuple[TimePart, ...]:
     """The part of [Note: Launches]; empty if the table has no launches, or the run did not record them."""
     thread_us = predicted.busy_us.get(LAUNCHES, 0.0)
     found = run.scheduled_trace.launches(indices) if run.on_device and thread_us else None
     limits = found is not None and found[1] and thread_us >= predicted.iteration_time_us
-    return (Part(LAUNCHES, thread_us - visits_us(run.workload, timing), found[0], limits),) if found else ()
+    return (TimePart(LAUNCHES, thread_us - visits_us(run.workload, timing), found[0], limits),) if found else ()
 
 
-def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | None] | None:
+def explains(found: Iterable[TimePart], difference_us: float) -> tuple[TimePart, TimePart | None] | None:
     """The part that explains most of a difference (measured - predicted). If that part is a wait for groups or the
     optimizer, also the link that differs most with the same sign. None if no part differs with that sign."""
     sign = 1.0 if difference_us >= 0 else -1.0
     by_name = {part.name: part for part in found}
 
-    def most(names: Iterable[str]) -> Part | None:
+    def most(names: Iterable[str]) -> TimePart | None:
         known = [by_name[name] for name in names if name in by_name and sign * by_name[name].difference_us > 0]
         return max(known, key=lambda part: sign * part.difference_us, default=None)
 
@@ -156,7 +156,7 @@ def explains(found: Iterable[Part], difference_us: float) -> tuple[Part, Part | 
     return part, most(BY_LINK) if part.name in ("wait", OPTIMIZER) else None
 
 
-def lines(found: Iterable[Part], difference_us: float) -> list[str]:
+def lines(found: Iterable[TimePart], difference_us: float) -> list[str]:
     """Text for people: one line per part, and the part that explains the difference."""
     rows = []
     for part in found:
@@ -175,7 +175,7 @@ def lines(found: Iterable[Part], difference_us: float) -> list[str]:
     return rows
 
 
-def as_json(found: Iterable[Part], difference_us: float) -> dict:
+def as_json(found: Iterable[TimePart], difference_us: float) -> dict:
     """``parts`` by name, and ``explains``: the name of the part that explains most, or None."""
     cause = explains(found, difference_us)
     by_name = {part.name: {"predicted_us": part.predicted_us, "measured_us": part.measured_us} for part in found}

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_ext.formats.facts import CAUTION, RANKS_PER_DEVICE, shared_device
 from megatron_ext.formats.metrics import Metrics
 from megatron_ext.formats.rank_memory import DEVICE_KINDS, HOST_KINDS, RankMemory
-from megatron_ext.planner.last_lines import Run, last_lines, training_by
+from megatron_ext.planner.last_lines import ComparedRun, last_lines, training_by
 from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
@@ -216,7 +216,7 @@ def ending(report: Report) -> list[str]:
     runs = [planned._replace(iteration_time_us=ours.median_us, by="measured by this schedule")]
     if stock is not None:
         host_bytes = None if by_schedules or not without else without[0].host_bytes
-        runs.append(Run(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
+        runs.append(ComparedRun(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
     plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
     name, schedule = plans[faster]
     needed = by_schedules or (report.verdict.is_needed and faster)

@@ -4,7 +4,7 @@ from megatron_ext.formats import picture
 from megatron_ext.formats.trace import END_NOT_KNOWN, WAITS
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.parts import BACKWARD, FORWARD, part_of
-from megatron_ext.report.timeline_panels import Panel, Row, panels, zoom_us
+from megatron_ext.report.timeline_panels import Panel, TimelineRow, panels, zoom_us
 
 WIDTH_PX, DPI = 1600, 100
 
@@ -94,7 +94,7 @@ def _height(panel: Panel) -> float:
     return sum(_tall(row) for row in panel.rows) + GAP * (ranks + 1)
 
 
-def _tall(row: Row) -> float:
+def _tall(row: TimelineRow) -> float:
     return THREAD_HEIGHT if row.lane == "thread" else LINK_HEIGHT
 
 
@@ -136,7 +136,7 @@ def _draw(axes, panel: Panel, span_us: tuple[float, float], width_px: float) -> 
         axes.spines[side].set_visible(False)
 
 
-def _draw_row(axes, row: Row, y: float, tall: float, span_us: tuple[float, float], us_per_px: float) -> None:
+def _draw_row(axes, row: TimelineRow, y: float, tall: float, span_us: tuple[float, float], us_per_px: float) -> None:
     from_us, until_us = span_us
     by_kind: dict[tuple[str, bool], list] = {}
     for bar in row.bars:

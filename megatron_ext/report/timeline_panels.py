@@ -23,7 +23,7 @@ MOST_RANKS = 8
 """The most ranks in one panel. If there are more, evenly spaced pipeline ranks are shown."""
 
 
-class Row(NamedTuple):
+class TimelineRow(NamedTuple):
     """Bars of the training thread of a rank (``lane`` is ``thread``) or of one of its links. A step is one bar."""
 
     rank: int
@@ -44,7 +44,7 @@ def shown_ranks(parallel: Parallel, *, replicas: bool) -> list[int]:
     return [parallel.global_rank(pp_rank, 0) for pp_rank in chosen]
 
 
-def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
+def rows(events: Iterable[Event], ranks: list[int]) -> list[TimelineRow]:
     """Rows from top to bottom: for each rank its training thread, then the links that it used."""
     by_place: dict[tuple[int, str], list[Event]] = defaultdict(list)
     wanted = set(ranks)
@@ -57,10 +57,10 @@ def rows(events: Iterable[Event], ranks: list[int]) -> list[Row]:
         # Later bars are drawn on top, so that the waits of a step are visible within the step.
         for lane in ("optimizer", "issue", *WAITS):
             thread += by_place[rank, lane]
-        found.append(Row(rank, "thread", thread))
+        found.append(TimelineRow(rank, "thread", thread))
         for lane in LANES:
             if lane not in THREAD_LANES and by_place[rank, lane]:
-                found.append(Row(rank, lane, by_place[rank, lane]))
+                found.append(TimelineRow(rank, lane, by_place[rank, lane]))
     return found
 
 
@@ -79,7 +79,7 @@ class Panel(NamedTuple):
     the first rank had fresh parameters."""
 
     title: str
-    rows: list[Row]
+    rows: list[TimelineRow]
     step: tuple[float, float]
 
     def end_us(self, lanes: tuple[str, ...] | None = None) -> float:

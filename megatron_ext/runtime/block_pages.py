@@ -70,7 +70,7 @@ def private(size: int, *, wiped: bool = True) -> mmap.mmap:
     except OSError:
         block = mmap.mmap(-1, size)  # shared with children, so its pages stay as well
     _advise(block)
-    make(block, 0, 1)
+    make_pages(block, 0, 1)
     return block
 
 
@@ -105,7 +105,7 @@ def silent(done: int, total: int) -> None:
     """A :data:`Progress` that reports nothing."""
 
 
-def make(
+def make_pages(
     block: mmap.mmap, part: int, parts: int, progress: Progress = silent, region: tuple[int, int] | None = None
 ) -> None:
     """Make the pages of one of ``parts`` equal parts of ``block``, which has not been written to yet.

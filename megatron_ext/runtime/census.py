@@ -13,7 +13,7 @@ import torch
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.runtime.gradients import Reducer
-from megatron_ext.runtime.group import Residency
+from megatron_ext.runtime.group import WholeBytes
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
@@ -32,7 +32,7 @@ class Census(Part):
     """
 
     def __init__(
-        self, residency: Residency, parameters: Iterable[torch.Tensor], resting: Callable[[], Resting], reducer=None
+        self, residency: WholeBytes, parameters: Iterable[torch.Tensor], resting: Callable[[], Resting], reducer=None
     ):
         self._residency, self._resting = residency, resting
         self._reducer: Reducer | None = reducer

@@ -23,7 +23,7 @@ def places(controller: str) -> Iterator[tuple[int, Path]]:
         yield from ((version, root / place) for place in {own, *own.parents, PurePosixPath()})
 
 
-def processors(number: int) -> int:
+def processor_quota(number: int) -> int:
     """``number``, or the CPU quota of the cgroups in processors if that is less; at least 1.
 
     With more threads than the quota, all threads are stopped together for the rest of each period.

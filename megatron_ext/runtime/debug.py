@@ -8,7 +8,7 @@ whole parameters is compared with what the schedule promises, to the byte.
 import hashlib
 import os
 
-from megatron_ext.runtime.group import Group, ScheduleError
+from megatron_ext.runtime.group import RankGroup, ScheduleError
 
 VARIABLE = "MEGATRON_EXT_DEBUG"
 
@@ -25,7 +25,7 @@ class IssueOrder:
         self._digest = hashlib.sha256()
         self._count = 0
 
-    def add(self, group: Group) -> None:
+    def add(self, group: RankGroup) -> None:
         self._digest.update(f"{group.index} {group.version}\n".encode())
         self._count += 1
 
@@ -40,7 +40,7 @@ class OrderedRoute:
     def __init__(self, route, order: IssueOrder):
         self.route, self.order = route, order
 
-    def issue(self, group: Group):
+    def issue(self, group: RankGroup):
         self.order.add(group)
         return self.route.issue(group)
 

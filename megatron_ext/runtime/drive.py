@@ -73,7 +73,7 @@ def refuse_no_drive(directory, option: str = OPTION, *, memory: bool = False) ->
         raise InputError(f"is on {kind}, which is memory, not a drive", field=option, value=str(directory))
 
 
-def create(directory, size_bytes: int, *, option: str = OPTION, memory: bool = False) -> int:
+def create_file(directory, size_bytes: int, *, option: str = OPTION, memory: bool = False) -> int:
     """Descriptor of a new nameless file of ``size_bytes``, whose blocks are reserved.
 
     Args:
@@ -119,8 +119,8 @@ def _unnamed(directory) -> int:
 
 
 def open_own(directory, size_bytes: int, settings: DriveReads) -> "DriveFile":
-    """A new nameless file of this process alone. Raises InputError as :func:`create` does."""
-    return open_file(create(directory, size_bytes), os.getpid(), directory, settings)
+    """A new nameless file of this process alone. Raises InputError as :func:`create_file` does."""
+    return open_file(create_file(directory, size_bytes), os.getpid(), directory, settings)
 
 
 def open_file(descriptor: int, pid: int, directory, settings: DriveReads) -> "DriveFile":

@@ -33,7 +33,7 @@ class DriveTensors:
         tensors: contiguous, in the order of ``shapes``, each with a storage of its own.
 
     Raises:
-        InputError: as :func:`drive.create` does.
+        InputError: as :func:`drive.create_file` does.
     """
 
     def __init__(self, directory, shapes: list[torch.Size], dtype: torch.dtype = torch.float32):
@@ -41,7 +41,7 @@ class DriveTensors:
         for shape in shapes:
             starts.append(size)
             size += drive.aligned(prod(shape) * dtype.itemsize)
-        descriptor = drive.create(directory, max(size, drive.BLOCK))
+        descriptor = drive.create_file(directory, max(size, drive.BLOCK))
         try:
             self._directory, self._map = directory, mmap.mmap(descriptor, max(size, drive.BLOCK))
         finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_ext.runtime.debug import Checks
-from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError, State
+from megatron_ext.runtime.group import Clock, GroupState, RankGroup, ScheduleError, WholeBytes
 from megatron_ext.runtime.host_pool import HostPool
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.in_turn import InTurn
@@ -19,7 +19,7 @@ from megatron_ext.runtime.program import Program
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.step_calls import StepCalls
 
-SHARDED, UNSHARDING = State.SHARDED, State.UNSHARDING  # a look-up in the enum takes as long as a call
+SHARDED, UNSHARDING = GroupState.SHARDED, GroupState.UNSHARDING  # a look-up in the enum takes as long as a call
 
 Kind = TypeVar("Kind", bound=Part)
 
@@ -48,9 +48,9 @@ class Executor(StepCalls):
     """
 
     program: Program
-    groups: dict[int, Group]
+    groups: dict[int, RankGroup]
     clock: Clock
-    residency: Residency
+    residency: WholeBytes
     gather: Callable
     issuer: Issuer
     parts: Sequence[Part] = ()

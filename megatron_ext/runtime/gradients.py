@@ -29,7 +29,7 @@ import torch
 
 from megatron_ext.formats.moved_bytes import ADD_PASSES, reduced_bytes
 from megatron_ext.runtime.flags import poll, private_flags
-from megatron_ext.runtime.group import Residency, ScheduleError
+from megatron_ext.runtime.group import ScheduleError, WholeBytes
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
 from megatron_ext.runtime.recorder import NOTHING, Recorder, log_of
@@ -177,7 +177,7 @@ class Reducer(Part):
         recorder: Recorder = NOTHING,
     ):
         self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
-        self.residency = Residency()
+        self.residency = WholeBytes()
         self.sample: Callable[[], None] | None = None
         self.complete: Callable[[int, Transfer | None], None] | None = None
         self._in_flight: tuple[Gradient, Waitable, bool] | None = None

@@ -31,7 +31,7 @@ class ScheduleError(RuntimeError):
     """The run and the schedule disagree in a way that validation could not see."""
 
 
-class State(Enum):
+class GroupState(Enum):
     """SHARDED: only this rank's shard is valid. UNSHARDING: a gather is in flight.
     WHOLE: every byte is valid for the version that the group carries."""
 
@@ -41,7 +41,7 @@ class State(Enum):
 
 
 # Looking a member up in its enum takes as long as the rest of a transition.
-_SHARDED, _UNSHARDING, _WHOLE = State.SHARDED, State.UNSHARDING, State.WHOLE
+_SHARDED, _UNSHARDING, _WHOLE = GroupState.SHARDED, GroupState.UNSHARDING, GroupState.WHOLE
 
 
 class Clock:
@@ -53,7 +53,7 @@ class Clock:
         self.version = 1
 
 
-class Residency:
+class WholeBytes:
     """Bytes of whole parameters on this rank's device: now, and the most since :meth:`restart`."""
 
     __slots__ = ("bytes", "peak")
@@ -70,7 +70,7 @@ class Residency:
         self.peak = self.bytes
 
 
-class Group:
+class RankGroup:
     """Storage and state of one group on one rank; in this class the whole copy always has its bytes.
 
     Attributes:
@@ -98,7 +98,7 @@ class Group:
         self.shard_start = dp_rank * numel
         self.shard = whole.narrow(0, self.shard_start, numel)
         self.state, self.version, self.handle, self.on_host = _SHARDED, 0, None, False
-        self.bytes, self.residency = whole.numel() * whole.element_size(), Residency()
+        self.bytes, self.residency = whole.numel() * whole.element_size(), WholeBytes()
         self.resize: Callable[[int], object] = _keep_size
 
     def __str__(self) -> str:
@@ -205,7 +205,7 @@ def _keep_size(size: int) -> None:
     """Replaces the resize of a storage that cannot be resized."""
 
 
-class FreedGroup(Group):
+class FreedGroup(RankGroup):
     """A group whose whole copy has bytes only from its unshard to its reshard. The shard has its own
     storage, on the device or in host memory. Starts out whole. See [Note: Freed storage].
 
@@ -223,7 +223,7 @@ class FreedGroup(Group):
         whole: torch.Tensor,
         dp_rank: int,
         dp_size: int,
-        residency: Residency,
+        residency: WholeBytes,
         on_host: bool = False,
     ):
         super().__init__(index, name, whole, dp_rank, dp_size)

@@ -23,7 +23,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, shared_block
 from megatron_ext.runtime.flags import DeviceFlag, Flag, HostFlag, flags_bytes, open_flags
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 
 FAILED = -1
 """Value of the flags of a rank that can no longer publish."""
@@ -46,7 +46,7 @@ class Sharers(NamedTuple):
         exchange: the collective ``exchange(object) -> list`` over exactly these ranks.
     """
 
-    groups: list[Group]
+    groups: list[RankGroup]
     rank: int
     size: int
     exchange: Callable[[object], list]
@@ -174,24 +174,24 @@ class HostPool:
         """This rank's part of the host copies."""
         return sum(copy.nbytes // self._block_of[index].sharers.size for index, copy in self.copies.items())
 
-    def own_flag(self, group: Group, where: int = COPY) -> Flag:
+    def own_flag(self, group: RankGroup, where: int = COPY) -> Flag:
         """The flag of this rank's shard of ``group``."""
         return self.flags[group.index, where][self._block_of[group.index].sharers.rank]
 
-    def slice_of(self, group: Group, dp_rank: int) -> torch.Tensor:
+    def slice_of(self, group: RankGroup, dp_rank: int) -> torch.Tensor:
         """Part of the host copy that holds the shard of data-parallel rank ``dp_rank``."""
         numel = group.shard.numel()
         return self.copies[group.index].narrow(0, dp_rank * numel, numel)
 
-    def by_thread(self, group: Group) -> bool:
+    def by_thread(self, group: RankGroup) -> bool:
         """Whether threads write the host copy of ``group``."""
         return group.index in self._by_thread
 
-    def published(self, group: Group, where: int = COPY) -> list[int]:
+    def published(self, group: RankGroup, where: int = COPY) -> list[int]:
         """The version of ``group`` that each rank has published of its shard, or :data:`FAILED`."""
         return [flag.load() for flag in self.flags[group.index, where]]
 
-    def is_published(self, group: Group, version: int, where: int = COPY) -> bool:
+    def is_published(self, group: RankGroup, version: int, where: int = COPY) -> bool:
         """Whether every shard of ``group`` is published at ``version``. Raises this rank's failure, if any."""
         self._raise_failure()
         return all(flag.reached(version) for flag in self.flags[group.index, where])
@@ -202,7 +202,7 @@ class HostPool:
         for (index, _), flags in self.flags.items():
             flags[self._block_of[index].sharers.rank].store(FAILED)
 
-    def check_published(self, group: Group, version: int, where: int = COPY) -> None:
+    def check_published(self, group: RankGroup, version: int, where: int = COPY) -> None:
         """Raise PeerLost if a rank that has not published ``version`` of ``group`` never will."""
         self._raise_failure()
         self._check(group.index, where, version)
@@ -244,7 +244,7 @@ def _make_pages(block: mmap.mmap, rank: int, size: int, exchange, progress) -> N
     exchange(None)  # a page that is made before the policy is set would stay where it is
     failed = None
     try:
-        block_pages.make(block, rank, size, progress)
+        block_pages.make_pages(block, rank, size, progress)
     except OSError as error:
         failed = error.strerror
     if (failure := shared_block.agreed_failure(failed, exchange)) is not None:

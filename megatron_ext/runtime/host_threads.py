@@ -32,7 +32,7 @@ def processors(ranks: int = 1, of_node: int = 1) -> int:
     """How many cores this process may use: those it is bound to, or its share of its cgroups' CPU quota if that is
     less. ``ranks`` of the node's ``of_node`` ranks run on these cores, and all ``of_node`` share the quota."""
     own, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
-    given = cgroups.processors(every)
+    given = cgroups.processor_quota(every)
     return own if given == every else min(own, max(given * ranks // of_node, 1))
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from megatron_ext.runtime.group import Clock, Group, ScheduleError, State
+from megatron_ext.runtime.group import Clock, GroupState, RankGroup, ScheduleError
 from megatron_ext.runtime.program import Layers
 from megatron_ext.runtime.step_calls import StepCalls
 
@@ -35,7 +35,7 @@ class InTurn(StepCalls):
         evaluated: called when the last forward of an iteration without backwards has ended.
     """
 
-    groups: dict[int, Group]
+    groups: dict[int, RankGroup]
     clock: Clock
     gather: Callable
     layers: Layers
@@ -56,7 +56,7 @@ class InTurn(StepCalls):
 
     def missing(self, storages: Collection[int]) -> bool:
         """Whether one of the groups in ``storages`` is not whole."""
-        return any(self.groups[self._of_storage[storage]].state is not State.WHOLE for storage in storages)
+        return any(self.groups[self._of_storage[storage]].state is not GroupState.WHOLE for storage in storages)
 
     def check_room(self, wanted: Collection[int]) -> None:
         """Raise ScheduleError if several groups together exceed the limit for whole groups."""
@@ -72,15 +72,15 @@ class InTurn(StepCalls):
         """Make the groups ``wanted`` whole, begin to gather those ``ahead``, and drop all others. Collective.
         ``adopt``: whole groups may have been changed, so their shards take the new values."""
         for index, group in self.groups.items():
-            if index not in wanted and index not in ahead and group.state is not State.SHARDED:
+            if index not in wanted and index not in ahead and group.state is not GroupState.SHARDED:
                 if adopt:
                     group.adopt()
                 group.drop()
         for group in map(self.groups.__getitem__, (*wanted, *ahead)):
-            if group.state is State.SHARDED:
+            if group.state is GroupState.SHARDED:
                 group.unshard(self.gather, self.clock)
         for group in map(self.groups.__getitem__, wanted):
-            if group.state is State.UNSHARDING:
+            if group.state is GroupState.UNSHARDING:
                 group.wait(self.clock)
 
     # Iterations without a backward.

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron_ext.runtime.gradients import Gradient, Reducer
-from megatron_ext.runtime.group import Clock, FreedGroup, Group
+from megatron_ext.runtime.group import Clock, FreedGroup, RankGroup
 from megatron_ext.runtime.program import Layers, place_actions
 from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.runtime.streams import Device
@@ -45,7 +45,7 @@ class MemoryPool:
         self._used = True
         self._bytes = self._peak = 0  # bytes in use now, and their maximum
 
-    def serve(self, held: Group | Gradient) -> None:
+    def serve(self, held: RankGroup | Gradient) -> None:
         """Take the memory of ``held`` from this pool."""
         if self._pool is not None and isinstance(held, (FreedGroup, Gradient)):
             held.resize = partial(self._resize, held.resize, held.bytes)
@@ -135,10 +135,10 @@ class _Ready:
     def wait(self) -> None:
         """Nothing was issued."""
 
-    def issue(self, group: Group) -> "_Ready":
+    def issue(self, group: RankGroup) -> "_Ready":
         return self
 
-    def stage_in(self, group: Group, slot: int) -> None:
+    def stage_in(self, group: RankGroup, slot: int) -> None:
         """Nothing is read."""
 
 
@@ -163,7 +163,7 @@ class _Unreduced(Reducer):
 
 
 def rehearse(
-    schedule: Schedule, rank: Rank, groups: dict[int, Group], clock: Clock, layers: Layers, reducer: Reducer | None
+    schedule: Schedule, rank: Rank, groups: dict[int, RankGroup], clock: Clock, layers: Layers, reducer: Reducer | None
 ) -> None:
     """Run one iteration of the program without transfers and compute, so that memory is taken and freed as in training.
     No group is whole at the begin or the end, even if the device runs out of memory."""

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, drive
 from megatron_ext.runtime.flags import private_flags
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import Sharers
 from megatron_ext.runtime.shared_block import agreed_failure, share_file
 from megatron_ext.runtime.worker import Transfer
@@ -61,25 +61,25 @@ class NvmePool:
         device.pin(self._slots)
         self.copied_out = private_flags(slots, device)
 
-    def write(self, group: Group, dp_rank: int, shard: torch.Tensor) -> None:
+    def write(self, group: RankGroup, dp_rank: int, shard: torch.Tensor) -> None:
         """Write one data-parallel rank's shard (host memory). Raises DriveError."""
         size = shard.numel() * shard.element_size()
         file, offset = self.place_of[group.index]
         file.write(shard.detach().view(torch.uint8).numpy(), offset + dp_rank * size, str(group))
 
-    def flush(self, group: Group) -> None:
+    def flush(self, group: RankGroup) -> None:
         """Wait until the writes of ``group`` are on the drive. Raises DriveError."""
         file, offset = self.place_of[group.index]
         file.flush(offset, drive.aligned(group.bytes), str(group))
 
-    def start(self, group: Group, slot: int, transfer: Transfer, before_end=None) -> None:
+    def start(self, group: RankGroup, slot: int, transfer: Transfer, before_end=None) -> None:
         """Begin to read the whole group into ``slot``; finishes ``transfer``, see :meth:`DriveFile.start`."""
         start = slot * self.slot_bytes
         memory = self._memory[start : start + drive.aligned(group.bytes)]
         file, offset = self.place_of[group.index]
         file.start(memory, offset, str(group), transfer, before_end)
 
-    def staged(self, group: Group, slot: int) -> torch.Tensor:
+    def staged(self, group: RankGroup, slot: int) -> torch.Tensor:
         """The flat tensor of ``group`` in ``slot``."""
         start = slot * self.slot_bytes
         return self._slots[start : start + group.bytes].view(group.whole.dtype)
@@ -100,7 +100,7 @@ class NvmePool:
 
 def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -> drive.DriveFile:
     """The pool's first rank makes the file and all ranks open it. If one fails, all fail."""
-    make = lambda: drive.create(directory, size)
+    make = lambda: drive.create_file(directory, size)
     descriptor, pid = share_file(make, sharers.rank, sharers.exchange, field="gpus_per_node")
     opened = failed = None
     try:

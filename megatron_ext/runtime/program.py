@@ -18,10 +18,10 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from megatron_ext.runtime.gradients import Reducer
-from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.group import Clock, RankGroup
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.routes import Route
-from megatron_ext.schedule.footprint import in_order
+from megatron_ext.schedule.footprint import actions_in_order
 from megatron_ext.schedule.user_defined_schedule import Rank, Reshard, Schedule
 from megatron_ext.workload.step import Step
 
@@ -120,7 +120,7 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
 def place_actions(
     schedule: Schedule,
     rank: Rank,
-    groups: dict[int, Group],
+    groups: dict[int, RankGroup],
     routes: dict[str, Route],
     clock: Clock,
     layers: Layers,
@@ -216,7 +216,7 @@ class _Compiler:
         place = PlacedStep(step, chunk, [*map(self.stage_in, entry.stage_in)], {}, [])
         for _, layer, action in (item for item in gradients if item.behind):
             self._behind(place, layer).append(action)
-        for action in in_order(entry):
+        for action in actions_in_order(entry):
             if isinstance(action, Reshard):
                 self._behind(place, action.at).append(self.reshard(action))
             else:
@@ -242,11 +242,11 @@ class _Compiler:
 
     def _before(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just before ``layer`` computes (-1: at the begin of the step)."""
-        return self._at(place, layer + (place.step.kind == "B"), place.begin)
+        return self._at(place, layer + 1 if place.step.kind == "B" else layer, place.begin)
 
     def _behind(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just after ``layer`` has computed (-1: at the end of the step)."""
-        return self._at(place, layer + (place.step.kind == "F"), place.end)
+        return self._at(place, layer + 1 if place.step.kind == "F" else layer, place.end)
 
     def _at(self, place: PlacedStep, boundary: int, edge: list[Action]) -> list[Action]:
         """The list of actions at ``boundary``; ``edge`` if the chunk has no such boundary."""

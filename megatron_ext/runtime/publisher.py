@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_ext.runtime.flags import DeviceFlag, poll, private_flags
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import DRIVE
 from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, Arriving, NodeExchange
@@ -33,7 +33,7 @@ class Target(NamedTuple):
     the shard, or None if only the device has the shard.
     """
 
-    group: Group
+    group: RankGroup
     host: bool
     nvme: bool
     offloaded: Callable | None = None

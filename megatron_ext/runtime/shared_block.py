@@ -12,7 +12,7 @@ from collections.abc import Callable
 from megatron_ext.formats.errors import InputError
 
 
-def create(size: int) -> int:
+def create_block(size: int) -> int:
     """A descriptor of a new block of ``size`` zeroed bytes. Processes started later do not inherit it by default."""
     descriptor = os.memfd_create("megatron_ext", os.MFD_CLOEXEC)
     os.fchmod(descriptor, 0o600)
@@ -22,7 +22,7 @@ def create(size: int) -> int:
 
 def share(size: int, rank: int, exchange: Callable[[object], list], *, field: str) -> int:
     """A descriptor of one block of ``size`` bytes, the same block on every rank; see :func:`share_file`."""
-    return share_file(lambda: create(size), rank, exchange, field=field)[0]
+    return share_file(lambda: create_block(size), rank, exchange, field=field)[0]
 
 
 def share_file(

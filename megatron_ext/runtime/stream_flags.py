@@ -46,7 +46,7 @@ class StreamFlags:
             raise StreamFlagError(f"cuStreamWriteValue64 failed with {code}")
 
 
-def missing() -> str:
+def pip_line() -> str:
     """The command that installs the package ``cuda.bindings``; PyTorch includes it from CUDA 13 on."""
     return f'pip install "cuda-bindings=={(torch.version.cuda or "13").partition(".")[0]}.*"'
 
@@ -56,7 +56,7 @@ def open_stream_flags(device: torch.device) -> tuple[StreamFlags | None, str]:
     try:
         from cuda.bindings import driver  # pyright: ignore[reportMissingImports] # optional
     except ImportError:
-        return None, missing()
+        return None, pip_line()
     driver.cuInit(0)
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
     code, able = driver.cuDeviceGetAttribute(attribute, device.index)

@@ -13,7 +13,7 @@ import math
 from typing import NoReturn
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.footprint import in_order
+from megatron_ext.schedule.footprint import actions_in_order
 from megatron_ext.schedule.user_defined_schedule import Reshard, Schedule, StageIn, StepActions, Unshard
 from megatron_ext.workload.route import ON_DRIVE, kind_of
 from megatron_ext.workload.step import Step
@@ -106,7 +106,7 @@ class RankCheck:
 
     def _by_layer(self, entry: StepActions) -> None:
         """Check a step with actions at layers, in the order in which the layers run."""
-        actions = in_order(entry)
+        actions = actions_in_order(entry)
         if [action for action in actions if isinstance(action, Unshard)] != [*entry.unshard]:
             self.refuse("unshards must be listed in the order in which their layers run", "unshard")
         unshards, fields = 0, {id(action): f"reshard[{n}]" for n, action in enumerate(entry.reshard)}

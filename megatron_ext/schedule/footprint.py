@@ -28,7 +28,7 @@ def device_peaks(schedule: Schedule) -> list[int]:
         resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)
         peak = resident
         for entry in rank.steps:
-            for action in in_order(entry):
+            for action in actions_in_order(entry):
                 size = schedule.groups[action.group].bytes
                 if hasattr(action, "route"):
                     resident += size
@@ -39,7 +39,7 @@ def device_peaks(schedule: Schedule) -> list[int]:
     return peaks
 
 
-def in_order(entry):
+def actions_in_order(entry):
     """Unshards and reshards of one step in the order in which they happen."""
     if all(a.at < 0 for a in entry.unshard) and all(a.at < 0 for a in entry.reshard):
         return (*entry.unshard, *entry.reshard)

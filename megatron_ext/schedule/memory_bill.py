@@ -69,14 +69,12 @@ def _bill(schedule: Schedule, workload: Workload, pp_rank: int) -> Bill:
     by_step = list(moments(schedule, workload, pp_rank))
     own = [group for group in schedule.groups if group.pp_rank == pp_rank]
     whole = 0 if schedule.zero_stage == 3 else sum(group.bytes for group in own)
-    peak = max(
-        *by_step, Moment("optimizer", whole, 0, host_slots.step_gradient_bytes(own, workload)), key=lambda m: m.total
-    )
+    step = Moment("optimizer", whole, 0, host_slots.step_gradient_bytes(own, workload))
+    peak = max(*by_step, step, key=lambda moment: moment.total)
     device |= {"whole_parameters": peak.whole, "activations": peak.activations}
     device["gradients"] += peak.gradients
-    return Bill(
-        rank_memory.make(device, host, nvme_bytes, peak.step), tuple(resting + moment.total for moment in by_step)
-    )
+    memory = rank_memory.make(device, host, nvme_bytes, peak.step)
+    return Bill(memory, tuple(resting + moment.total for moment in by_step))
 
 
 def host_bytes(schedule: Schedule, workload: Workload) -> list[dict[str, int]]:

@@ -223,7 +223,7 @@ class PlanOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     nvme: DriveReads | None = None
 
 
-class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class ScheduleMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Where the schedule comes from. It holds no time of day, so the same inputs give the same bytes."""
 
     planner: str = ""
@@ -253,7 +253,7 @@ class Schedule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     schema_version: int
     kind: Literal["user_defined_schedule"]
-    metadata: Metadata = Metadata()
+    metadata: ScheduleMetadata = ScheduleMetadata()
     parallel: Parallel
     zero_stage: Literal[1, 2, 3]
     model: Model
@@ -297,7 +297,7 @@ def files_of(path) -> list[Path]:
     return found
 
 
-def decode(path) -> Schedule:
+def read_unchecked(path) -> Schedule:
     """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`. From a directory, read
     the file for the most micro-batches."""
     path = files_of(path)[-1]

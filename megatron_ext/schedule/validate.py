@@ -7,7 +7,7 @@ from megatron_ext.schedule.action_checks import InvalidSchedule, RankCheck
 from megatron_ext.schedule.check_figures import check_figures
 from megatron_ext.schedule.footprint import over_limit, pinned_host_bytes
 from megatron_ext.schedule.rest_checks import check_rests
-from megatron_ext.schedule.user_defined_schedule import Group, Rank, Schedule, decode
+from megatron_ext.schedule.user_defined_schedule import Group, Rank, Schedule, read_unchecked
 from megatron_ext.workload.nodes import algorithm_of_nodes, check_spread
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 from megatron_ext.workload.step_order import steps_of_ranks
@@ -21,7 +21,7 @@ def load(path) -> Schedule:
     Raises:
         InputError: one line that names file, field and value.
     """
-    return validate(decode(path), file=path)
+    return validate(read_unchecked(path), file=path)
 
 
 def validate(schedule: Schedule, *, file=None) -> Schedule:

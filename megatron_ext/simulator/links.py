@@ -9,7 +9,7 @@ from megatron_ext.simulator.activity_kinds import CPU, GPU, HOST_ADD, HOST_STEP,
 from megatron_ext.simulator.host_memory_link import HostMemoryLink
 from megatron_ext.simulator.rank_programs import REDUCE_VISIT, SHARD, Gather, RankProgram
 from megatron_ext.simulator.rank_state import Activity, RankState
-from megatron_ext.simulator.step_places import DelayedStep, EarlySteps
+from megatron_ext.simulator.step_places import DelayedStep, EarlyStepsByGroup
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -39,7 +39,7 @@ class Links(ABC):
         *,
         trace: bool = False,
         states_us: Sequence[float] = (),
-        early: EarlySteps | None = None,
+        early: EarlyStepsByGroup | None = None,
         delayed: Sequence[DelayedStep] = (),
         optimizer_us: Sequence[tuple[float, float, float]],
     ):

@@ -60,9 +60,7 @@ def rank_programs(schedule: Schedule, workload: Workload, timing: Timing) -> lis
     """Programs of all pipeline ranks. The schedule must be valid and match the workload."""
     spans = uses_of_groups(schedule.groups, workload)
     expected = steps_of_ranks(workload.parallel)
-    return [
-        _program_of(schedule, workload, timing, spans, rank, expected[rank]) for rank in range(workload.parallel.pp)
-    ]
+    return [_program_of(schedule, workload, timing, spans, rank, steps) for rank, steps in enumerate(expected)]
 
 
 SHARD = -1
@@ -72,7 +70,9 @@ SHARD = -1
 def _link_of(kind: RouteKind) -> int:
     if kind.shard_from_host:
         return SHARD
-    return NVME if kind.staged else CPU if kind.copy else GPU
+    if kind.staged:
+        return NVME
+    return CPU if kind.copy else GPU
 
 
 def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgram:
@@ -122,7 +122,9 @@ def _program_of(schedule, workload, timing, spans, pp_rank, steps) -> RankProgra
         for action in entry.stage_in:
             cuts.setdefault(0, []).append(stage(action))
         for action in entry.unshard:
-            place = 0 if action.at < 0 else (last - action.at if backward else action.at)
+            place = 0  # the start of the step
+            if action.at >= 0:
+                place = last - action.at if backward else action.at
             cuts.setdefault(place, []).append(gather(action, index))
         for group, number in waits.pop(index, ()):
             first, final = spans[group]

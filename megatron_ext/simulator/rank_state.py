@@ -75,7 +75,8 @@ class RankState:
 
     def communicator_of(self, group: int) -> deque[int]:
         """The communicator of the ranks that share the group's shards."""
-        return self.communicators[group in self.program.experts]
+        dense, experts = self.communicators
+        return experts if group in self.program.experts else dense
 
     @property
     def step_name(self) -> str:

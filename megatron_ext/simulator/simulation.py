@@ -91,7 +91,7 @@ class Result(NamedTuple):
         )
 
 
-def run(
+def simulate(
     workload: Workload,
     timing: Timing,
     schedule: Schedule,

@@ -16,7 +16,7 @@ AROUND_ADD = 4 / 3
 another gradient to it (3)."""
 
 
-class EarlyUnit(NamedTuple):
+class EarlyStep(NamedTuple):
     """The host's step of one group during the backward. ``us`` includes the copy of its states, of ``saved_bytes``, or
     the reads and writes of its states on the drive. ``spared_us`` and ``spared_drive_us`` are the times that it saves
     the optimizer and the drive at the end. ``visits``: the step follows this number of reduces."""
@@ -29,10 +29,10 @@ class EarlyUnit(NamedTuple):
     visits: int
 
 
-class EarlySteps(NamedTuple):
+class EarlyStepsByGroup(NamedTuple):
     """Units by group, and the bytes of each rank for copies of states."""
 
-    units: dict[int, EarlyUnit]
+    units: dict[int, EarlyStep]
     rollback_bytes: int
 
 
@@ -71,7 +71,7 @@ def delayed_steps(workload: Workload, timing: Timing, states_us: Sequence[float]
     return found
 
 
-def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlySteps | None:
+def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> EarlyStepsByGroup | None:
     """The steps during the backward of a schedule; None if its optimizer waits for the gradient norm, or if the table
     has no times of the host's step."""
     if schedule.rollback_bytes is None or not timing.knows_host_step():
@@ -89,8 +89,8 @@ def early_steps(schedule: Schedule, workload: Workload, timing: Timing) -> Early
             else:
                 drive_us, us = 0.0, step_us + timing.saved_states_us(size)
             visits = group.reduces(workload.parallel.num_microbatches)
-            units[index] = EarlyUnit(size, us, saved_bytes(group, workload), step_us, drive_us, visits)
-    return EarlySteps(units, schedule.rollback_bytes)
+            units[index] = EarlyStep(size, us, saved_bytes(group, workload), step_us, drive_us, visits)
+    return EarlyStepsByGroup(units, schedule.rollback_bytes)
 
 
 def optimizer_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[tuple[float, float, float]]:

@@ -60,9 +60,7 @@ class Timing:
         }
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
         self.p2p_us = self.costs.p2p_us(workload.p2p_bytes) if sends else 0.0
-        self.layers = [
-            [self._layer_times(chunk) for chunk in workload.chunks_of_rank(rank)] for rank in range(parallel.pp)
-        ]
+        self.layers = [list(map(self._layer_times, workload.chunks_of_rank(rank))) for rank in range(parallel.pp)]
         self.launches = self._launches()
         """By pipeline rank and chunk, (forward, backward): the time of the training thread to launch it; None without
         launches in the table."""
@@ -76,10 +74,9 @@ class Timing:
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
         """How many times the reduce of a shard is added to the table's curve: two for the way among instances and
         back."""
-        needed = ["reduce", "optimizer"] + ["host_step"] * workload.optimizer.on_host
-        self._left_out = (
-            [name for name in needed if not has_points(getattr(table, name))] if dense is None else dense._left_out
-        )
+        needed = ["reduce", "optimizer", *(["host_step"] if workload.optimizer.on_host else [])]
+        missing = [name for name in needed if not has_points(getattr(table, name))]
+        self._left_out = missing if dense is None else dense._left_out
         if self._apart and self.ranks == 1:  # the curve was measured without other ranks
             self.leave_out("reduce")
         self.unshard_us, self.issue_us = cache(self._unshard_us), cache(self._issue_us)
@@ -366,7 +363,7 @@ class Timing:
         return total
 
 
-def require(timing: Timing, route: str) -> None:
+def require_route(timing: Timing, route: str) -> None:
     """Raise InputError if the table does not offer ``route``."""
     if not timing.offers(route):
         raise InputError("has no points, so the route is not offered", field=f"routes.{route}")

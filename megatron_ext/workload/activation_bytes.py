@@ -14,7 +14,7 @@ ROUTED = 30
 a routing map has one byte per token for every expert."""
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes of one micro-batch: those kept until the layer's backward, and those that its backward computes again."""
 
     activation_bytes: int
@@ -51,16 +51,16 @@ def kept_by_chunk(kinds: Sequence[str], shape, batch, parallel: Parallel) -> tup
     return tuple(activation_bytes), anew
 
 
-def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
+def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> KeptBytes:
     item, tp, routing = ITEM_BYTES[shape.dtype], parallel.tensor_model_parallel_size, 0
     elements = batch.tokens * shape.hidden // (tp if batch.sequence_parallel else 1)
     between, masks = item * elements, elements if batch.hidden_dropout else 0
     moments = 0 if shape.rms_norm else 2 * between // shape.hidden  # mean and deviation of each token, kept by a norm
     if kind == "embedding":  # tokens; with tensor parallelism also a copy, and a mask of those that other ranks look up
         own = (9 if shape.positions else 1) * batch.tokens if tp > 1 else 0
-        return Kept(8 * batch.tokens + masks + own)
+        return KeptBytes(8 * batch.tokens + masks + own)
     if kind == "output":  # inputs of the norm and of the matrix, the 32-bit softmax, labels and a mask of other ranks'
-        return Kept(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
+        return KeptBytes(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
     # Number of tensors as wide as the MLP: the inputs of the second matrix and of the activation function. One that is
     # not fused also keeps both factors of its output.
@@ -83,13 +83,13 @@ def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> Kept:
     whole = 4 * between + 2 * (masks + moments) + item * batch.tokens * columns // tp + scores + copies + sums + waves
     whole += routing
     if batch.recompute == "full":
-        return Kept(between, whole)
+        return KeptBytes(between, whole)
     if batch.recompute != "selective":
-        return Kept(whole)
+        return KeptBytes(whole)
     # By then the backward has freed what the layer keeps after attention.
     freed = 2 * between + 2 * masks + moments + item * batch.tokens * behind // tp
     anew = scores + copies + sums
-    return Kept(whole - anew, max(anew - freed, 0))
+    return KeptBytes(whole - anew, max(anew - freed, 0))
 
 
 def _inputs_of_attention(shape, batch, width: int, groups: int) -> int:

@@ -208,7 +208,8 @@ def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize:
 
 def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, layers: list[str]) -> Chunk:
     tp, last = parallel.tensor_model_parallel_size, parallel.pp * parallel.vp - 1
-    kinds = ["embedding"] * (stage == 0) + layers + ["output"] * (stage == last)
+    before, after = ["embedding"] if stage == 0 else [], ["output"] if stage == last else []
+    kinds = [*before, *layers, *after]
     # The first and the last pipeline rank both hold a tied matrix, in a bucket of its own. Within one chunk the output
     # layer borrows it.
     shared = shape.tied and parallel.pp > 1
@@ -227,7 +228,7 @@ def _chunk(shape: GptShape, parallel: Parallel, batch: MicroBatch, stage: int, l
     for number, kind in enumerate(layers):
         for name, size in shape.layer(tp, kind, parallel.ep, parallel.etp).items():
             expert = parallel.ep > 1 and EXPERTS in name  # with ep = 1 Megatron shards them like other parameters
-            add(f"decoder.layers.{number}.{name}", size, number + (stage == 0), expert=expert)
+            add(f"decoder.layers.{number}.{name}", size, len(before) + number, expert=expert)
     if stage == last:
         for name, size in shape.norm("decoder.final_layernorm").items():
             add(name, size, len(kinds) - 1)

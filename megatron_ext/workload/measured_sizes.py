@@ -51,10 +51,8 @@ def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
     often are, share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
     found = set()
     for chunk in workload.chunks:
-        parts = [
-            chunk.parameters,
-            *(tuple(layer) for _, layer in groupby(chunk.parameters, key=lambda parameter: parameter.layer)),
-        ]
+        layers = groupby(chunk.parameters, key=lambda parameter: parameter.layer)
+        parts = [chunk.parameters, *(tuple(layer) for _, layer in layers)]
         found |= {group_bytes(kind, workload.parallel) for part in parts for kind in _by_kind(part)}
     return sorted(found, reverse=True)[:at_most][::-1]
 

@@ -1,8 +1,8 @@
 """The routes by which a whole group can reach the device, and what planning knows of each.
 
 [Note: A route]
-A route is described once for planning, here, and made once for training (``runtime/routes/makers.py``). All other code
-asks the description which copy the route reads, which links its bytes cross, and what it holds on the device.
+A route is described once for planning, here, and made once for training (``runtime/routes/make_routes.py``). All other
+code asks the description which copy the route reads, which links its bytes cross, and what it holds on the device.
 docs/architecture.md says how to add a route.
 """
 

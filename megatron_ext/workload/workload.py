@@ -12,6 +12,7 @@ from math import prod
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
@@ -157,8 +158,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def with_microbatches(self, number: int) -> "Workload":
         """The workload of an iteration of ``number`` micro-batches."""
-        parallel = msgspec.structs.replace(self.parallel, num_microbatches=number)
-        return msgspec.structs.replace(self, parallel=parallel, ramp=())
+        parallel = replace(self.parallel, num_microbatches=number)
+        return replace(self, parallel=parallel, ramp=())
 
     @property
     def streamed_bytes(self) -> int | None:
@@ -167,7 +168,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def with_limits(self, **limits: int | None) -> "Workload":
         """The workload with these limits in place of its own."""
-        return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, **limits))
+        return replace(self, limits=replace(self.limits, **limits))
 
 
 def make_workload(
@@ -285,7 +286,7 @@ def check(workload: Workload, *, file=None) -> Workload:
         stages.get(stage) or Chunk(pp_rank=stage % parallel.pp, model_chunk_id=stage // parallel.pp)
         for stage in range(parallel.pp * parallel.vp)
     )
-    return msgspec.structs.replace(workload, chunks=everything)
+    return replace(workload, chunks=everything)
 
 
 def _check_experts(workload: Workload, checker: Checker) -> None:
@@ -352,9 +353,7 @@ def _with_dense_layers(chunk: Chunk) -> Chunk:
         return chunk
     dense = {layer: index for index, layer in enumerate(sorted({p.layer for p in chunk.parameters}))}
     parameters = tuple(
-        msgspec.structs.replace(
-            p, layer=dense[p.layer], borrowed_by=tuple(dense[layer] for layer in p.borrowed_by if layer in dense)
-        )
+        replace(p, layer=dense[p.layer], borrowed_by=tuple(dense[layer] for layer in p.borrowed_by if layer in dense))
         for p in chunk.parameters
     )
-    return msgspec.structs.replace(chunk, parameters=parameters)
+    return replace(chunk, parameters=parameters)

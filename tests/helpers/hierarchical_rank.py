@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.shard_gather import ShardGather
@@ -40,7 +40,7 @@ def main() -> None:
     routes = gather, in_pieces
     wholes = [torch.zeros(64 * (number + 1) * size, dtype=(FP32, BF16)[number % 2]) for number in range(12)]
     for one in routes:
-        one.make_buffers(Group(0, "chunk 0", whole, 0, size) for whole in wholes)
+        one.make_buffers(RankGroup(0, "chunk 0", whole, 0, size) for whole in wholes)
         one.connect()
     made, cases = [one.buffer_bytes for one in routes], []
     for number in range(12):

@@ -28,11 +28,11 @@ import megatron_ext
 from megatron_ext.cpubench import ordered_collectives
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Clock, Group, Residency
+from megatron_ext.runtime.group import Clock, RankGroup, WholeBytes
 from megatron_ext.runtime.host_pool import HostPool, Sharers
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
-from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_copies import NodeCopies
@@ -95,8 +95,8 @@ class Trained(NamedTuple):
     """What trains on a rank, and all that runs beside it."""
 
     executor: Executor
-    groups: list[Group]
-    link: Link
+    groups: list[RankGroup]
+    link: StepStreams
     issuer: Issuer
     watch: Watch
     sums: dist.ProcessGroup
@@ -110,7 +110,7 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     sizes = dict(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1)
     parallel = Parallel(**sizes, order="no_pipeline", gpus_per_node=per_node)
     clock, device, recorder = Clock(), HostDevice(), Recorder(rank)
-    groups = [Group(index, "chunk 0", torch.full((1 << 13,), float(index)), rank, 2) for index in range(3)]
+    groups = [RankGroup(index, "chunk 0", torch.full((1 << 13,), float(index)), rank, 2) for index in range(3)]
     # All groups first: who makes one with a rank that is gone waits for the launcher, which here is none.
     of_nodes = make_node_groups(parallel)
     local, nodes = None if of_nodes is None else of_nodes.local, NodeExchange(of_nodes)
@@ -141,16 +141,16 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     program = Program(start, ((0, tuple(waits)),), ((0, (), ()),))
     how = dict(pool=pool, recorder=recorder, drop_staged=read.drop)
     own = {group.index: group for group in groups}
-    executor = Executor(program, own, clock, Residency(), None, issuer, [publisher], **how)
+    executor = Executor(program, own, clock, WholeBytes(), None, issuer, [publisher], **how)
     for part in (pool, nvme, cpu, read, collective):
         executor.on_close(part.close)
     watch.executor = executor
-    link = Link(device, device.device, recorder=recorder)
+    link = StepStreams(device, device.device, recorder=recorder)
     executor.on_close(link.close)
     return Trained(executor, groups, link, issuer, watch, sums)
 
 
-def host_steps(folder: Path, link: Link, issuer: Issuer):
+def host_steps(folder: Path, link: StepStreams, issuer: Issuer):
     """Three optimizers that step on the host with states on the drive; the states, and their optimizers."""
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
     steps = [torch.optim.Adam([parameter]) for parameter in parameters]

@@ -14,7 +14,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import TransformerConfig
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron.buckets import lay_out
+from megatron_ext.megatron.buckets import lay_out_buckets
 from megatron_ext.schedule.user_defined_schedule import Group
 
 
@@ -35,7 +35,7 @@ def main() -> None:
         why_refused(ddp, groups_of(names, ranks))
         for names, ranks in ((single[:6], 1), ([*single[:5], sum(single[5:7], ()), single[7]], 1), (single, 2))
     ]
-    lay_out(ddp, groups_of(single), file="schedule.json")
+    lay_out_buckets(ddp, groups_of(single), file="schedule.json")
     kept = all(torch.equal(parameter, values[name]) for name, parameter in module.named_parameters())
     buckets = [[len(group.buckets) for group in own] for own in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups)]
     after = buffer.numel + experts.numel
@@ -52,7 +52,7 @@ def groups_of(names: list[tuple[str, ...]], expert_ranks: int = 1) -> dict[int, 
 
 def why_refused(ddp, groups: dict[int, Group]) -> str:
     try:
-        lay_out(ddp, groups, file="schedule.json")
+        lay_out_buckets(ddp, groups, file="schedule.json")
     except InputError as error:
         return str(error)
     return ""

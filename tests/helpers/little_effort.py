@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-THOROUGH = ("test_search.py", "test_local_search.py", "test_exact.py")
+THOROUGH = ("test_gather_search.py", "test_local_search.py", "test_exact.py")
 """Tests of searching itself."""
 
 

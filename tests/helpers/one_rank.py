@@ -3,7 +3,7 @@
 import torch
 
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency
+from megatron_ext.runtime.group import Clock, FreedGroup, RankGroup, WholeBytes
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.program import compile_program, place_actions
 from megatron_ext.schedule.group_facts import uses_of_groups
@@ -43,7 +43,7 @@ class OneRank:
 
     def __init__(self, schedule, workload, **compiled):
         self.schedule, self.workload, self.events = schedule, workload, []
-        self.clock, self.residency, self.layers = Clock(), Residency(), Layers(schedule, workload)
+        self.clock, self.residency, self.layers = Clock(), WholeBytes(), Layers(schedule, workload)
         self.groups = {
             index: self._group(index, group.bytes) for index, group in enumerate(schedule.groups) if group.pp_rank == 0
         }
@@ -55,19 +55,19 @@ class OneRank:
             group.drop()
         self.residency.restart()
 
-    def _group(self, index: int, size: int) -> Group:
+    def _group(self, index: int, size: int) -> RankGroup:
         whole = torch.zeros(size // 4)
         if self.schedule.zero_stage < 3:
-            return Group(index, "", whole, 0, 2)
+            return RankGroup(index, "", whole, 0, 2)
         return FreedGroup(index, "", whole, 0, 2, self.residency)
 
-    def issue(self, group: Group) -> Arrived:
+    def issue(self, group: RankGroup) -> Arrived:
         self.events.append(("unshard", group.index))
         with torch.no_grad():
             group.whole.fill_(self.clock.version)
         return Arrived()
 
-    def stage_in(self, group: Group, slot: int) -> None:
+    def stage_in(self, group: RankGroup, slot: int) -> None:
         self.events.append(("stage in", group.index))
 
     def iteration(self) -> None:

@@ -20,7 +20,7 @@ def planned_with() -> Iterator[None]:
 def added() -> Iterator[None]:
     """Within, runs can train by it, too."""
     from megatron_ext.runtime.routes.host_copy import HostCopy
-    from megatron_ext.runtime.routes.makers import READERS
+    from megatron_ext.runtime.routes.make_routes import READERS
 
     class InHalves(HostCopy):
         def _copy(self, group, arrival):

@@ -83,7 +83,7 @@ def _run(asked: dict, *files: int) -> None:
             os.dup2(file, number)
         os.chdir(asked["cwd"])
         os.environ.clear()
-        os.environ.update({**allocator.environment(), **asked["environment"]})
+        os.environ.update({**allocator.rank_variables(), **asked["environment"]})
         sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
         sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = asked["arguments"]
@@ -163,7 +163,7 @@ def _connected(place: Path, environment: dict[str, str], imported: str) -> socke
             # Another's Megatron is not found beside a program's own.
             paths = [str(ROOT / "examples"), str(ROOT), *([environment["PYTHONPATH"]] if imported == IMPORTED else [])]
             own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-            own = {**allocator.environment(), **environment, **own}
+            own = {**allocator.rank_variables(), **environment, **own}
             command = [sys.executable, __file__, str(listener.fileno()), imported]
             subprocess.Popen(command, env=own, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL)
         connection.connect(str(place))

@@ -1,22 +1,22 @@
 """The intervals in which times lie, and the settings that are equally fast as far as costs are known.
 
 [Note: The interval]
-Choices are simulated on the same drawn machines or tables (:meth:`megatron_ext.planner.fit.costs.Costs.drawn`). The
-interval of a time runs from the least to the most of all draws. So does the interval of a ratio of two times, but it is
-moved outwards by the simulator's own error, as in the verdict of ``plan`` (:mod:`megatron_ext.planner.gain_interval`).
-Two choices are equal if the interval of their ratio contains 1.
+Choices are simulated on the same drawn machines or tables (``costs.SettingCosts.drawn``). The interval of a time runs
+from the least to the most of all draws. So does the interval of a ratio of two times, but it is moved
+outwards by the simulator's own error, as in the verdict of ``plan`` (:mod:`megatron_ext.planner.gain_interval`). Two
+choices are equal if the interval of their ratio contains 1.
 """
 
 from math import hypot
 from typing import NamedTuple
 
-from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.costs import SettingCosts
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH
 from megatron_ext.planner.quick_plan import FewRounds
 from megatron_ext.planner.stock import STOCK_RULES
-from megatron_ext.planner.verdict import answer_of
+from megatron_ext.planner.verdict import answer_of_gain
 from megatron_ext.schedule.user_defined_schedule import Schedule
 
 DRAWS, FEWEST_DRAWS = 12, 4
@@ -36,7 +36,7 @@ class Certainty:
         choices: those that will be asked for. The more there are, the fewer tables are drawn.
     """
 
-    def __init__(self, costs: Costs, choices: list[Choice]):
+    def __init__(self, costs: SettingCosts, choices: list[Choice]):
         self.costs = costs
         layers = (max(chunk.num_layers for chunk in choice.rounds.parts[0][0].chunks) for choice in choices)
         effort = sum(choice.rounds.steps * most for choice, most in zip(choices, layers))
@@ -69,7 +69,7 @@ class Certainty:
         schedules = tuple(STOCK_RULES[stock.option](part) for part, _ in rounds.parts)
         ratio = _ratio(choice.us / stock.us, self.us(choice), self._times(setting, rounds, schedules))
         gains = Interval(1 - ratio.high, 1 - ratio.low)
-        return 1 - choice.us / stock.us, gains, answer_of(*gains)
+        return 1 - choice.us / stock.us, gains, answer_of_gain(*gains)
 
     def _times(self, setting: Setting, rounds: FewRounds, schedules: tuple[Schedule, ...]) -> list[float]:
         tables = self.costs.drawn(setting, rounds.parts[0][0], self.draws)

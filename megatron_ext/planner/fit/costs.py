@@ -26,7 +26,7 @@ from megatron_ext.workload.workload import Workload
 KINDS = ("compute", "gpu", "cpu", "publish", "p2p", "reduce", "optimizer", "host_step", "host_add")
 
 
-class Costs(NamedTuple):
+class SettingCosts(NamedTuple):
     """Attributes:
     sheet: data sheet of the machine; None if ``tables`` alone give the costs.
     tables: measured with the setting ``measured``, by micro-batch size.
@@ -41,7 +41,7 @@ class Costs(NamedTuple):
     @classmethod
     def by(
         cls, sheet: HardwareSheet | None, tables: Sequence[CostTable], measured: Setting, workload: Workload
-    ) -> "Costs":
+    ) -> "SettingCosts":
         """Make costs from the sheet's estimates corrected by ``tables``, or from the tables alone. If a table does not
         name its micro-batch size, it was measured with the size of ``measured``.
 

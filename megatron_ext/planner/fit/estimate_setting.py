@@ -19,7 +19,7 @@ from megatron_ext.planner.effort import number_of_steps
 from megatron_ext.planner.finish import finished
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve
-from megatron_ext.planner.quick_plan import FewRounds, Plan, Times, fastest, quick_schedules, relieved_schedules
+from megatron_ext.planner.quick_plan import FewRounds, TimedPlan, Times, fastest, quick_schedules, relieved_schedules
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import fullest_steps
@@ -95,8 +95,10 @@ def floor_bytes(setting: Setting) -> int:
     kept = [kept_by_chunk(chunk, setting.shape, setting.batch, parallel) for chunk in chunks]
     held = sum(sum(saved) for saved, _ in kept) * min(parallel.pp, parallel.num_microbatches)
     held += max(anew for _, anew in kept)
-    kinds = Counter(kind for chunk in chunks for kind in chunk).items()
-    dense, experts = (sum(n * _numel(setting.shape, parallel, kind)[there] for kind, n in kinds) for there in (0, 1))
+    kinds = Counter(kind for chunk in chunks for kind in chunk)
+    numels = {kind: _numel(setting.shape, parallel, kind) for kind in kinds}
+    dense = sum(number * numels[kind][0] for kind, number in kinds.items())
+    experts = sum(number * numels[kind][1] for kind, number in kinds.items())
     numel = dense + experts
     held += numel * item if setting.zero_stage < 3 else 0
     if setting.zero_stage == 1:
@@ -199,7 +201,7 @@ def stock_of(rounds: FewRounds, timings: list[Timing], held: tuple[int, int] | N
     return Stock(*(held or stock_bytes(rounds.parts[-1][0])), times)
 
 
-def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
+def _placed(rounds: FewRounds, timings: list[Timing], plan: TimedPlan) -> TimedPlan:
     """The plan with optimizer states where :func:`finished` puts them for the part with the most micro-batches. They
     rest at the same places in all parts."""
     last = finished(Candidate(rounds.parts[-1][0], timings[-1], plan.schedules[-1])).schedule
@@ -210,7 +212,7 @@ def _placed(rounds: FewRounds, timings: list[Timing], plan: Plan) -> Plan:
     return plan._replace(schedules=made, times=rounds.times(timings, made))
 
 
-def choice_of(setting: Setting, rounds: FewRounds, plan: Plan, bound: float, *, planned: bool = False) -> Choice:
+def choice_of(setting: Setting, rounds: FewRounds, plan: TimedPlan, bound: float, *, planned: bool = False) -> Choice:
     """A choice from a plan.
 
     Raises:

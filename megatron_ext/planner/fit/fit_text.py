@@ -5,8 +5,8 @@ import shlex
 import msgspec
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.planner.fit.answer import Answer
 from megatron_ext.planner.fit.estimate_setting import Choice
+from megatron_ext.planner.fit.fit_verdict import FitVerdict
 from megatron_ext.planner.fit.found import MOST_EQUAL, Found
 from megatron_ext.planner.fit.search_settings import Fit
 from megatron_ext.planner.fit.setting import Setting, as_words
@@ -84,7 +84,7 @@ def _figures(found: Found, choice: Choice) -> dict:
     }
 
 
-def as_json(found: Found, said: Answer) -> dict:
+def as_json(found: Found, said: FitVerdict) -> dict:
     """Every figure; times in microseconds."""
     fit, (add, take_out) = found.fit, found.launch_of(found.fit.winner.setting)
     return {
@@ -109,7 +109,7 @@ def as_json(found: Found, said: Answer) -> dict:
     }
 
 
-def _given_json(found: Found, said: Answer) -> dict:
+def _given_json(found: Found, said: FitVerdict) -> dict:
     given, refused = found.given
     if given is None:
         return {"refused": refused}
@@ -119,7 +119,7 @@ def _given_json(found: Found, said: Answer) -> dict:
     return figures if gain is None else figures | dict(zip(("gain", "gain_low", "gain_high", "answer"), gain[1:]))
 
 
-def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | None:
+def _gain(found: Found, said: FitVerdict) -> tuple[str, float, float, float, str] | None:
     """The gain of a plan of the settings as given: over what, the gain, the ends of its interval and the answer. It
     comes from ``plan``. If there are only quick plans, it comes from these on drawn costs, provided that stock Megatron
     has this setting."""
@@ -134,7 +134,7 @@ def _gain(found: Found, said: Answer) -> tuple[str, float, float, float, str] | 
     return f"{stock.option} ({stock.us / 1e3:.0f} ms)", gain, interval.low, interval.high, answer
 
 
-def as_text(found: Found, said: Answer) -> str:
+def as_text(found: Found, said: FitVerdict) -> str:
     """Text for one screen, with the answer at its end."""
     words = shlex.join(found.words(*found.ours()))
     commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
@@ -142,7 +142,7 @@ def as_text(found: Found, said: Answer) -> str:
     return "\n".join([*lines(found, said), "", "planned by:", *said_by, "", *said.lines(found)])
 
 
-def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
+def as_prepared(found: Found, answer: FitVerdict, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:
     """The text that ``prepare`` prints after it has measured and planned the winner, and its last lines. ``by``:
     options that train by the schedule."""
     after = "after the run, check with its measured costs whether other settings are faster:"
@@ -153,7 +153,7 @@ def as_prepared(found: Found, answer: Answer, judged: Verdict, directory, by: st
     return said, last_lines(judged.conclusion, judged.runs, add=options.strip(), take_out=" ".join(take_out))
 
 
-def lines(found: Found, said: Answer) -> list[str]:
+def lines(found: Found, said: FitVerdict) -> list[str]:
     """All lines except the answer."""
     fit, problem = found.fit, found.problem
     winner, given = fit.winner, problem.space.given
@@ -191,7 +191,9 @@ def parameters_text(setting: Setting) -> str:
 
 def _row(found: Found, choice: Choice) -> str:
     interval = found.certainty.interval(choice)
-    mark = "*" if choice is found.fit.winner else "=" if found.certainty.equal(choice, found.fit.winner) else " "
+    mark = "=" if found.certainty.equal(choice, found.fit.winner) else " "
+    if choice is found.fit.winner:
+        mark = "*"
     limit = WORDS[limit_of(choice.times.busy_us, choice.us)]
     drive = f", {choice.drive_bytes / GIB:.0f} GiB on the drive" if choice.drive_bytes else ""
     times = f"{interval.low / 1e3:.0f} to {interval.high / 1e3:.0f}"
@@ -231,7 +233,7 @@ def _way_lines(found: Found) -> list[str]:
     return lines
 
 
-def _given_lines(found: Found, said: Answer) -> list[str]:
+def _given_lines(found: Found, said: FitVerdict) -> list[str]:
     given, refused = found.given
     if given is None:
         return [f"as given it {'is refused' if found.problem.refused else 'does not fit'}: {refused}"]

@@ -1,4 +1,4 @@
-"""What ``fit`` found for a request: settings, the options that set them, commands. Its verdict is in ``answer.py``."""
+"""What ``fit`` found for a request: settings, the options that set them, commands. The verdict: ``fit_verdict.py``."""
 
 import shlex
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from megatron_ext.formats.errors import flag
 from megatron_ext.megatron.gpt_arguments import UNEVEN
 from megatron_ext.planner.fit.certainty import Certainty
 from megatron_ext.planner.fit.estimate_setting import Choice, Stock, stock_of
-from megatron_ext.planner.fit.request import Problem, Request, with_changes
+from megatron_ext.planner.fit.request import FitProblem, Request, with_changes
 from megatron_ext.planner.fit.search_settings import Fit
 from megatron_ext.planner.fit.setting import COUNT_ENDS, OTHER_NAMES, Setting, as_words, changes
 from megatron_ext.planner.quick_plan import FewRounds
@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """
 
     request: Request
-    problem: Problem
+    problem: FitProblem
     fit: Fit
     certainty: Certainty
     stock: list[tuple[Setting, Stock]]
@@ -99,7 +99,7 @@ class Found(NamedTuple):
         ]
 
 
-def judge(request: Request, problem: Problem, fit: Fit) -> Found:
+def judge(request: Request, problem: FitProblem, fit: Fit) -> Found:
     """Draw costs for all choices that are shown, and collect the answer."""
     shown = [*fit.frontier, *fit.tried[:MOST_EQUAL], *([fit.given] if fit.given is not None else [])]
     given, stock = fit.given, None
@@ -109,7 +109,7 @@ def judge(request: Request, problem: Problem, fit: Fit) -> Found:
     return Found(request, problem, fit, Certainty(problem.costs, shown), list(_stock(problem)), stock)
 
 
-def _stock(problem: Problem) -> Iterator[tuple[Setting, Stock]]:
+def _stock(problem: FitProblem) -> Iterator[tuple[Setting, Stock]]:
     """Stock Megatron for the given layout and batch at zero stage 1: with and without recompute, and with the optimizer
     on the host and on the device."""
     given, batch = problem.space.given, problem.space.given.batch

@@ -12,8 +12,8 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments
 from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.planner.fit.costs import Costs
-from megatron_ext.planner.fit.search_settings import Fit, Search
+from megatron_ext.planner.fit.costs import SettingCosts
+from megatron_ext.planner.fit.search_settings import Fit, SettingSearch
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import LAYOUT, NAMES, Space
 from megatron_ext.schedule.bill_by_step import activation_peaks
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     predicted_us: float | None = None
 
 
-class Problem(NamedTuple):
+class FitProblem(NamedTuple):
     """A request that was read and checked: what is searched, by which costs, within which limits.
 
     Attributes:
@@ -61,7 +61,7 @@ class Problem(NamedTuple):
     """
 
     space: Space
-    costs: Costs
+    costs: SettingCosts
     sheet: HardwareSheet | None
     limits: Limits
     passed_over: list[str]
@@ -90,10 +90,10 @@ class Problem(NamedTuple):
 
     def search(self) -> Fit:
         """Search the space. Raises InputError if nothing fits."""
-        return Search(self.space, self.costs, self.limits, self.room, self.most_bytes).run()
+        return SettingSearch(self.space, self.costs, self.limits, self.room, self.most_bytes).run()
 
 
-def ready(request: Request, corrected_by: cost_table.CostTable | None = None) -> Problem:
+def fit_problem_of(request: Request, corrected_by: cost_table.CostTable | None = None) -> FitProblem:
     """Read the sheet, the table and the script's arguments.
 
     Args:
@@ -128,15 +128,15 @@ def ready(request: Request, corrected_by: cost_table.CostTable | None = None) ->
     costs = _costs(request, sheet, space, limits, corrected_by)
     if not costs.allows(given):
         refused = refused or "no cost table was measured with its micro-batch size"
-    return Problem(space, costs, sheet, limits, passed_over, changed, refused)
+    return FitProblem(space, costs, sheet, limits, passed_over, changed, refused)
 
 
-def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: Limits, corrected_by) -> Costs:
+def _costs(request: Request, sheet: HardwareSheet | None, space: Space, limits: Limits, corrected_by) -> SettingCosts:
     tables, measured = [cost_table.load(path) for path in request.cost_tables], space.given
     if corrected_by is not None:
         tables = [corrected_by]
         measured = next((one for one in space.settings() if one.options() == request.chosen), measured)
-    return Costs.by(sheet, tables, measured, measured.workload(limits))
+    return SettingCosts.by(sheet, tables, measured, measured.workload(limits))
 
 
 def _parsed(request: Request, sheet: HardwareSheet | None, passed_over: list[str]):

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.effort import is_small, number_of_steps
-from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.costs import SettingCosts
 from megatron_ext.planner.fit.estimate_setting import (
     Choice,
     Stock,
@@ -41,7 +41,7 @@ from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.planner.fit.space import Space
 from megatron_ext.planner.last_lines import short_of
 from megatron_ext.planner.policies import plan
-from megatron_ext.planner.quick_plan import FewRounds, Plan, Times
+from megatron_ext.planner.quick_plan import FewRounds, TimedPlan, Times
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Limits, Workload
@@ -86,7 +86,7 @@ Room = Callable[[Setting, Workload], int]
 """Device bytes that a plan of a setting may hold by its bill."""
 
 
-class Candidate(NamedTuple):
+class FittingSetting(NamedTuple):
     """A setting that fits. ``room_bytes``: device bytes that its plans may hold. ``effort``: that of a quick plan."""
 
     setting: Setting
@@ -149,14 +149,14 @@ class NothingFits(InputError):
         )
 
 
-class Search:
+class SettingSearch:
     """Finds the fastest settings of ``space`` for every amount of device bytes.
 
     Args:
         most_bytes: device bytes that no setting's room exceeds.
     """
 
-    def __init__(self, space: Space, costs: Costs, limits: Limits, room: Room, most_bytes: int):
+    def __init__(self, space: Space, costs: SettingCosts, limits: Limits, room: Room, most_bytes: int):
         self.space, self.costs, self.limits, self.room, self.most_bytes = space, costs, limits, room, most_bytes
         self.effort = EFFORT * ON_WHOLE
         self.choices: dict[Setting, list[Choice]] = {}
@@ -197,8 +197,8 @@ class Search:
             *self._stock(candidates),
         )
 
-    def _that_fit(self, settings: list[Setting]) -> list[Candidate]:
-        found: list[Candidate] = []
+    def _that_fit(self, settings: list[Setting]) -> list[FittingSetting]:
+        found: list[FittingSetting] = []
         least: tuple[float, Setting | None, int] = (inf, None, 0)
         bases: dict[tuple, Workload] = {}
         for setting in settings:
@@ -221,19 +221,19 @@ class Search:
             work = replace(work, limits=replace(self.limits, device_bytes=room_bytes))
             table = self.costs.of(setting, work)
             bound, effort = bound_us(work, Timing(work, table)), _quick_effort(work)
-            found.append(Candidate(setting, work, table, room_bytes, need, bound, effort))
+            found.append(FittingSetting(setting, work, table, room_bytes, need, bound, effort))
         if not found:
             short, setting, need = least
             assert setting is not None
             raise NothingFits(setting, need, int(short))
         return found
 
-    def _short_of_host(self, candidates: list[Candidate]) -> InputError:
+    def _short_of_host(self, candidates: list[FittingSetting]) -> InputError:
         """Why none of ``candidates`` is planned although they fit the device: the host memory that one of them
         takes."""
         limit, effort = self.limits.host_bytes, EFFORT * ON_HOST_MEMORY
         tried = [one for one in candidates if one.setting in self.refused]
-        least: tuple[int, Candidate] | None = None
+        least: tuple[int, FittingSetting] | None = None
         for one in () if limit is None else sorted(tried, key=lambda each: each.effort):
             choice = one.choice(host_bytes=None)
             if isinstance(choice, Choice) and (least is None or choice.host_bytes < least[0]):
@@ -252,36 +252,40 @@ class Search:
         why = f"nothing fits: {one.setting.text()} takes {enough} bytes of a node's host memory"
         return InputError(why, field="--limit-host-bytes", value=limit)
 
-    def _known(self, one: Candidate, part: float) -> Choice | None:
+    def _known(self, one: FittingSetting, part: float) -> Choice | None:
         """The fastest known choice of a setting within this part of the device."""
         fits = [each for each in self.choices.get(one.setting, ()) if each.device_bytes <= part * one.room_bytes]
         return min(fits, key=lambda each: each.us, default=None)
 
-    def _at(self, part: float, candidates: list[Candidate]) -> None:
+    def _at(self, part: float, candidates: list[FittingSetting]) -> None:
+        """Estimate the settings that may be the fastest within this part of the device, see [Note: The search]."""
         best, near = inf, 1 + (NEAR if part == 1 else 0)
-        left: list[tuple[float, str | None, Candidate]] = []
+        left: list[tuple[float, str | None, FittingSetting]] = []  # with the least time, and a cut if that is a bound
         for one in candidates:
             if one.least_bytes > part * one.room_bytes or one.setting in self.refused:
                 continue
-            known, larger = self._known(one, part), self.choices.get(one.setting)
+            known, larger = self._known(one, part), self._known(one, 1.0)
             if known is not None:
                 best = min(best, known.us)
+            elif larger is not None:
+                left.append((larger.us, None, one))
             else:
-                left.append(
-                    (one.bound_us, _cut(one), one) if larger is None else (min(each.us for each in larger), None, one)
-                )
+                left.append((one.bound_us, _cut(one), one))
+        expected_us = lambda each: each[0] * self.slower.get(each[1], 1.0)
         # ends: every turn takes a setting out
         while left := [each for each in left if each[0] <= best * near and self._affords(each[2])]:
-            chosen = min(range(len(left)), key=lambda place: left[place][0] * self.slower.get(left[place][1], 1.0))
-            choice = self._estimate(left.pop(chosen)[2], part)
-            best = min(best, inf if choice is None else choice.us)
+            chosen = min(left, key=expected_us)
+            left.remove(chosen)
+            choice = self._estimate(chosen[2], part)
+            if choice is not None:
+                best = min(best, choice.us)
 
-    def _affords(self, one: Candidate) -> bool:
+    def _affords(self, one: FittingSetting) -> bool:
         if one.effort > self.effort:
             self.left_out.add(one.setting)
         return one.effort <= self.effort
 
-    def _estimate(self, one: Candidate, part: float) -> Choice | None:
+    def _estimate(self, one: FittingSetting, part: float) -> Choice | None:
         if not self._affords(one):
             return None
         self.effort -= one.effort
@@ -294,7 +298,7 @@ class Search:
         self.slower[_cut(one)] = choice.us / one.bound_us
         return choice
 
-    def _look_closer(self, candidates: list[Candidate]) -> None:
+    def _look_closer(self, candidates: list[FittingSetting]) -> None:
         """Make better estimates, on the whole device, for settings that may be the fastest."""
         effort, best = EFFORT * ON_CLOSER, inf
         for choice, one in self._by_quick_plan(candidates):
@@ -309,7 +313,7 @@ class Search:
                 self.choices[one.setting].append(closer)
                 best = min(best, closer.us)
 
-    def _stock(self, candidates: list[Candidate]) -> tuple[list[tuple[Setting, Stock]], bool]:
+    def _stock(self, candidates: list[FittingSetting]) -> tuple[list[tuple[Setting, Stock]], bool]:
         found, best, self.effort = [], inf, EFFORT
         its = (one for one in candidates if one.setting.zero_stage == 1 and not one.setting.optimizer.delayed)
         for one in sorted(its, key=lambda each: each.bound_us):
@@ -324,25 +328,24 @@ class Search:
                 best = min(best, stock.us)
         return found, self.effort <= 0
 
-    def _by_quick_plan(self, candidates: list[Candidate]) -> list[tuple[Choice | None, Candidate]]:
+    def _by_quick_plan(self, candidates: list[FittingSetting]) -> list[tuple[Choice | None, FittingSetting]]:
         """The fastest quick plan first. Settings without a quick plan are ordered by their bound."""
         known = ((self._known(one, 1.0), one) for one in candidates)
         return sorted(known, key=lambda it: (it[0].us, it[0].device_bytes) if it[0] else (inf, it[1].bound_us))
 
-    def _planned(self, candidates: list[Candidate]) -> list[Choice]:
+    def _planned(self, candidates: list[FittingSetting]) -> list[Choice]:
         """The best settings of the whole device, planned in full. A single setting always is, as ``plan`` would."""
         found: list[Choice] = []
         effort = PLAN_EFFORT
         small, alone = all(map(_is_small, candidates)), len(candidates) == 1
         for choice, one in self._by_quick_plan(candidates):
             cost = PLAN_OF_LAYER[one.setting.zero_stage] * sum(chunk.num_layers for chunk in one.workload.chunks)
-            enough = cost > effort and (choice is not None or effort < PLAN_EFFORT)  # the first, if none is known
-            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (enough and not small and not alone):
+            needed = alone or (choice is None and effort == PLAN_EFFORT)  # the first, if there is no quick plan
+            if len(found) == (SMALL_PLANS if small else FEW_PLANS) or (cost > effort and not small and not needed):
                 break
+            hoped = inf if choice is None else choice.us / (1 + NEAR)
             if small:
                 hoped = one.bound_us
-            else:
-                hoped = inf if choice is None else choice.us / (1 + NEAR)
             if found and hoped >= min(each.us for each in found):
                 continue
             effort -= cost
@@ -358,19 +361,19 @@ def _quick_effort(work: Workload) -> float:
     return OF_LAYER[work.zero_stage] * layers + OF_STEP[work.zero_stage] * FewRounds(work).steps * of_rank
 
 
-def _cut(one: Candidate) -> str:
+def _cut(one: FittingSetting) -> str:
     """How a setting is cut and where its optimizer steps. Small micro-batches expose transfers that large ones hide."""
     parallel, optimizer = one.workload.parallel, one.setting.optimizer
     sizes = parallel.pp, parallel.tensor_model_parallel_size, one.setting.zero_stage, one.setting.batch.micro_batch_size
     return f"{sizes} {optimizer.on_host} {optimizer.delayed}"
 
 
-def _is_small(one: Candidate) -> bool:
+def _is_small(one: FittingSetting) -> bool:
     layers = sum(chunk.num_layers for chunk in one.workload.chunks)
     return layers <= SMALL_LAYERS and number_of_steps(one.workload) <= SMALL_STEPS
 
 
-def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
+def _whole_plan(one: FittingSetting, *, compare: bool) -> Choice | None:
     """The setting planned by the complete planner; None if it finds nothing."""
     try:
         schedule = plan(one.workload, one.table, compare=compare)
@@ -379,7 +382,7 @@ def _whole_plan(one: Candidate, *, compare: bool) -> Choice | None:
         rounds = FewRounds(one.workload, every=True)
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
-        return choice_of(one.setting, rounds, Plan("hybrid", (schedule,), times), bound, planned=True)
+        return choice_of(one.setting, rounds, TimedPlan("hybrid", (schedule,), times), bound, planned=True)
     except InputError:
         return None
 

@@ -129,32 +129,31 @@ class Space(NamedTuple):
         given, stages = self.given, pp * vp
         if (pp, vp) == (given.parallel.pp, given.parallel.vp):
             return given.shape.stage_layers
-        each, rest = divmod(given.shape.layers, stages)
-        if not rest:
-            return (each,) * stages
+        if given.shape.layers % stages == 0:
+            return (given.shape.layers // stages,) * stages
         each, rest = divmod(given.shape.layers + 2, stages)
-        return () if rest or each < 2 or pp == 1 else (each - 1, *[each] * (stages - 2), each - 1)
+        if rest or each < 2 or pp == 1:
+            return ()
+        return (each - 1, *[each] * (stages - 2), each - 1)
 
     def _of_layout(self, parallel: Parallel, micro_batch_size: int) -> Iterator[Setting]:
         given, tp = self.given, parallel.tensor_model_parallel_size
         shape = given.shape if self.vocab is None else given.shape._replace(vocab=self.vocab(tp))
         shape = shape._replace(stage_layers=self._layers_of_stages(parallel.pp, parallel.vp))
-        on_host = [True, False] if shape.dtype != "float32" else [False]
-        places = self._values("optimizer-cpu-offload", given.optimizer.on_host, on_host)
-        delayed = [True, False] if self.delayed else [False]
-        delays = self._values("delayed-parameter-update", given.optimizer.delayed, delayed)
+        places = [True, False] if shape.dtype != "float32" else [False]
+        places = self._values("optimizer-cpu-offload", given.optimizer.on_host, places)
+        delays = [True, False] if self.delayed else [False]
+        delays = self._values("delayed-parameter-update", given.optimizer.delayed, delays)
         stages = self._values("zero-stage", given.zero_stage, (1, 2, 3))
         for batch in self._batches(parallel, micro_batch_size):
             for stage, on_host, delayed in product(stages, places, delays):
                 together = batch.recompute == "full" and batch.recompute_method == "uniform"
-                setting = Setting(
-                    shape, parallel, batch, stage, replace(given.optimizer, on_host=on_host, delayed=delayed)
-                )
                 if delayed and not on_host:
                     continue
                 if stage == 3 and together and batch.recompute_num_layers > 1:  # megatron/recompute.py
                     continue
-                yield setting
+                optimizer = replace(given.optimizer, on_host=on_host, delayed=delayed)
+                yield Setting(shape, parallel, batch, stage, optimizer)
 
     def _batches(self, parallel: Parallel, micro_batch_size: int) -> Iterator[MicroBatch]:
         given, tp = self.given.batch, parallel.tensor_model_parallel_size

@@ -6,7 +6,7 @@ from megatron_ext.cost import hardware_sheet
 from megatron_ext.cost.device_reserve import device_reserve, temporary_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.fit.estimate_setting import least_bytes
-from megatron_ext.planner.fit.request import Problem
+from megatron_ext.planner.fit.request import FitProblem
 from megatron_ext.planner.fit.search_settings import NothingFits
 from megatron_ext.planner.fit.setting import Setting
 
@@ -14,7 +14,7 @@ MORE_NODES = (2, 4, 8)
 """Multiples of the number of nodes that are tried."""
 
 
-def explained(problem: Problem, error: NothingFits) -> InputError:
+def explained(problem: FitProblem, error: NothingFits) -> InputError:
     """The error ``error`` with a message that names what would fit."""
     limited = problem.limits.device_bytes is not None
     more = f"--limit-device-bytes {error.need_bytes}" if limited else f"{error.short_bytes} bytes more on each device"
@@ -27,7 +27,7 @@ def explained(problem: Problem, error: NothingFits) -> InputError:
     return InputError(f"{error.message}; what would fit: {', or '.join(words)}", **where)
 
 
-def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
+def _devices(problem: FitProblem, setting: Setting, need: int) -> list[str]:
     """Names of sheets whose device has room for ``need`` bytes, the smallest devices first."""
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
     found, layer = [], temporary_bytes(setting.workload(problem.limits))
@@ -39,7 +39,7 @@ def _devices(problem: Problem, setting: Setting, need: int) -> list[str]:
     return found[:3]
 
 
-def _nodes(problem: Problem, setting: Setting) -> int | None:
+def _nodes(problem: FitProblem, setting: Setting) -> int | None:
     """The factor by which the number of nodes has to grow so that the setting fits, with data-parallel ranks that
     divide the batch; None if no factor works."""
     for times in MORE_NODES:

@@ -12,8 +12,8 @@ first. The order that costs less by the cost table is chosen.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from itertools import product
+from functools import lru_cache, partial
+from itertools import accumulate, groupby, product
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -193,8 +193,9 @@ class Offloader:
         on_host = "shards" in self.rule.reliefs and steps_on_host_shards(self.workload.optimizer, first.dtype)
         key = group.bytes, group.ranks, group.algorithm, gradient, len(gradients), on_host  # layers are alike
         if key not in self._costs:
-            hows = list(product((False, True) if on_host else (False,), (False, True)))
-            ways = [Residency(kept, *how) for kept in gradients for how in hows if kept or not how[1]]
+            shards = (False, True) if on_host else (False,)
+            ways = [Residency(kept, shard, alone) for kept, shard, alone in product(gradients, shards, (False, True))]
+            ways = [way for way in ways if way.gradients is not None or not way.alone]
             held = {way: self._held(group, gradient, way) for way in ways}
             self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}, held
         return OffloadCosts(group, span, gradient, *self._costs[key])
@@ -245,28 +246,23 @@ class Offloader:
         self, rank: int, weighed: list[OffloadCosts], kept: list[Residency], order: list[int]
     ) -> list[Residency] | None:
         """Relieve groups in ``order``, by one relief after the other."""
+        held = lambda kept: self.held(rank, weighed, kept)
+        fits = lambda kept: held(kept) <= self.limit
         for relief in self.rule.reliefs:
             changed = [relieved(one, way, relief) for one, way in zip(weighed, kept)]
             usable = [index for index in order if changed[index] != kept[index]]
-
-            def first(number: int, kept=kept, changed=changed, usable=usable) -> list[Residency]:
-                chosen = {*usable[:number]}
-                return [changed[i] if i in chosen else way for i, way in enumerate(kept)]
-
+            first = partial(_first_changed, kept, changed, usable)
+            least, least_held, begin = kept, held(kept), 0
             # After the last group of a size, the peak of gradients that come and go may rise again.
-            ends = [
-                number
-                for number, index in enumerate(usable, 1)
-                if number == len(usable) or weighed[index].group.bytes != weighed[usable[number]].group.bytes
-            ]
-            least, least_held, begin = kept, self.held(rank, weighed, kept), 0
-            for end in ends:
-                if (held := self.held(rank, weighed, first(end))) <= self.limit:
-                    fits = lambda kept: self.held(rank, weighed, kept) <= self.limit
-                    number = bisect_left(range(end), True, begin + 1, end, key=lambda number: fits(first(number)))
+            sizes = groupby(usable, lambda index: weighed[index].group.bytes)
+            for end in accumulate(len(list(same)) for _, same in sizes):
+                now = held(first(end))
+                if now <= self.limit:
+                    enough = lambda number, first=first: fits(first(number))
+                    number = bisect_left(range(end), True, begin + 1, end, key=enough)
                     return self._given_back(weighed, first(number), fits)
-                if held < least_held:
-                    least, least_held = first(end), held
+                if now < least_held:
+                    least, least_held = first(end), now
                 begin = end
             kept = least
         return None
@@ -346,7 +342,13 @@ class Offloader:
         one_chunk = parallel.order == "interleaved" and self.rule.reduce_every == parallel.microbatch_group_size
         stay = [sum(size for _, size, _ in mine) for mine in chunks.values()]
         in_flight = before if any(not alone for mine in chunks.values() for *_, alone in mine) else 0
-        return ((max if one_chunk else sum)(stay) if stay else 0) + in_flight
+        return (max(stay, default=0) if one_chunk else sum(stay)) + in_flight
+
+
+def _first_changed(kept: list[Residency], changed: list[Residency], indices: list[int], number: int) -> list[Residency]:
+    """``kept``, but ``changed`` for the first ``number`` of ``indices``."""
+    chosen = {*indices[:number]}
+    return [changed[index] if index in chosen else way for index, way in enumerate(kept)]
 
 
 def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:

@@ -38,7 +38,7 @@ ROUNDING = 1e-12
 """What additions may round off, as a part of the sums."""
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """Unshards and reshards by rank, and the estimated times at which the last step and the reduces end
     (microseconds). ``alike``: all horizons between these two (microseconds) give the same plan."""
 
@@ -311,7 +311,7 @@ class GatherPlacer:
         self.workload, self.timing, self.times = workload, timing, GroupTimes(workload, timing, blocks)
         self.ranks = [RankUses(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
 
-    def place(self, choices: Choices, most_us: float = inf) -> Plan:
+    def place(self, choices: Choices, most_us: float = inf) -> Placement:
         """Run the placement pass of all ranks through one iteration. If a rank cannot end by ``most_us``, the pass
         stops and returns a part of a plan, with an infinite time."""
         parallel = self.workload.parallel
@@ -330,7 +330,7 @@ class GatherPlacer:
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us
         within, beyond = max(one.within_us for one in placements), min(one.beyond_us for one in placements)
-        return Plan(
+        return Placement(
             [one.placed for one in placements],
             [one.freed for one in placements],
             max(max(one.now, one.reduced) for one in placements),
@@ -338,6 +338,6 @@ class GatherPlacer:
         )
 
 
-def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Plan:
+def place_gathers(workload: Workload, timing: Timing, blocks: Blocks, choices: Choices) -> Placement:
     """Place the gathers of these blocks for one set of choices."""
     return GatherPlacer(workload, timing, blocks).place(choices)

@@ -15,7 +15,7 @@ from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
 from megatron_ext.schedule.host_slots import step_slots_bytes
 from megatron_ext.schedule.memory_bill import keeps_device_bytes, memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Workload
@@ -167,7 +167,7 @@ def bytes_to_reserve(given: Candidate) -> list[int]:
     slots, groups = schedule.step_slots, tuple(map(moved_group, schedule.groups))
     others = [replace(schedule, groups=groups)]
     others += [replace(schedule, step_slots=replace(slots, cast="device"))] if slots and slots.cast == "host" else []
-    us, *times = (run(workload, given.timing, each).iteration_time_us for each in (schedule, *others))
+    us, *times = (simulate(workload, given.timing, each).iteration_time_us for each in (schedule, *others))
     gains = [other_us <= us * (1 - LEAST_GAIN) for other_us in times]
     found = [step_slots_bytes(others[-1], workload, list(schedule.groups))[1]] if slots and any(gains[1:]) else []
     if not gains[0]:

@@ -51,10 +51,9 @@ def size_step_slots(given: Candidate) -> Candidate:
         elif not keeps_device_bytes(tried, workload):
             none = "none: the device has no room for them"
         else:
-            whole = (
-                f"{slots} slots of {size} bytes, parameters cast on the {cast}; the host's step of everything: {said}"
-            )
-            return given.decided(NAME, whole, step_slots=tried.step_slots)
+            text = f"{slots} slots of {size} bytes, parameters cast on the {cast}"
+            text = f"{text}; the host's step of everything: {said}"
+            return given.decided(NAME, text, step_slots=tried.step_slots)
     return given.decided(NAME, none)
 
 

@@ -6,7 +6,7 @@ from megatron_ext.planner.candidate import Candidate
 from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Workload
 
@@ -25,7 +25,7 @@ def time_host_step(given: Candidate) -> Candidate:
     if room < (1 if schedule.state_slots is None else 0):
         said = "the host steps after the backward: its memory has no room for the states from before"
         return given.decided(NAME, said)._replace(us=us)
-    tried = run(workload, timing, replace(schedule, rollback_bytes=room))
+    tried = simulate(workload, timing, replace(schedule, rollback_bytes=room))
     times = f"an iteration takes {tried.iteration_time_us / 1e3:.3f} ms with steps during the backward and "
     times += f"{us / 1e3:.3f} ms without"
     if tried.iteration_time_us >= us:

@@ -4,7 +4,7 @@ units arrive and the parameters of the previous ones leave."""
 from collections import deque
 from time import perf_counter_ns
 
-from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit
 
 
@@ -15,7 +15,7 @@ class AfterNorm:
         link: the streams that all units' rooms use.
     """
 
-    def __init__(self, link: Link):
+    def __init__(self, link: StepStreams):
         self._link, self._device, self._computed = link, link.device, link.device.event()
         self._expected: deque[HostUnit] = deque()
         self._left = 0  # number of units that are not stepped yet

@@ -21,7 +21,7 @@ from time import perf_counter_ns
 import torch
 
 from megatron_ext.runtime.group import ScheduleError
-from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
@@ -39,7 +39,7 @@ class DelayedUpdate(Part):
         publisher: has read the previous update before a step changes it; None: nothing is published.
     """
 
-    def __init__(self, link: Link, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
+    def __init__(self, link: StepStreams, begun: int, after: int, publisher: Publisher | None, issuer: Issuer):
         self.applied, self._changed_at = 0, -1
         self._iteration, self._after = begun, after
         self._publisher, self._link, self._issuer = publisher, link, issuer

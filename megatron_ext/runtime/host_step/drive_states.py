@@ -27,7 +27,7 @@ import torch
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.drive_tensors import view
 from megatron_ext.runtime.host_step.drive_slots import DriveSlots
-from megatron_ext.runtime.host_step.room import Link, OwnRooms, Room
+from megatron_ext.runtime.host_step.room import OwnRooms, Room, StepStreams
 from megatron_ext.runtime.host_step.state_regions import Regions
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
@@ -128,7 +128,7 @@ class DriveStates:
         moments: int,
         slots: int,
         settings: DriveReads,
-        link: Link,
+        link: StepStreams,
         issuer: Issuer,
         early: bool = False,
         rooms: OwnRooms | None = None,

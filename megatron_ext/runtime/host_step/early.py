@@ -29,7 +29,7 @@ from time import perf_counter_ns
 
 import torch
 
-from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.part import Part
@@ -95,7 +95,7 @@ class EarlySteps(Part):
         rollback_bytes: int,
         settings: Callable[[], None],
         publisher: Publisher | None,
-        link: Link,
+        link: StepStreams,
         issuer: Issuer,
     ):
         self._units: dict[int, list[EarlyUnit]] = {}

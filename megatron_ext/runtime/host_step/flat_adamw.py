@@ -29,7 +29,8 @@ class FlatAdamW(torch.optim.AdamW):
     note above. States have the same names, shapes and dtypes as torch's.
 
     Attributes:
-        whole: after :func:`lay_out`, all parameters, each kind of moment, and the step counts, as one 1D tensor each.
+        whole: after :func:`lay_out_parameters`, all parameters, each kind of moment, and the step counts, as one 1D
+            tensor each.
         gradients_at: set for one step. It says that all gradients are present and lie where they lay when it was last
             set to the same object, so that the joined tensors need not be found again.
     """
@@ -114,7 +115,7 @@ def _make(call: _Call, group: dict) -> None:
 
 
 @torch.no_grad()
-def lay_out(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+def lay_out_parameters(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
     """Move the parameters of ``optimizer``, fp32, next to each other in memory. If it is a :class:`FlatAdamW`, move
     their states in the same way.
 

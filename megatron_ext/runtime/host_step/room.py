@@ -68,7 +68,7 @@ class Unit(Protocol):
     def stay(self) -> bool: ...
 
 
-class Link:
+class StepStreams:
     """The streams that all rooms of a rank use, and the device's staging buffers.
 
     Args:
@@ -144,7 +144,7 @@ class Room:
         cast_on_device: parameters become 16-bit on the device; they must not change until they have left.
     """
 
-    def __init__(self, link: Link, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device: bool = False):
+    def __init__(self, link: StepStreams, wide: torch.Tensor, half: torch.Tensor | None = None, cast_on_device=False):
         self._link, self._wide, self._half, self.cast_on_device = link, wide, half, cast_on_device
         self.recorder = link.recorder
         (self._arrived,) = private_flags(1, link.device)
@@ -276,7 +276,7 @@ class OwnRooms:
 
     kind = "gradients"
 
-    def __init__(self, link: Link):
+    def __init__(self, link: StepStreams):
         self._link, self._rooms, self.bytes = link, {}, 0
 
     def make(self, unit: Unit) -> None:
@@ -306,7 +306,7 @@ class SharedRooms:
 
     kind = "staging_slots"
 
-    def __init__(self, link: Link, count: int, room_bytes: int, cast_on_device: bool):
+    def __init__(self, link: StepStreams, count: int, room_bytes: int, cast_on_device: bool):
         wide = link.device.host_tensor(count * room_bytes, torch.uint8).split(room_bytes)
         size, halves, self.bytes = room_bytes // HALF_PER_WIDE, [None] * count, count * room_bytes
         if not cast_on_device:

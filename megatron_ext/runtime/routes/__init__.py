@@ -17,11 +17,11 @@ communicators, and no order between process groups is needed.
 
 from typing import Protocol
 
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.worker import Waitable
 
 
 class Route(Protocol):
     """Brings groups onto the device, see the note above."""
 
-    def issue(self, group: Group) -> Waitable: ...
+    def issue(self, group: RankGroup) -> Waitable: ...

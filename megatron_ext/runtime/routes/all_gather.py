@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 
 
 class AllGather:
@@ -13,7 +13,7 @@ class AllGather:
     def __init__(self, process_group):
         self.process_group = process_group
 
-    def issue(self, group: Group):
+    def issue(self, group: RankGroup):
         shard = group.shard
         if group.on_host:
             shard = group.whole.narrow(0, group.shard_start, shard.numel())

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.recorder import NOTHING, log_of
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
@@ -27,7 +27,7 @@ class BufferedGather(StreamRoute):
         self._process_groups = process_groups
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
-    def issue(self, group: Group) -> Arrival:
+    def issue(self, group: RankGroup) -> Arrival:
         """Gather the group; the route's ``issue``."""
         arrival = self.arrival(group.index)
         return self.gather(group.whole, group.shard, group.shard_start, arrival, f"unshard {group.index}")
@@ -51,7 +51,7 @@ class BufferedGather(StreamRoute):
         """Gather on the device, or on the stream's thread."""
         raise NotImplementedError
 
-    def make_buffers(self, groups: Iterable[Group]) -> None:
+    def make_buffers(self, groups: Iterable[RankGroup]) -> None:
         """Allocate the buffers for ``groups`` on the device; call it before the first step."""
         for group in groups:
             self._buffer(group.whole, group.shard.numel())

@@ -5,7 +5,7 @@ from time import perf_counter_ns
 
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.flags import poll
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import DRIVE
 from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.routes.host_copy import CopyRoute
@@ -31,13 +31,13 @@ class DriveCopy(CopyRoute):
         self._staged: dict[int, tuple[int, Transfer]] = {}
         self._read_end = 0
 
-    def stage_in(self, group: Group, slot: int) -> None:
+    def stage_in(self, group: RankGroup, slot: int) -> None:
         """Begin to read ``group`` into ``slot`` at the clock's version; returns at once."""
         read = partial(self._read, group, slot, self.clock.version, self._copied_out[slot])
         self._staged[group.index] = slot, self.reader.submit(read)
         self.recorder.moved("gather", "drive_read", drive.aligned(group.bytes))
 
-    def _read(self, group: Group, slot: int, version: int, copied_out: int, transfer: Transfer):
+    def _read(self, group: RankGroup, slot: int, version: int, copied_out: int, transfer: Transfer):
         """Runs on the thread that reads."""
         poll(partial(self.pool.copied_out[slot].reached, copied_out))
         published = partial(self.flags.is_published, group, version, DRIVE)
@@ -45,12 +45,12 @@ class DriveCopy(CopyRoute):
         self.pool.start(group, slot, transfer, partial(self._record, group, perf_counter_ns()))
         return LATER
 
-    def _record(self, group: Group, start: int) -> None:
+    def _record(self, group: RankGroup, start: int) -> None:
         end = perf_counter_ns()
         self.recorder.add("nvme", f"stage_in {group.index}", max(start, min(self._read_end, end)), end)
         self._read_end = end
 
-    def issue(self, group: Group) -> Arrival:
+    def issue(self, group: RankGroup) -> Arrival:
         slot, staged = self._staged.pop(group.index)
         self._copied_out[slot] += 1
         arrival = self.arrival(group.index)
@@ -58,7 +58,7 @@ class DriveCopy(CopyRoute):
         self.issuer.when(lambda: staged.ended, copy)
         return arrival
 
-    def _copy(self, group: Group, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
+    def _copy(self, group: RankGroup, slot: int, number: int, staged: Transfer, arrival: Arrival) -> None:
         staged.check()
         self.copy(group.whole, self.pool.staged(group, slot), arrival, f"unshard {group.index}")
         self.stream.store(self.pool.copied_out[slot], number)

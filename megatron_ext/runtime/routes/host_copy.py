@@ -3,7 +3,7 @@
 from functools import partial
 
 from megatron_ext.runtime.flags import DeviceFlag
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import COPY
 from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.recorder import log_of
@@ -29,7 +29,7 @@ class HostCopy(CopyRoute):
         self.pool = copies.pool
         self._waited: dict[int, int] = {}  # by group, the version that the stream has waited for
 
-    def issue(self, group: Group) -> Arrival:
+    def issue(self, group: RankGroup) -> Arrival:
         version, arrival, pool = self.clock.version, self.arrival(group.index), self.pool
         if pool.by_thread(group):
             self.issuer.when(partial(pool.is_published, group, version), partial(self._copy, group, arrival))
@@ -43,5 +43,5 @@ class HostCopy(CopyRoute):
         self._copy(group, arrival)
         return arrival
 
-    def _copy(self, group: Group, arrival: Arrival) -> None:
+    def _copy(self, group: RankGroup, arrival: Arrival) -> None:
         self.copy(group.whole, self.pool.copies[group.index], arrival, f"unshard {group.index}")

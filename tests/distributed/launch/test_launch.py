@@ -55,10 +55,10 @@ def test_one_arena_unless_the_user_says_otherwise(monkeypatch, tmp_path, given, 
 def test_ranks_that_may_have_a_cuda_device_keep_the_hosts_own_allocator(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(allocator, "CUDA_DEVICES", (tmp_path,))
-    assert allocator.environment() == allocator.environment("cuda") == {}
-    assert allocator.environment("cpu") == allocator.ENVIRONMENT
+    assert allocator.rank_variables() == allocator.rank_variables("cuda") == {}
+    assert allocator.rank_variables("cpu") == allocator.ENVIRONMENT
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert allocator.environment() == allocator.ENVIRONMENT
+    assert allocator.rank_variables() == allocator.ENVIRONMENT
 
 
 def test_a_module_is_launched_as_python_does(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from megatron_ext.measure.contention import KINDS, SIZES, Busy, control, fitting, kinds, pairs, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
-from megatron_ext.measure.operations import Publish, PublishAcross
+from megatron_ext.measure.operations import PublishAcross, TimedPublish
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.device import HostDevice
@@ -63,7 +63,7 @@ def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, 
     fabric = SimpleNamespace(
         options=Options(data_parallel_size=2, pipeline_model_parallel_size=2, ranks_per_node=ranks_per_node)
     )
-    assert kinds(fabric)["publish"] is (PublishAcross if across else Publish)
+    assert kinds(fabric)["publish"] is (PublishAcross if across else TimedPublish)
 
 
 @pytest.mark.parametrize(

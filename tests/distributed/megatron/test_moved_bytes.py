@@ -12,7 +12,7 @@ from megatron_ext import report
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats import json_files
 from megatron_ext.formats import trace as traces
-from megatron_ext.formats.moved_bytes import differences
+from megatron_ext.formats.moved_bytes import byte_differences
 from megatron_ext.report import moved
 from megatron_ext.report.links_busy import STEP
 from megatron_ext.schedule import match, validate
@@ -97,7 +97,7 @@ def said(schedule: Schedule, workload: Workload, counted) -> list:
         (rank, number + 2, *one)
         for rank, moved in enumerate(counted)
         for number, own in enumerate(moved[1:])
-        for one in differences(planned[rank], own)
+        for one in byte_differences(planned[rank], own)
     ]
 
 

@@ -51,7 +51,7 @@ def test_a_drawn_schedule_trains_bitwise_like_megatron(
     assert differences(answer) == []
     counted = traces.load(tmp_path / "trace.json")[1]["moved_bytes"]
     bills = byte_bill(schedule, workload)[0]
-    assert [moved_bytes.differences(bills[rank % 2], counted[rank][-1]) for rank in range(4)] == [[]] * 4
+    assert [moved_bytes.byte_differences(bills[rank % 2], counted[rank][-1]) for rank in range(4)] == [[]] * 4
     billed = memory_bill(schedule, workload)[0].memory
     for iterations in answer["scheduled"]["census"]:
         assert iterations[-1]["device_bytes"].get("shards", 0) == billed.device_bytes.get("shards", 0)

@@ -19,7 +19,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.executor import Executor
-from megatron_ext.runtime.group import Clock, Group, Residency, ScheduleError
+from megatron_ext.runtime.group import Clock, RankGroup, ScheduleError, WholeBytes
 from megatron_ext.runtime.host_pool import COPY, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_copies import NodeCopies
@@ -37,7 +37,7 @@ class Node:
 
     def __init__(self, directory, nodes=None):
         self.clock, self.issuer, device = Clock(), Issuer(), HostDevice()
-        self.groups = [Group(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
+        self.groups = [RankGroup(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
         targets = [Target(group, True, True, nodes=nodes or NodeExchange()) for group in self.groups]
         alone = lambda value: [value]
         sharers = [Sharers(self.groups, 0, 1, alone)]
@@ -164,7 +164,7 @@ def test_a_drive_that_fills_up_while_publishing_reaches_who_waits(tmp_path, monk
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
     """Two ranks of one process: the second one waits for a shard that the first one cannot write."""
-    groups = [Group(0, "chunk 0", torch.zeros(128), 0, 2)]
+    groups = [RankGroup(0, "chunk 0", torch.zeros(128), 0, 2)]
     given, everybody = threading.Barrier(2), {}
 
     def exchange_of(rank: int):
@@ -205,7 +205,7 @@ def test_other_ranks_of_the_node_hear_that_one_cannot_publish(by_thread):
 
 
 def test_a_pool_that_one_rank_cannot_open_is_refused_on_all(monkeypatch):
-    groups = [Group(0, "chunk 0", torch.zeros(128), 0, 2)]
+    groups = [RankGroup(0, "chunk 0", torch.zeros(128), 0, 2)]
     pid = os.getpid()
     answers = iter([[(pid, 10_000, (1, 1), None), (pid, None, False, None)], [None, "Permission denied"]])
     with pytest.raises(InputError, match="gpus_per_node: memory of process [0-9]+ cannot be shared: Permission denied"):
@@ -224,8 +224,8 @@ def test_closing_waits_for_what_is_being_written(tmp_path):
 
 def test_an_iteration_in_which_nobody_waited_for_a_group_is_no_iteration():
     """A module whose forward is never called, as under a replayed CUDA graph, waits for nothing."""
-    group, clock = Group(0, "chunk 0", torch.zeros(128), 0, 1), Clock()
-    executor = Executor(Program(), {0: group}, clock, Residency(), None, Issuer())
+    group, clock = RankGroup(0, "chunk 0", torch.zeros(128), 0, 1), Clock()
+    executor = Executor(Program(), {0: group}, clock, WholeBytes(), None, Issuer())
     group.unshard(lambda group: None, clock)
     with pytest.raises(ScheduleError, match="group 0 .* nothing waited for it"):
         executor.end_iteration()
@@ -233,7 +233,7 @@ def test_an_iteration_in_which_nobody_waited_for_a_group_is_no_iteration():
 
 def test_an_iteration_of_more_micro_batches_than_the_schedule_is_refused():
     program = Program(forwards=tuple((chunk, ()) for chunk in (0, 1, 0, 1)))
-    executor = Executor(program, {}, Clock(), Residency(), None, Issuer())
+    executor = Executor(program, {}, Clock(), WholeBytes(), None, Issuer())
     executor.expect(2)
     with pytest.raises(ScheduleError, match="has 3 micro-batches, but the schedule has 2"):
         executor.expect(3)

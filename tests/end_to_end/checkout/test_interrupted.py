@@ -10,7 +10,7 @@ from toy_megatron import snapshot
 
 from megatron_ext.checkout import apply, check, revert
 from megatron_ext.checkout.hook_table import DDP, FILES
-from megatron_ext.checkout.transaction import STAGE, locked, recover, replace_files
+from megatron_ext.checkout.transaction import STAGE, locked_tree, recover, replace_files
 from megatron_ext.formats.errors import InputError
 
 DIE = """
@@ -51,7 +51,7 @@ def test_death_at_every_moment(archive):
         if result.returncode == 0:
             break
         assert result.returncode == 9, result.stderr
-        with locked(archive):
+        with locked_tree(archive):
             seen.append(recover(archive))
         assert not (archive / STAGE).exists()
         now = snapshot(archive)

@@ -13,7 +13,7 @@ from toy_megatron import append, git, snapshot
 
 from megatron_ext.checkout import apply, check, revert, transaction, verify_hooks
 from megatron_ext.checkout.hook_table import ARGUMENTS, DDP, FILES, HOOKS, MARKER, PRETRAIN, SCHEDULES, TRAINING
-from megatron_ext.checkout.transaction import STAGE, locked
+from megatron_ext.checkout.transaction import STAGE, locked_tree
 from megatron_ext.formats.errors import InputError
 
 
@@ -333,13 +333,13 @@ def test_a_link_to_another_file_system(archive, tmp_path, monkeypatch):
 
 def test_two_commands_at_once_take_turns(archive, monkeypatch):
     with ThreadPoolExecutor() as pool:
-        with locked(archive):
+        with locked_tree(archive):
             waiting = pool.submit(apply, archive)
             time.sleep(0.2)
             assert not waiting.done()
         assert waiting.result().state == "applied"
     monkeypatch.setattr(transaction, "WAIT_SECONDS", 0.1)
-    with locked(archive), pytest.raises(InputError, match="another patch command"):
+    with locked_tree(archive), pytest.raises(InputError, match="another patch command"):
         check(archive)
 
 

@@ -13,8 +13,8 @@ from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.planner import plan
+from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import search
 from megatron_ext.simulator.timing import Timing
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_ext.cost.cost_table import Metadata, Source
-from megatron_ext.cost.environment import differences, estimated_of, refuse, run_differences, world_sizes
+from megatron_ext.cost.environment import environment_differences, estimated_of, refuse, run_differences, world_sizes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
@@ -47,15 +47,15 @@ def test_an_estimate_is_of_the_model_that_it_was_made_of():
 
 def test_the_nodes_of_memory_and_emulated_links_belong_to_a_machine():
     here = {"hardware": {"processors": 2, "numa_nodes": 2}}
-    assert differences(Metadata(**here), here) == []
+    assert environment_differences(Metadata(**here), here) == []
     four = Metadata(hardware={"processors": 2, "numa_nodes": 4})
-    assert differences(four, here) == ["hardware.numa_nodes: table 4, here 2"]
+    assert environment_differences(four, here) == ["hardware.numa_nodes: table 4, here 2"]
     earlier = Metadata(hardware={"processors": 2})
-    assert differences(earlier, here) == ["hardware.numa_nodes: the table does not say, here 2"]
-    assert differences(earlier, {"hardware": {"processors": 2, "numa_nodes": 1}}) == []
+    assert environment_differences(earlier, here) == ["hardware.numa_nodes: the table does not say, here 2"]
+    assert environment_differences(earlier, {"hardware": {"processors": 2, "numa_nodes": 1}}) == []
     emulated = Metadata(hardware=here["hardware"] | {"caution": "EMULATED links"})
-    assert differences(emulated, here) == ["hardware.caution: table EMULATED links, here None"]
-    assert differences(emulated, {"software": {}}) == []  # the machine is not compared
+    assert environment_differences(emulated, here) == ["hardware.caution: table EMULATED links, here None"]
+    assert environment_differences(emulated, {"software": {}}) == []  # the machine is not compared
 
 
 def test_tensor_parallel_ranks_are_not_counted():
@@ -95,21 +95,21 @@ def test_environment():
     )
     here = {"hardware": {"device": "H200"}, "software": {"torch": "2.6.0"}, "world_sizes": world_sizes(parallel)}
     measured = Metadata(**here)
-    assert differences(measured, here) == []
+    assert environment_differences(measured, here) == []
     other = Metadata(
         hardware={"device": "A100"},
         software={"torch": "2.6.0"},
         world_sizes={"data_parallel_size": 4, "pipeline_model_parallel_size": 2, "ranks_per_node": 4},
     )
-    assert differences(other, here) == [
+    assert environment_differences(other, here) == [
         "hardware.device: table A100, here H200",
         "world_sizes.data_parallel_size: table 4, here 2",
     ]
-    assert differences(Metadata(), here)[0] == "hardware.device: the table does not say, here H200"
-    assert differences(Metadata(synthetic=True, **here), here) == ["synthetic: the table was not measured"]
+    assert environment_differences(Metadata(), here)[0] == "hardware.device: the table does not say, here H200"
+    assert environment_differences(Metadata(synthetic=True, **here), here) == ["synthetic: the table was not measured"]
     with pytest.raises(
         InputError,
         match="T.json: metadata: was measured in another environment .hardware.device: table A100, here H200",
     ):
-        refuse(differences(other, here), allow=False, file="T.json")
-    assert refuse(differences(other, here), allow=True) == differences(other, here)
+        refuse(environment_differences(other, here), allow=False, file="T.json")
+    assert refuse(environment_differences(other, here), allow=True) == environment_differences(other, here)

@@ -6,10 +6,17 @@ from msgspec.structs import replace
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.combine_tables import combine
 from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, Compute, Curve, Point
-from megatron_ext.cost.estimated_links import Links
+from megatron_ext.cost.estimated_links import SheetLinks
 from megatron_ext.cost.estimated_table import estimate, refuse_batch
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.layer_work import SCORE_PASSES, Work, experts_share, forward_work, layers_of, recomputed_work
+from megatron_ext.cost.layer_work import (
+    SCORE_PASSES,
+    Work,
+    experts_share,
+    forward_work,
+    layer_parameters,
+    recomputed_work,
+)
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.simulator.timing import Timing
@@ -39,7 +46,7 @@ def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8
 
 def work_of(work, batch):
     tp = work.parallel.tensor_model_parallel_size
-    return [forward_work(kind, used, batch, tp) for chunk in work.chunks for kind, used in layers_of(chunk)]
+    return [forward_work(kind, used, batch, tp) for chunk in work.chunks for kind, used in layer_parameters(chunk)]
 
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
@@ -57,7 +64,7 @@ def test_six_operations_a_parameter_and_token(shape):
     assert biases_and_ends < 0.13 * shape.numel  # the look-up's matrix; the rule holds within it and the scores
     assert total == pytest.approx(6 * shape.numel * 128, rel=0.15)
     # By hand: three times the forward, four with every layer's forward run again.
-    layer, used = forward[1], layers_of(work.chunks[0])[1][1]
+    layer, used = forward[1], layer_parameters(work.chunks[0])[1][1]
 
     def again(recompute, *modules):
         how = batch._replace(recompute=recompute, recompute_modules=modules or ("core_attn",))
@@ -125,23 +132,25 @@ def test_context_parallel_ranks_share_the_tokens_and_attend_to_whole_sequences()
         next(row.forward_us for row in estimate(sheet, far, each).compute if row.layer_kind == "transformer")
         for each in (long._replace(micro_batch_size=4, context_parallel=1), long)
     )
-    line = Links(sheet, far.parallel).sequence_gather(2)
-    assert line == Links(sheet, far.parallel).gather() and 0 < line.at(1 << 22) - (exchange - scores) < 0.1 * exchange
+    line = SheetLinks(sheet, far.parallel).sequence_gather(2)
+    assert (
+        line == SheetLinks(sheet, far.parallel).gather() and 0 < line.at(1 << 22) - (exchange - scores) < 0.1 * exchange
+    )
 
 
 def test_a_gather_on_one_node_and_over_two():
     sheet = sheets.load("h100-rdma")
-    one = Links(sheet, run_of()[0].parallel).gather()
+    one = SheetLinks(sheet, run_of()[0].parallel).gather()
     assert one.us_per_byte == pytest.approx(7 / 8 / (450e3 * 0.8)) and one.us == pytest.approx(8 + 7 * 0.8)
     # 16 ranks on two nodes: all but one rank's part enters a node by 8 cards of 50 GB/s, of which 85 % are reached.
-    two = Links(sheet, run_of(dp=16)[0].parallel).gather()
+    two = SheetLinks(sheet, run_of(dp=16)[0].parallel).gather()
     assert two.us_per_byte == pytest.approx(15 / 16 / (8 * 50e3 * 0.85))
     assert two.us == pytest.approx(8 + 14 * 0.8 + 6)
     # As published of two nodes joined by 50 GB/s: 54 GB/s.
-    joined = Links(sheets.load("h100-400g"), run_of(dp=16)[0].parallel).gather()
+    joined = SheetLinks(sheets.load("h100-400g"), run_of(dp=16)[0].parallel).gather()
     assert 15 / 16 / joined.us_per_byte / 1e3 == pytest.approx(54, rel=0.25)
     # Over Ethernet the network decides; with tensor parallelism of a whole node one card serves a group.
-    slow = Links(sheets.load("h100-ethernet"), run_of(dp=2, tp=8)[0].parallel)
+    slow = SheetLinks(sheets.load("h100-ethernet"), run_of(dp=2, tp=8)[0].parallel)
     assert slow.gather().us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
     between = slow.between_nodes()
     assert between is not None and between.us_per_byte == pytest.approx(1 / (1562.5 * 0.75))
@@ -149,12 +158,12 @@ def test_a_gather_on_one_node_and_over_two():
 
 def test_instances_of_the_optimizer_add_their_shards_up_over_the_network():
     sheet, (work, batch) = sheets.load("h100-rdma"), run_of(dp=16, instances=2)
-    links = Links(sheet, work.parallel)
+    links = SheetLinks(sheet, work.parallel)
     one, both = links.gather(), links.reduce(8)
     # Each of 8 ranks on a node has one counterpart, and half of its eighth goes each way through its own card, twice.
-    assert one == Links(sheet, run_of()[0].parallel).gather()
+    assert one == SheetLinks(sheet, run_of()[0].parallel).gather()
     assert both.us_per_byte - one.us_per_byte == pytest.approx(2 * 1 / 2 / 8 / (50e3 * 0.85))
-    assert both.us > one.us and Links(sheet, run_of()[0].parallel).reduce(8) == one
+    assert both.us > one.us and SheetLinks(sheet, run_of()[0].parallel).reduce(8) == one
     table = estimate(sheet, work, batch)
     expected = both.scaled(4 / ITEM_BYTES["bfloat16"]).at(1 << 28)
     assert {point.size_bytes: point.p50_us for point in table.reduce.points}[1 << 28] == pytest.approx(expected)
@@ -196,7 +205,7 @@ def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
     work = experts_of(dense, 4, 8, topk=2)
     share = experts_share(work)
     assert share == (2, 2)  # two copies of each token, a part of them in each of two experts
-    layers = layers_of(work.chunks[0])
+    layers = layer_parameters(work.chunks[0])
     one, moe = (forward_work(*layers[index], batch, 1, share) for index in (1, 2))
     mlp = 2 * 256 * 1024
     assert flop(moe) == flop(one) + 2 * 128 * mlp  # two experts a token, each as large as the MLP
@@ -209,9 +218,9 @@ def test_experts_compute_on_the_tokens_that_a_balanced_router_sends():
 
 def test_tokens_travel_between_the_ranks_of_their_experts():
     sheet = sheets.load("h100-rdma")
-    inside = Links(sheet, experts_of(run_of(dp=16)[0], 8, 8, topk=2).parallel).all_to_all()
+    inside = SheetLinks(sheet, experts_of(run_of(dp=16)[0], 8, 8, topk=2).parallel).all_to_all()
     assert inside.us_per_byte == pytest.approx(7 / 8 / (450e3 * 0.8))
-    across = Links(sheet, experts_of(run_of(dp=16)[0], 16, 16, topk=2).parallel).all_to_all()
+    across = SheetLinks(sheet, experts_of(run_of(dp=16)[0], 16, 16, topk=2).parallel).all_to_all()
     assert across.us_per_byte == pytest.approx(8 / 16 / (50e3 * 0.85))
     table = estimate(sheet, experts_of(run_of(dp=16)[0], 8, 8, topk=2), MicroBatch(64, 2))
     times = {row.layer_kind: row.forward_us for row in table.compute if row.layer_kind}
@@ -248,11 +257,11 @@ def test_collectives_measured_among_as_many_ranks_become_those_of_experts():
 
 
 def test_host_copies_share_links_and_host_memory():
-    pcie = Links(sheets.load("h100-nvlink"), run_of()[0].parallel).host_copy()
+    pcie = SheetLinks(sheets.load("h100-nvlink"), run_of()[0].parallel).host_copy()
     assert pcie.us_per_byte == pytest.approx(1 / (64e3 * 0.866))
-    shared = Links(sheets.load("l40s"), run_of()[0].parallel).host_copy()
+    shared = SheetLinks(sheets.load("l40s"), run_of()[0].parallel).host_copy()
     assert shared.us_per_byte == pytest.approx(1.5 / (32e3 * 0.78))
-    c2c = Links(sheets.load("gh200"), run_of(dp=2, gpus_per_node=1)[0].parallel).host_copy()
+    c2c = SheetLinks(sheets.load("gh200"), run_of(dp=2, gpus_per_node=1)[0].parallel).host_copy()
     assert c2c.us_per_byte == pytest.approx(1 / min(450e3 * 0.8, 400e3))
 
 

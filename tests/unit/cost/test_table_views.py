@@ -13,7 +13,7 @@ from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill, resting_bytes
 from megatron_ext.schedule.validate import InvalidSchedule, validate
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
@@ -96,7 +96,7 @@ def test_collectives_of_experts_take_what_their_own_curve_says():
     work, table = case(2, **ONE)
     slower = replace(table, experts=expert_curves(work, gpu=(1000.0, 5e3)))
     schedule = all_gpu(work)
-    times = [run(work, Timing(work, each), schedule).gather_us for each in (table, slower)]
+    times = [simulate(work, Timing(work, each), schedule).gather_us for each in (table, slower)]
     assert times[1] - times[0] == pytest.approx(980.0 * sum(group.ranks == 2 for group in schedule.groups))
 
 

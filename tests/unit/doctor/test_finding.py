@@ -1,10 +1,10 @@
 """Findings of ranks become one report."""
 
-from megatron_ext.doctor.finding import Report, failed, load, merged, not_tried, passed, save, text
+from megatron_ext.doctor.finding import DoctorReport, failed, load, merged, not_tried, passed, save, text
 
 
-def report(*findings) -> Report:
-    return Report(
+def report(*findings) -> DoctorReport:
+    return DoctorReport(
         schema_version=2,
         kind="doctor_report",
         created_at="2026-01-01T00:00:00+00:00",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.doctor.node_limits import host, locked, shared
+from megatron_ext.doctor.node_limits import host, locked_memory, shared
 from megatron_ext.doctor.place import DoctorOptions
 
 PLAN = DoctorOptions(out="", need_bytes=2 << 30, need_of="the schedule")
@@ -23,11 +23,11 @@ NO_PLAN = DoctorOptions(out="")
     ],
 )
 def test_locked_memory(limit, on_cuda, options, status):
-    assert locked(limit, on_cuda, options).status == status
+    assert locked_memory(limit, on_cuda, options).status == status
 
 
 def test_a_small_limit_says_both_figures_and_how_to_raise_it():
-    found = locked(8 << 20, True, PLAN)
+    found = locked_memory(8 << 20, True, PLAN)
     assert found.found == "limit 8.0 MiB, the schedule needs 2.0 GiB" and "--ulimit memlock=-1" in found.advice
 
 

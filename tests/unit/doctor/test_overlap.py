@@ -6,7 +6,7 @@ import pytest
 import torch
 from gathered import as_ranks_do
 
-from megatron_ext.doctor.overlap import Work, overlap_of, pair
+from megatron_ext.doctor.overlap import EqualRounds, overlap_of, pair
 from megatron_ext.doctor.place import Place
 from megatron_ext.runtime.host_device import HostDevice
 
@@ -35,7 +35,7 @@ def work(monkeypatch):
     monkeypatch.setattr("megatron_ext.doctor.overlap.perf_counter", lambda: sum(clock))
     as_ranks_do(monkeypatch, lambda value: [value])
     operations = {"gpu": Clocked(clock, "gpu", 0.02), "compute": Clocked(clock, "compute", 0.01)}
-    return Work(fabric, operations, 4096, seconds=0.1)
+    return EqualRounds(fabric, operations, 4096, seconds=0.1)
 
 
 def test_every_kind_of_work_takes_about_as_long(work):

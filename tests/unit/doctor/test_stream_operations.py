@@ -8,7 +8,7 @@ import torch
 from megatron_ext.doctor import stream_operations
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.runtime import device
-from megatron_ext.runtime.stream_flags import StreamFlags, missing
+from megatron_ext.runtime.stream_flags import StreamFlags, pip_line
 
 OPTIONS = DoctorOptions(out="")
 CARD = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: 0)
@@ -65,7 +65,7 @@ def test_without_a_device_it_is_not_tried():
 
 
 def test_without_bindings_it_is_not_tried(monkeypatch):
-    monkeypatch.setattr(device, "open_stream_flags", lambda own: (None, missing()))
+    monkeypatch.setattr(device, "open_stream_flags", lambda own: (None, pip_line()))
     (finding,) = stream_operations.check(place("cuda"), OPTIONS)
     assert finding.status == "could not try" and "cuda-bindings" in finding.advice
 

@@ -10,7 +10,7 @@ from megatron_ext.doctor.training_check import (
     SLOTS,
     Case,
     judged,
-    schedule_of,
+    schedule_by_route,
     with_all_on_host,
     with_states_spread,
 )
@@ -28,7 +28,7 @@ def test_every_case_goes_by_its_route(case):
     )
     if case.cast is not None or case.all_on_host:
         work = replace(work, optimizer=OptimizerSettings(on_host=True))
-    schedule = schedule_of(work, case.route)
+    schedule = schedule_by_route(work, case.route)
     if case.cast is not None:
         schedule = with_states_spread(schedule, work, case.cast, drive=True)
         assert {group.states_rest for group in schedule.groups} == {None, "device", "nvme"}

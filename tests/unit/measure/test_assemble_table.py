@@ -15,7 +15,7 @@ def raw(first, second, **more):
 def test_a_table_with_options_of_several_values_can_be_read_back(tmp_path):
     point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
     points = [{"size_bytes": size, **point} for size in (512, 1024)]
-    table = assemble_table.assemble(
+    table = assemble_table.assemble_table(
         Options(module_args=("--num-layers", "8"), also_sizes=(512, 1024)), {"curves": {"gpu": points}}
     )
     cost_table.save(tmp_path / "table.json", table)
@@ -29,7 +29,7 @@ def test_context_parallel_ranks_each_compute_a_part_of_a_sequence():
     row |= {"forward_us": 40.0, "forward_p95_us": 44.0, "backward_us": 80.0, "backward_p95_us": 88.0}
     curves = {"gpu": [{"size_bytes": size, **point} for size in (512, 1024)]}
     raw = {"curves": curves, "compute": {"rows": [row | {"forward_launch_us": 6.0, "backward_launch_us": 7.0}]}}
-    whole, part = (assemble_table.assemble(Options(sequence_parts=parts), raw) for parts in (1, 4))
+    whole, part = (assemble_table.assemble_table(Options(sequence_parts=parts), raw) for parts in (1, 4))
     (one,), (other,) = whole.compute, part.compute
     assert (one.forward_us, other.forward_us, other.backward_p95_us) == (40.0, 10.0, 22.0)
     assert (one.activation_bytes, other.activation_bytes, other.forward_launch_us) == (4096, 1024, 6.0)
@@ -43,7 +43,7 @@ def test_both_ways_of_the_host_s_step_and_the_device_s_are_in_the_table():
         return [{"size_bytes": size, "p50_us": us, **point} for size in (512, 1024)]
 
     curves = {name: curve(us) for name, us in zip(STEPS, (30.0, 25.0, 20.0, 5.0), strict=True)}
-    table = assemble_table.assemble(Options(optimizer_on_host=True), {"curves": curves})
+    table = assemble_table.assemble_table(Options(optimizer_on_host=True), {"curves": curves})
     assert table.host_step.points[0].p50_us == 30.0 and table.device_step.points[0].p50_us == 5.0
     ways = {name: points[0].p50_us for name, points in table.host_step.algorithms.items()}
     assert ways == {cost_table.JOINED: 25.0, cost_table.CAST_ON_DEVICE: 20.0}
@@ -77,6 +77,6 @@ def test_a_table_says_that_compute_was_measured_in_few_rounds():
 def test_a_table_measured_on_a_shared_device_says_it(sharing, said):
     point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0, "passes": 1}
     points = [{"size_bytes": size, **point} for size in (512, 1024)]
-    table = assemble_table.assemble(Options(), {"curves": {"gpu": points}, "ranks_per_device": sharing})
+    table = assemble_table.assemble_table(Options(), {"curves": {"gpu": points}, "ranks_per_device": sharing})
     assert table.metadata.hardware.get("ranks_per_device") == (sharing if said else None)
     assert any("shared device (8 ranks on one)" in note for note in table.metadata.notes) == said

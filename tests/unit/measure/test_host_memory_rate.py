@@ -9,7 +9,7 @@ from gathered import as_ranks_do
 
 from megatron_ext.cost.cost_table import Compute, Launches
 from megatron_ext.measure import host_memory_rate
-from megatron_ext.measure.assemble_table import assemble
+from megatron_ext.measure.assemble_table import assemble_table
 from megatron_ext.measure.layer_times import measure_compute
 from megatron_ext.measure.options import MIB, Options
 
@@ -69,7 +69,7 @@ def test_the_table_has_the_mean_rank_and_the_slowest_round(monkeypatch):
     monkeypatch.setattr(host_memory_rate, "LEAST_BYTES", MIB)
     found = host_memory_rate.measure(fabric_of(2), 10.0)
     assert found == {"bytes_per_s": (12e9 + 6e9) / 2, "slow_bytes_per_s": (2e9 + 6e9) / 2}
-    table = assemble(Options(device="cpu"), {"curves": {}, "host_memory": found})
+    table = assemble_table(Options(device="cpu"), {"curves": {}, "host_memory": found})
     assert table.host_memory is not None and table.host_memory.slow_bytes_per_s == 4e9
 
 
@@ -122,7 +122,7 @@ def test_a_reduce_and_a_parameter_of_the_optimizer_are_launches_too():
         "optimizer": [{"size_bytes": 4 * MIB, "issued_us": 60.0, **points}],
     }
     options = Options(device="cpu", hidden_size=512)
-    assert assemble(options, {"curves": curves}).launches == Launches(reduce_us=8.0, tensor_us=30.0)
+    assert assemble_table(options, {"curves": curves}).launches == Launches(reduce_us=8.0, tensor_us=30.0)
     del curves["optimizer"][0]["issued_us"]
-    assert assemble(options, {"curves": curves}).launches is None
+    assert assemble_table(options, {"curves": curves}).launches is None
     assert Compute(forward_us=1.0, backward_us=1.0).forward_launch_us is None

@@ -12,7 +12,7 @@ from megatron_ext.measure import contention, operations
 from megatron_ext.measure.operations import Reduce
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
-from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, HostStep, Optimizer
+from megatron_ext.measure.timed_steps import DeviceStep, HostOptimizer, Optimizer, TimedHostStep
 from megatron_ext.runtime.device import HostDevice
 
 
@@ -75,7 +75,7 @@ FULL, HALF = torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("kind", "there", "back", "whole"),
     [
-        (HostStep, 4, [(HALF, FULL)], []),
+        (TimedHostStep, 4, [(HALF, FULL)], []),
         (DeviceStep, 0, [(HALF, FULL)], []),
         (HostOptimizer, 4, [(HALF, FULL)], [("zero_", 2048)]),
     ],
@@ -115,7 +115,7 @@ class Locks(HostDevice):
 def test_of_megatron_s_host_step_gradients_alone_are_page_locked():
     """Parameters are fp32 copies that it makes of page-locked ones: 8 GB/s of them reach an H200, and not 55."""
     options, device = SimpleNamespace(data_parallel_size=1, hidden_size=16), Locks()
-    operation = HostStep(SimpleNamespace(options=options, device=device, torch_device=torch.device("cpu")))
+    operation = TimedHostStep(SimpleNamespace(options=options, device=device, torch_device=torch.device("cpu")))
     operation.issue(4096, 0).wait()
     with Calls() as calls:
         operation.issue(4096, 1).wait()
@@ -130,7 +130,7 @@ def storages() -> dict[int, int]:
     return {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
 
 
-@pytest.mark.parametrize("kind", [Optimizer, HostStep, DeviceStep, HostOptimizer, RunStep, RunStepCastOnDevice])
+@pytest.mark.parametrize("kind", [Optimizer, TimedHostStep, DeviceStep, HostOptimizer, RunStep, RunStepCastOnDevice])
 def test_a_step_says_what_it_makes_and_holds_nothing_behind_its_visit(kind, request):
     options = Options(parameter_bytes=2, hidden_size=256, device="cpu", optimizer_on_host=True)
     operation = kind(SimpleNamespace(options=options, device=HostDevice(), torch_device=torch.device("cpu")))

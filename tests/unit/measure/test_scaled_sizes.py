@@ -8,7 +8,7 @@ from gathered import as_ranks_do
 from msgspec.structs import replace
 
 from megatron_ext.measure import kept_measurement, rank_program, scaled_sizes
-from megatron_ext.measure.assemble_table import assemble
+from megatron_ext.measure.assemble_table import assemble_table
 from megatron_ext.measure.options import MIB, STEPS, Options
 from megatron_ext.measure.sampling import Samples
 from megatron_ext.measure.size_grid import announcement
@@ -62,7 +62,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(rank_program, "OPERATIONS", {name: operation(name) for name in LINKS[:4]})
     for kind, name in (
         ("HostOptimizer", "optimizer"),
-        ("HostStep", "host_step"),
+        ("TimedHostStep", "host_step"),
         ("RunStep", "host_step_joined"),
         ("RunStepCastOnDevice", "host_step_cast_on_device"),
         ("DeviceStep", "device_step"),
@@ -93,7 +93,7 @@ def run(options, **memory):
 @pytest.mark.parametrize("seconds", (10.0, 20.0, 120.0))
 def test_a_large_model_with_its_optimizer_on_the_host_is_measured_in_time(machine, seconds):
     options = replace(LARGE, seconds=seconds)
-    table = assemble(options, run(options))
+    table = assemble_table(options, run(options))
     assert machine.now <= 1.2 * seconds
     notes = [note for note in table.metadata.notes if note.startswith("out of time or memory, optimizer: ")]
     measured = max(size for name, size in machine.visits if name == "optimizer")
@@ -110,7 +110,7 @@ def test_what_does_not_fit_the_device_is_scaled_from_what_does(machine):
     """A model whose tensors for one step take more than the device has, and a group that takes more than its part."""
     machine.bytes_there = {"device_step": 11.0, "optimizer": 5.0}
     options = replace(LARGE, seconds=3600.0)
-    table = assemble(options, run(options, device_bytes=1000 * MIB, arena_bytes=100 * MIB))
+    table = assemble_table(options, run(options, device_bytes=1000 * MIB, arena_bytes=100 * MIB))
     largest = {name: max(size for own, size in machine.visits if own == name) for name, _ in machine.visits}
     assert largest["device_step"] <= 1000 * MIB / 11 and largest["optimizer"] <= 200 * MIB
     assert largest["cpu"] <= 100 * MIB and largest["publish"] <= 100 * MIB

@@ -45,7 +45,7 @@ def test_buckets_lie_as_the_models_parameters_do_whatever_the_order_of_groups():
     """Or a schedule that lists equal layers in another order loads the optimizer states of one as those of another."""
     one, two, three = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
     buffer = SimpleNamespace(params=[one, two, three])
-    assert buckets.in_order(buffer, {4: [two], 5: [three], 6: [one]}) == [5, 4, 6]
+    assert buckets.groups_by_bucket(buffer, {4: [two], 5: [three], 6: [one]}) == [5, 4, 6]
 
 
 def test_a_gradient_that_is_brought_to_the_device_begins_there_as_in_megatron_s_buffer():

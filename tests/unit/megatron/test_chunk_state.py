@@ -10,7 +10,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import chunk_state, gather_on_read
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.runtime import free_host_memory
-from megatron_ext.runtime.group import Clock, FreedGroup, Residency, State
+from megatron_ext.runtime.group import Clock, FreedGroup, GroupState, WholeBytes
 from megatron_ext.runtime.in_turn import InTurn
 
 
@@ -20,7 +20,7 @@ class Chunk(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = (torch.nn.Parameter(torch.full((64,), value)) for value in (1.0, 2.0))
-        self.residency, self.groups = Residency(), {}
+        self.residency, self.groups = WholeBytes(), {}
         for index, parameter in enumerate((self.first, self.second)):
             whole = torch.full((64,), index + 1.0)
             parameter.data = whole
@@ -40,7 +40,7 @@ def chunk(monkeypatch):
     monkeypatch.setattr(dist_checkpointing, "save", lambda state, *_: state)
     yield made
     for group in made.groups.values():
-        assert group.state is State.SHARDED
+        assert group.state is GroupState.SHARDED
 
 
 def test_a_use_brings_the_group_of_a_parameter_and_of_a_view_of_it(chunk, monkeypatch):

@@ -8,9 +8,9 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import hooks
 from megatron_ext.megatron.equality_check import EqualityCheck, iterations_ahead, parameter_digest
-from megatron_ext.megatron.run_summary import Measured
+from megatron_ext.megatron.run_summary import RunTimes
 
-MEASURED = Measured(10, 100e3, 20e3, 30e3)
+MEASURED = RunTimes(10, 100e3, 20e3, 30e3)
 
 
 def finish(check: EqualityCheck, norms=(1.0, 0.5), digests=("a", "b"), measured=MEASURED, iterations=None):

@@ -30,9 +30,9 @@ def test_the_layers_that_have_experts(options, layers):
 
 def test_a_shorter_model_has_every_kind_of_layer():
     deep = [0] * 3 + [1] * 58
-    assert expert_options.shortened(deep, 1) == expert_options.shortened(deep, 2)[:2] == [0, 1]
-    assert expert_options.shortened(deep, 61) == deep
-    assert expert_options.shortened([1, 1], 1) == [1]
+    assert expert_options.fewer_layers(deep, 1) == expert_options.fewer_layers(deep, 2)[:2] == [0, 1]
+    assert expert_options.fewer_layers(deep, 61) == deep
+    assert expert_options.fewer_layers([1, 1], 1) == [1]
 
 
 @pytest.mark.parametrize(

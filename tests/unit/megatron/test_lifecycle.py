@@ -10,7 +10,7 @@ from planning_cases import make_workload
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import agreement, building_run, hooks, lifecycle, one_line_end
-from megatron_ext.megatron.lifecycle import Run, State
+from megatron_ext.megatron.lifecycle import Run, RunState
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.step_calls import IDLE
@@ -27,10 +27,10 @@ def schedule_path(tmp_path):
 
 def test_a_run_without_a_schedule_leaves_megatron_alone_and_ends_once():
     run = Run(None, None)
-    assert run.state is State.UNSCHEDULED
+    assert run.state is RunState.UNSCHEDULED
     assert run.begin_iteration(4, forward_only=False) is IDLE and run.peak_bytes() == 0
     run.finish()
-    assert run.state is State.CLOSED
+    assert run.state is RunState.CLOSED
     with pytest.raises(AssertionError, match="closed cannot become closed"):
         run.finish()
 
@@ -114,7 +114,7 @@ def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, ca
     run = Run(None, tmp_path / "trace.json")
     (tmp_path / "trace.json").mkdir()  # while it trains
     run.finish()
-    assert run.state is State.CLOSED
+    assert run.state is RunState.CLOSED
     (line,) = capfd.readouterr().err.splitlines()
     assert (
         line == f"megatron-ext: there is no trace of this run: {tmp_path}/trace.json: cannot be written: is a directory"
@@ -123,7 +123,7 @@ def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, ca
 
 def test_no_iteration_is_trained_before_the_setup(schedule_path):
     run = Run(schedule_path, None)
-    assert run.state is State.BUILDING
+    assert run.state is RunState.BUILDING
     assert run.begin_iteration(4, forward_only=True) is IDLE
     with pytest.raises(ScheduleError, match="before .*on_train_setup was called"):
         run.begin_iteration(4, forward_only=False)
@@ -137,7 +137,9 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     ddp.ddp_config = SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True)
     monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
     laid_out = []
-    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    monkeypatch.setattr(
+        building_run.buckets, "lay_out_buckets", lambda ddp, groups, **options: laid_out.append(ddp) or {}
+    )
     monkeypatch.setattr(building_run, "replace_pre_hooks", lambda ddp, unshard_all: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     monkeypatch.setattr(agreement, "gather_objects", lambda value: [value])
@@ -164,7 +166,9 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
         monkeypatch.setattr(building_run.refusals, refusal, lambda config: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     laid_out, told = [], []
-    monkeypatch.setattr(building_run.buckets, "lay_out", lambda ddp, groups, **options: laid_out.append(ddp) or {})
+    monkeypatch.setattr(
+        building_run.buckets, "lay_out_buckets", lambda ddp, groups, **options: laid_out.append(ddp) or {}
+    )
     user_defined_schedule.save(tmp_path / "schedule.json", schedule)
 
     def built(available: int, error: str | None) -> None:
@@ -227,4 +231,4 @@ def test_parameters_are_brought_at_the_end_where_somebody_reads_them(
     module = SimpleNamespace(_GLOBAL_ARGS=arguments)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     hooks.on_train_end()
-    assert executor.done == [first, "close"] and hooks.ended and run.state is State.CLOSED
+    assert executor.done == [first, "close"] and hooks.ended and run.state is RunState.CLOSED

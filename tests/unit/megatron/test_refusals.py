@@ -25,7 +25,7 @@ from megatron_ext.megatron.refusals import (
 from megatron_ext.megatron.workload_of_run import numbers_of_run, parallel_of_megatron, workload_of_run
 from megatron_ext.planner import plan
 from megatron_ext.runtime import machine
-from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Metadata, Model, PlanOptions, Schedule
+from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Model, PlanOptions, Schedule, ScheduleMetadata
 from megatron_ext.workload.parallel import Parallel
 
 
@@ -168,7 +168,7 @@ def planned(measured_on: MeasuredOn | None = None) -> Schedule:
     return Schedule(
         schema_version=3,
         kind="user_defined_schedule",
-        metadata=Metadata(planner="hybrid", options=PlanOptions(measured_on=measured_on)),
+        metadata=ScheduleMetadata(planner="hybrid", options=PlanOptions(measured_on=measured_on)),
         zero_stage=1,
         parallel=Parallel(
             pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1, order="no_pipeline"

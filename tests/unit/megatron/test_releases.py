@@ -66,7 +66,7 @@ def test_what_a_function_does_not_take_is_left_out():
 
     assert releases.accepted(function, known=1, unknown=2) == {"known": 1}
     assert releases.accepts(function, "more") and not releases.accepts(function, "unknown")
-    assert releases.has(releases, "has", "accepts") and not releases.has(releases, "has", "nothing")
+    assert releases.has_all(releases, "has_all", "accepts") and not releases.has_all(releases, "has", "nothing")
 
 
 def test_older_releases_have_no_optimizer_on_the_host(monkeypatch):

@@ -3,11 +3,11 @@
 from planning_cases import make_workload
 
 from megatron_ext.megatron import run_summary
-from megatron_ext.megatron.run_summary import Measured, Sample
+from megatron_ext.megatron.run_summary import RunTimes, Sample
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.runtime.recorder import Recorder
 
-MEASURED = Measured(10, 100e3, 20e3, 30e3)
+MEASURED = RunTimes(10, 100e3, 20e3, 30e3)
 
 
 def test_only_sampled_iterations_are_recorded_and_the_largest_rank_counts():
@@ -22,8 +22,8 @@ def test_only_sampled_iterations_are_recorded_and_the_largest_rank_counts():
     assert {event.iteration for event in recorder.events()} == set(run_summary.SAMPLED)
     assert set(sample.of_rank()) == set(run_summary.SAMPLED)
     slow = dict.fromkeys(run_summary.SAMPLED, (9000.0, 7000.0, 8000.0))
-    assert run_summary.combine([sample.of_rank(), slow]) == Measured(len(slow), 9e3, 7e3, 8e3)
-    assert run_summary.combine([{}, slow]) is None
+    assert run_summary.combine_ranks([sample.of_rank(), slow]) == RunTimes(len(slow), 9e3, 7e3, 8e3)
+    assert run_summary.combine_ranks([{}, slow]) is None
 
 
 def test_an_iteration_that_was_run_again_is_not_timed():
@@ -38,7 +38,7 @@ def test_the_end_says_what_was_gained_and_what_is_not_known():
     schedule = all_gpu(make_workload())
     alone = "\n".join(run_summary.end_lines(schedule, MEASURED, None, reference=False))
     assert "exposed 20.000 ms" in alone and "not measured: the time" in alone and "gained" not in alone
-    slower = Measured(10, 130e3, 45e3, 60e3)
+    slower = RunTimes(10, 130e3, 45e3, 60e3)
     compared = "\n".join(run_summary.end_lines(schedule, MEASURED, slower, reference=False))
     assert "gained in an iteration: 25.000 ms of exposed time, 30.000 ms in all" in compared
     assert "nothing measured" in run_summary.end_lines(schedule, None, None, reference=False)[0]

@@ -9,7 +9,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.chunk_state import guard_state
 from megatron_ext.megatron.shards import ShardOf, hold_shards, offloaded_shards
-from megatron_ext.runtime.group import FreedGroup, Residency
+from megatron_ext.runtime.group import FreedGroup, WholeBytes
 
 
 class Optimizer:
@@ -27,7 +27,7 @@ class Optimizer:
         self.shard_fp32_groups = [[self.parameters[1].detach()[32:96]]]
         self.model_float16_groups = self.shard_float16_groups = []
         self.optimizer = SimpleNamespace()
-        self.group = FreedGroup(5, "chunk 0", whole, dp_rank=1, dp_size=2, residency=Residency())
+        self.group = FreedGroup(5, "chunk 0", whole, dp_rank=1, dp_size=2, residency=WholeBytes())
 
     def _get_model_param_range_map(self, parameter):
         return {"gbuf_world_in_bucket": SimpleNamespace(start=96, end=160)}

@@ -13,9 +13,9 @@ from megatron_ext.planner import exact, plan, search_note
 from megatron_ext.planner.assemble import Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.exact import EXACT, solve_groups
+from megatron_ext.planner.gather_search import GatherSearch, GridPoint
 from megatron_ext.planner.policies import PROVEN
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import Search, Settings
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
@@ -81,7 +81,7 @@ def test_the_proof_knows_that_a_block_waits_where_its_group_is_used():
     work = workload.check(replace(made, chunks=(replace(chunk, parameters=late),)))
     table = make_table(work, gpu=(20.0, 1000.0), cpu=None, forward=400.0, backward=800.0)
     timing = Timing(work, table)
-    given = Search(Problem(work, timing, ("gpu",))).made(Settings(0, 0, 0, 0))
+    given = GatherSearch(Problem(work, timing, ("gpu",))).made(GridPoint(0, 0, 0, 0))
     assert given is not None
     blocks = given.blocks
     assert len(blocks.blocks) == 1 and len(blocks.groups) == 2  # coarsest cut, a group a dtype
@@ -97,14 +97,14 @@ def test_the_proof_knows_that_a_block_waits_where_its_group_is_used():
     "made, choices, said",
     [
         (lambda grid, settings: None, EXACT.choices, "no grouping that this policy tries fits the limits"),
-        (Search.made, 1, "more than 1 choices of when to gather"),
+        (GatherSearch.made, 1, "more than 1 choices of when to gather"),
     ],
 )
 def test_what_is_not_solved_is_said_to_be_so_for_the_reason_it_has(monkeypatch, made, choices, said):
     work = make_workload(pp=1, vp=1, microbatches=1, layers=2, order="no_pipeline")
     table = make_table(work)
     known = plan(work, table, policy="all-gpu")
-    monkeypatch.setattr(Search, "made", made)
+    monkeypatch.setattr(GatherSearch, "made", made)
     monkeypatch.setattr(exact, "EXACT", EXACT._replace(choices=choices))
     with pytest.raises(InputError, match=f"policy = 'exact': {said}"):
         exact.exact_schedule(Problem(work, Timing(work, table), ("gpu",)), known, known.predicted.iteration_time_us)

@@ -2,14 +2,14 @@
 
 from types import SimpleNamespace
 
-from megatron_ext.planner.last_lines import Run, last_lines, short_of, training_by
+from megatron_ext.planner.last_lines import ComparedRun, last_lines, short_of, training_by
 
 GIB = 1 << 30
 
 
 def test_the_fastest_that_fits_is_first_and_its_host_memory_is_said():
-    stock = Run("stock", 900.0, 3 * GIB, short_of(94 * GIB, 71 * GIB))
-    runs = [Run("this schedule", 33.3e6, 2 * GIB), Run("as given", 59.6e6), stock]
+    stock = ComparedRun("stock", 900.0, 3 * GIB, short_of(94 * GIB, 71 * GIB))
+    runs = [ComparedRun("this schedule", 33.3e6, 2 * GIB), ComparedRun("as given", 59.6e6), stock]
     assert last_lines("helps", runs, add="--a 1", take_out="--b") == [
         "fastest: 33300.0 ms, this schedule; 59600.0 ms, as given; "
         "0.900 ms, stock (does not fit: 94.00 GiB on a device, of 71.00)",

@@ -12,7 +12,7 @@ from variations import some
 
 from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner import plan
+from megatron_ext.planner import least_memory, plan
 from megatron_ext.planner.least_memory import least_plan
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
@@ -127,6 +127,19 @@ def test_a_refusal_names_the_limit_of_host_memory_that_is_short():
     ) as refused:
         plan(replace(work, limits=Limits(device_bytes=device, pinned_host_bytes=1)), table)
     assert (refused.value.field, refused.value.value) == ("limits.pinned_host_bytes", 1)
+
+
+@pytest.mark.parametrize("host_bytes", (None, 1 << 40))
+def test_what_a_run_refuses_although_it_fits_is_refused_for_the_reason_of_the_run(host_bytes, monkeypatch):
+    work, table = drawn(0)
+    device = min(device for device, _ in everything(work))
+
+    def refused(*_) -> None:
+        raise InputError("is of another model", field="groups")
+
+    monkeypatch.setattr(least_memory, "match", refused)
+    with pytest.raises(InputError, match="groups: is of another model"):
+        least(replace(work, limits=Limits(device_bytes=device, host_bytes=host_bytes)), table)
 
 
 def test_where_the_solver_finds_nothing_fast_in_time_what_takes_least_host_memory_is_the_plan(monkeypatch):

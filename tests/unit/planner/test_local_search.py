@@ -8,13 +8,13 @@ from planning_cases import least_room, make_table, make_workload, random_case, u
 from variations import ALL, some
 
 from megatron_ext.planner import local_search, plan, search_note
+from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.local_search import Annealing, groupings, improve
 from megatron_ext.planner.passes.cut_groups import by_parameter, halves
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import search
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
 
@@ -70,7 +70,7 @@ def test_every_change_keeps_the_limits_and_the_best_is_what_it_says(monkeypatch,
     better, better_us = improve(Problem(work, timing, routes), found, us)
     match(validate(better), work)
     assert better_us <= us
-    assert run(work, timing, better, bound_us=0.0).iteration_time_us == better_us
+    assert simulate(work, timing, better, bound_us=0.0).iteration_time_us == better_us
 
 
 def test_a_group_gives_up_its_host_copy_to_one_of_another_rank(monkeypatch):

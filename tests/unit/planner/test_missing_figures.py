@@ -17,7 +17,7 @@ from megatron_ext.planner.missing_figures import interval_of, missing_curves, re
 from megatron_ext.planner.reroute import by_cpu_shard
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.user_defined_schedule import StateSlots, StepSlots
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape, MicroBatch, gpt_workload
@@ -130,7 +130,7 @@ REFUSED_SOMEWHERE = {
 
 
 def predicted(work, table, schedule):
-    return run(work, Timing(work, table), schedule, peaks=False)
+    return simulate(work, Timing(work, table), schedule, peaks=False)
 
 
 def refusals(name: str) -> set[str]:

@@ -7,7 +7,7 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner import plan
+from megatron_ext.planner import plan, policies
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.workload import workload
 from megatron_ext.workload.parallel import Parallel
@@ -89,3 +89,17 @@ def test_what_cannot_fit_names_the_limit(limits, curves, policy, said):
     work = work_of([parameters(5000, 100)], limits=workload.Limits(**limits), **ONE)
     with pytest.raises(InputError, match=said):
         plan(work, make_table(work, **curves), policy=policy)
+
+
+def test_if_nothing_can_be_planned_the_reason_is_that_of_the_search(monkeypatch):
+    def refusing(reason: str):
+        def refuse(*_):
+            raise InputError(reason)
+
+        return refuse
+
+    monkeypatch.setattr(policies, "BASELINES", {"all-gpu": (set(), refusing("the rule"))})
+    monkeypatch.setattr(policies, "search", refusing("the search"))
+    work = make_workload()
+    with pytest.raises(InputError, match="the search"):
+        plan(work, make_table(work))

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from megatron_ext.planner import plan
 from megatron_ext.planner.fit.estimate_setting import quick_choice
-from megatron_ext.planner.fit.request import Request, ready
+from megatron_ext.planner.fit.request import Request, fit_problem_of
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.workload.workload import Limits
 
@@ -16,7 +16,7 @@ SCRIPT = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-len
 def times_us(sheet: str, ranks: int, visits: int, zero_stage: int, part: float) -> tuple[float, float]:
     """Of the whole plan and the quick one, within a part of stock's bytes; the optimizer is on the host."""
     words = *SCRIPT.split(), "--global-batch-size", str(ranks * visits)
-    problem = ready(Request(hardware=sheet, world_size=ranks, words=words))
+    problem = fit_problem_of(Request(hardware=sheet, world_size=ranks, words=words))
     setting = problem.space.given._replace(zero_stage=zero_stage)
     work = setting.workload(Limits())
     work = replace(work, limits=Limits(device_bytes=int(part * stock_bytes(work)[0])))

@@ -6,7 +6,7 @@ from planning_cases import make_table, make_workload
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.stock import stock_schedule, synchronous_schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 
 
@@ -38,7 +38,7 @@ def times(work, gather_us):
     """Of an iteration by stock Megatron with and without --overlap-param-gather, where a gather takes ``gather_us``."""
     table = make_table(work, gpu=(gather_us, 1e15), cpu=None, publish=None, p2p=(10.0, 1e15))
     timing = Timing(work, table)
-    return [run(work, timing, rule(work)).iteration_time_us for rule in (stock_schedule, synchronous_schedule)]
+    return [simulate(work, timing, rule(work)).iteration_time_us for rule in (stock_schedule, synchronous_schedule)]
 
 
 @pytest.mark.parametrize("pp", [2, 4])

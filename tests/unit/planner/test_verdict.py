@@ -7,10 +7,10 @@ from planning_cases import WHOLE, make_table, make_workload
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import baselines, plan, verdict, within_memory
 from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH, dominant_cost, gain_interval, tables_to_draw
-from megatron_ext.planner.search import search
+from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
-from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of, conclusion_of
-from megatron_ext.simulator.simulation import run
+from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of_gain, conclusion_of
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 
 ALL_PAIRS = tuple(
@@ -49,7 +49,7 @@ def rough(table, spread: float):
     ],
 )
 def test_the_interval_decides(low, high, surely, answer):
-    assert answer_of(low, high, surely) == answer
+    assert answer_of_gain(low, high, surely) == answer
 
 
 def test_a_large_gain_helps_and_none_does_not():
@@ -176,7 +176,7 @@ def test_a_gain_outside_its_interval_is_explained_and_another_one_is_expected():
 def test_zero_stage_1_is_compared_with_stock_and_split():
     work, table = small_gain()
     figures = judged(work, table).figures
-    stock_us = run(work, Timing(work, table), stock_schedule(work)).iteration_time_us
+    stock_us = simulate(work, Timing(work, table), stock_schedule(work)).iteration_time_us
     assert figures["compared_with"] == OVERLAPPED and figures["compared_with_us"] == stock_us
     assert figures["stock_us"] == stock_us and figures["layers_anew_us"] is None
     assert figures["gain_of_timing"] >= 0

@@ -32,7 +32,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_LINES = 30_044
+MAX_LINES = 30_036
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
@@ -124,6 +124,12 @@ def test_every_directory_of_the_package_is_a_known_room():
 
 def test_no_two_files_share_a_name():
     names = Counter(path.name for path in FILES if path.name not in SHARED_NAMES)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_classes_share_a_name():
+    """Whoever looks for a class finds one, and its name says what it holds."""
+    names = Counter(node.name for path in FILES for node in nodes_of(path) if isinstance(node, ast.ClassDef))
     assert [name for name, count in names.items() if count > 1] == []
 
 

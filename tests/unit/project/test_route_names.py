@@ -52,5 +52,5 @@ def speaks_of(path, route: str) -> bool:
 def test_a_route_that_is_measured_is_added_in_at_most_ten_files():
     """Of the youngest one, which has a curve, an operation that measures it and a check of ``doctor``."""
     named = {path.name for path in PRODUCT if speaks_of(path, "cpu_shard")}
-    assert {"route.py", "makers.py", "cost_table.py", "operations.py"} < named
+    assert {"route.py", "make_routes.py", "cost_table.py", "operations.py"} < named
     assert len(named | {"shard_gather.py"}) <= 10, named

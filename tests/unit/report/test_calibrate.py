@@ -250,10 +250,10 @@ def test_waits_and_issuing_are_no_compute():
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])
 def test_the_part_that_differs_the_same_way_explains_it_and_of_waits_a_link(measured_us, name, link):
     rows = [("forward", 2.0, 2.5), ("backward", 4.0, 2.0), ("wait", 0.0, 3.0), ("gpu", 5.0, 9.0), ("cpu", 5.0, 6.0)]
-    found = [parts.Part(*row) for row in rows]
+    found = [parts.TimePart(*row) for row in rows]
     part, by = parts.explains(found, measured_us - 6.0)
     assert part.name == name and (by.name if by else None) == link
-    assert parts.explains([parts.Part("forward", 1.0, 1.0)], 5.0) is None
+    assert parts.explains([parts.TimePart("forward", 1.0, 1.0)], 5.0) is None
 
 
 def run_of_launches(launch_us, measured_us, at_once, stretched=1.0):
@@ -298,7 +298,7 @@ def test_launches_that_the_device_hides_are_corrected_where_the_thread_was_faste
 
 
 def test_a_report_names_launches_where_the_device_waits_for_them():
-    found = [parts.Part("backward", 600.0, 3000.0), parts.Part("launches", 2400.0, 4500.0, limits=True)]
+    found = [parts.TimePart("backward", 600.0, 3000.0), parts.TimePart("launches", 2400.0, 4500.0, limits=True)]
     first, row, cause = parts.lines(found, 2100.0)
     assert row == "launches: 2.400 ms predicted, at most 4.500 measured"
     assert cause.startswith("launches explains most of the difference of +2.100 ms: +2.100 ms (100%)")

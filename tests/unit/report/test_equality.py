@@ -11,7 +11,7 @@ from megatron_ext.formats import json_files
 from megatron_ext.formats import metrics as metrics_file
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.metrics import Metrics
-from megatron_ext.report.equality import compare, largest_loss_difference
+from megatron_ext.report.equality import compare_metrics, largest_loss_difference
 
 
 def metrics(**changes) -> Metrics:
@@ -25,11 +25,11 @@ def changed(name: str, index: int, value) -> Metrics:
 
 
 def test_equal_runs_are_equal():
-    assert compare(metrics(), metrics()) == (True, ())
+    assert compare_metrics(metrics(), metrics()) == (True, ())
 
 
 def test_without_a_reference_nothing_is_claimed():
-    found = compare(None, metrics())
+    found = compare_metrics(None, metrics())
     assert found.bitwise is None
     assert "not checked" in found.text and "bitwise" not in found.text
 
@@ -39,7 +39,7 @@ def test_without_a_reference_nothing_is_claimed():
 )
 def test_one_bit_in_one_iteration_is_found(name, said):
     off_by_one_bit = math.nextafter(getattr(metrics(), name)[3], 9.0)
-    found = compare(metrics(), changed(name, 3, off_by_one_bit))
+    found = compare_metrics(metrics(), changed(name, 3, off_by_one_bit))
     assert found.bitwise is False
     assert len(found.differences) == 1 and found.differences[0].startswith(said)
     assert repr(off_by_one_bit) in found.differences[0]
@@ -47,39 +47,39 @@ def test_one_bit_in_one_iteration_is_found(name, said):
 
 
 def test_the_first_of_several_iterations_is_named():
-    found = compare(metrics(), metrics(loss=[0.5] * 5))
+    found = compare_metrics(metrics(), metrics(loss=[0.5] * 5))
     assert "at iteration 1 " in found.differences[0] and "4 more" in found.differences[0]
 
 
 def test_zero_and_minus_zero_differ():
-    assert compare(changed("loss", 1, 0.0), changed("loss", 1, -0.0)).bitwise is False
+    assert compare_metrics(changed("loss", 1, 0.0), changed("loss", 1, -0.0)).bitwise is False
 
 
 def test_a_different_parameter_names_its_rank():
-    found = compare(metrics(), changed("parameter_sha256", 2, "f" * 64))
+    found = compare_metrics(metrics(), changed("parameter_sha256", 2, "f" * 64))
     assert found.differences == ("parameters after the last iteration on rank 2",)
-    assert compare(metrics(), metrics(parameter_sha256=["0" * 64])).bitwise is False
+    assert compare_metrics(metrics(), metrics(parameter_sha256=["0" * 64])).bitwise is False
 
 
 def test_a_loss_that_is_no_number_equals_nothing():
     broken = changed("loss", 2, None)
-    assert compare(broken, broken).bitwise is False
-    assert "not a number" in compare(broken, broken).text
+    assert compare_metrics(broken, broken).bitwise is False
+    assert "not a number" in compare_metrics(broken, broken).text
 
 
 def test_a_skipped_step_may_be_equal():
     skipped = changed("grad_norm", 0, None)
-    assert compare(skipped, skipped).bitwise is True
-    assert compare(metrics(), skipped).bitwise is False
+    assert compare_metrics(skipped, skipped).bitwise is True
+    assert compare_metrics(metrics(), skipped).bitwise is False
 
 
 def test_evaluations_are_compared():
     assert (
-        compare(metrics(eval_loss=[1.0, 2.0]), metrics(eval_loss=[1.0, 2.5]))
+        compare_metrics(metrics(eval_loss=[1.0, 2.0]), metrics(eval_loss=[1.0, 2.5]))
         .differences[0]
         .startswith("evaluation loss at evaluation 2")
     )
-    assert compare(metrics(eval_loss=[1.0]), metrics()).bitwise is False
+    assert compare_metrics(metrics(eval_loss=[1.0]), metrics()).bitwise is False
 
 
 def test_the_difference_from_stock_is_relative():

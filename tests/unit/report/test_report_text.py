@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
-from megatron_ext.planner.last_lines import Run
+from megatron_ext.planner.last_lines import ComparedRun
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report.report_text import cautions, ending, memory_rows, verdict_line
 from megatron_ext.report.turn_ratio import TurnRatio
@@ -102,7 +102,9 @@ def test_a_limit_on_one_of_both_runs_is_said_in_the_verdict_s_line():
 def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
     rule = SimpleNamespace(metadata=SimpleNamespace(planner="gathers-only"), uses_drive=True)
     report = SimpleNamespace(
-        verdict=SimpleNamespace(conclusion="helps", runs=(Run("this schedule", 90.0, 1 << 30),), is_needed=True),
+        verdict=SimpleNamespace(
+            conclusion="helps", runs=(ComparedRun("this schedule", 90.0, 1 << 30),), is_needed=True
+        ),
         measured_ratio=None,
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=(90.0, 90.0),

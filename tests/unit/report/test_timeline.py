@@ -14,7 +14,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import timeline, timeline_panels
 from megatron_ext.report.parts import part_of
-from megatron_ext.report.timeline_panels import MOST_RANKS, Row, rows, shown_ranks
+from megatron_ext.report.timeline_panels import MOST_RANKS, TimelineRow, rows, shown_ranks
 from megatron_ext.workload.step_order import steps_of_ranks
 
 
@@ -36,8 +36,10 @@ def test_the_parts_of_a_step_become_one_bar():
     waits = events(0, "wait", ("0F0 for 1", 5.0, 3.0))
     gathers = [*events(0, "gpu", ("1", 1.0, 7.0)), *events(1, "gpu", ("2", 0.0, 1.0))]
     thread, link = rows([*compute, *waits, *gathers], [0])
-    assert thread == Row(0, "thread", [Event(0, "compute", "0F0", 0.0, 10.0), Event(0, "wait", "0F0 for 1", 5.0, 3.0)])
-    assert link == Row(0, "gpu", [Event(0, "gpu", "1", 1.0, 7.0)])
+    assert thread == TimelineRow(
+        0, "thread", [Event(0, "compute", "0F0", 0.0, 10.0), Event(0, "wait", "0F0 for 1", 5.0, 3.0)]
+    )
+    assert link == TimelineRow(0, "gpu", [Event(0, "gpu", "1", 1.0, 7.0)])
     assert thread.total_us("wait") == 3.0
 
 
@@ -78,12 +80,12 @@ def test_gathers_in_a_small_share_are_shown_larger(built):
     )
     whole = max(panel.end_us() for panel in drawn)
     assert (timeline_panels.zoom_us(drawn) is not None) == (longest < timeline_panels.ZOOM_BELOW * whole)
-    early = [panel._replace(rows=[Row(0, "gpu", [Event(0, "gpu", "0", 0.0, 10.0)])]) for panel in drawn[:2]]
-    late = [*early, drawn[2]._replace(rows=[Row(0, "thread", [Event(0, "compute", "0F0", 0.0, 1000.0)])])]
+    early = [panel._replace(rows=[TimelineRow(0, "gpu", [Event(0, "gpu", "0", 0.0, 10.0)])]) for panel in drawn[:2]]
+    late = [*early, drawn[2]._replace(rows=[TimelineRow(0, "thread", [Event(0, "compute", "0F0", 0.0, 1000.0)])])]
     assert timeline_panels.zoom_us(late) == pytest.approx(11.5)
     assert timeline_panels.zoom_us([*early, early[0]]) is None
     # Gathers that begin late in the iteration are looked at where they are.
-    shifted = [panel._replace(rows=[Row(0, "gpu", [Event(0, "gpu", "0", 500.0, 10.0)])]) for panel in early]
+    shifted = [panel._replace(rows=[TimelineRow(0, "gpu", [Event(0, "gpu", "0", 500.0, 10.0)])]) for panel in early]
     assert timeline_panels.zoom_us([*shifted, late[2]]) == pytest.approx(11.5) and shifted[0].first_gather_us() == 500.0
 
 

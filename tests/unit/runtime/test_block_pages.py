@@ -11,7 +11,7 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, shared_block
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import HostPool, Sharers
 
 PAGES = 64
@@ -19,7 +19,7 @@ PAGES = 64
 
 @pytest.fixture
 def block():
-    descriptor = shared_block.create(PAGES * mmap.PAGESIZE)
+    descriptor = shared_block.create_block(PAGES * mmap.PAGESIZE)
     mapped = mmap.mmap(descriptor, PAGES * mmap.PAGESIZE)
     yield descriptor, mapped
     os.close(descriptor)
@@ -38,11 +38,11 @@ def test_parts_make_all_pages_together(block, monkeypatch, advice):
     monkeypatch.setattr(block_pages, "PIECE_BYTES", 4 * mmap.PAGESIZE)
     mapped[:4] = b"flag"
     said = []
-    block_pages.make(mapped, 1, 3, lambda done, total: said.append((done, total)))
+    block_pages.make_pages(mapped, 1, 3, lambda done, total: said.append((done, total)))
     assert 21 <= made(descriptor) <= 24
     assert said[-1][0] == said[-1][1] and len(said) == 6
     for part in (0, 2):
-        block_pages.make(mapped, part, 3)
+        block_pages.make_pages(mapped, part, 3)
     assert made(descriptor) == PAGES and mapped[:4] == b"flag"
 
 
@@ -81,8 +81,8 @@ def test_memory_that_cannot_be_had_is_refused_on_all_ranks(monkeypatch):
     def none_left(*_):
         raise OSError(12, "4096 bytes of host memory cannot be allocated: Cannot allocate memory")
 
-    monkeypatch.setattr(block_pages, "make", none_left)
-    group = Group(0, "chunk 0", torch.zeros(128), 0, 1)
+    monkeypatch.setattr(block_pages, "make_pages", none_left)
+    group = RankGroup(0, "chunk 0", torch.zeros(128), 0, 1)
     with pytest.raises(InputError, match="host memory = [0-9]+: 4096 bytes of host memory cannot be allocated"):
         HostPool([Sharers([group], 0, 1, lambda value: [value])], {0}, set(), HostDevice())
 
@@ -94,7 +94,7 @@ def test_the_whole_pool_is_page_locked_at_once_and_released_at_once():
         pin = staticmethod(lambda memory: locked.append(memory.numel()))
         unpin = staticmethod(lambda memory: locked.append(-memory.numel()))
 
-    groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(3)]
+    groups = [RankGroup(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(3)]
     pool = HostPool([Sharers(groups, 0, 1, lambda value: [value])], {0, 2}, set(), Device())
     assert locked == []
     pool.pin()

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.node_groups import NodeGroups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
 from megatron_ext.runtime.routes.shard_gather import ShardGather
@@ -21,7 +21,7 @@ def test_every_process_group_gathers_before_the_first_step(monkeypatch):
     routes = [HierarchicalGather(legs, HostDevice()), ShardGather("own", HostDevice())]
     for route in routes:
         before = [*gathered]
-        route.make_buffers([Group(0, "chunk 0", torch.zeros(64), 0, 4)])
+        route.make_buffers([RankGroup(0, "chunk 0", torch.zeros(64), 0, 4)])
         assert gathered == before  # one rank may have no memory: then no rank waits for it in a collective
         route.connect()
         route.close()  # its stream has done what it was given

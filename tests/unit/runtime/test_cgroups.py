@@ -24,4 +24,4 @@ def test_no_more_processors_than_the_quota_is_worth(tmp_path, monkeypatch, own, 
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert cgroups.processors(96) == number
+    assert cgroups.processor_quota(96) == number

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_ext.runtime.debug import Checks, IssueOrder, OrderedRoute
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.group import Group, ScheduleError
+from megatron_ext.runtime.group import RankGroup, ScheduleError
 from megatron_ext.runtime.host_device import HostCompute
 from megatron_ext.runtime.node_groups import NodeGroups
 from megatron_ext.runtime.routes.hierarchical_gather import HierarchicalGather
@@ -33,7 +33,7 @@ def test_on_a_device_no_thread_of_ours_issues_a_collective(monkeypatch, device, 
     monkeypatch.setattr(
         dist, "all_gather_into_tensor", lambda whole, shard, group: issued.append(threading.current_thread())
     )
-    group = Group(0, "chunk 0", torch.zeros(8), 0, 2)
+    group = RankGroup(0, "chunk 0", torch.zeros(8), 0, 2)
     gathers = [HierarchicalGather(NodeGroups("local", "across", [[0], [1]], 0), device), ShardGather("own", device)]
     for gather in gathers:
         gather.issue(group).wait()
@@ -47,7 +47,7 @@ class Silent:
 
 
 def test_data_parallel_ranks_that_issue_in_different_orders_are_told():
-    groups = [Group(index, "chunk 0", torch.zeros(8), 0, 1) for index in range(2)]
+    groups = [RankGroup(index, "chunk 0", torch.zeros(8), 0, 1) for index in range(2)]
     orders = [IssueOrder(), IssueOrder()]
     checks = Checks({1: 0}, orders[0], lambda own: [(0, *order.so_far()) for order in orders])
     for order in orders:  # a second communicator is counted in the same order

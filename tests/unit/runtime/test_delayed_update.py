@@ -11,7 +11,7 @@ from made_and_closed import made_and_closed
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
-from megatron_ext.runtime.host_step.room import Link, OwnRooms
+from megatron_ext.runtime.host_step.room import OwnRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -35,7 +35,7 @@ class Training:
 
     def __init__(self, begun=0, after=0, published=None, recorder=NOTHING, device=HostDevice()):  # noqa: B008
         publisher = None if published is None else SimpleNamespace(wait_on_thread=published)
-        self.link, self.issuer = Link(device, device.device, recorder=recorder), Issuer()
+        self.link, self.issuer = StepStreams(device, device.device, recorder=recorder), Issuer()
         self.gradients = [torch.zeros(3), torch.zeros(3)]
         self.shards = [torch.zeros(3, dtype=torch.bfloat16) for _ in range(2)]
         parameters = [torch.zeros(3), torch.zeros(3)]

@@ -14,7 +14,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
-from megatron_ext.runtime.host_step.room import Link, OwnRooms
+from megatron_ext.runtime.host_step.room import OwnRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.workload.drive_reads import DriveReads
@@ -41,8 +41,8 @@ def links():
     """Streams by name, which end with the test."""
     made = []
 
-    def make() -> Link:
-        made.append(Link(HostDevice(), torch.device("cpu")))
+    def make() -> StepStreams:
+        made.append(StepStreams(HostDevice(), torch.device("cpu")))
         return made[-1]
 
     yield make
@@ -238,7 +238,9 @@ def test_initial_values_and_gradients_come_when_they_are_needed(links, tmp_path,
     ours = [torch.full((), torch.nan).expand(parameter.shape) for parameter in given]
     own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
     shards, gradients, on_host = [parameter.bfloat16() for parameter in given], {}, [0, 2, 4]
-    link = links() if slots == 2 else Link(HostDevice(), torch.device("cpu"), 0, 4 * max(p.numel() for p in given))
+    link = (
+        links() if slots == 2 else StepStreams(HostDevice(), torch.device("cpu"), 0, 4 * max(p.numel() for p in given))
+    )
     issuer, settings = Issuer(), DriveReads(block_bytes=4096)
     states = DriveStates(tmp_path, moments=2, slots=slots, settings=settings, link=link, issuer=issuer)
     for unit, optimizer in zip(UNITS, own):

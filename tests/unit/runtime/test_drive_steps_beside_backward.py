@@ -15,7 +15,7 @@ from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.room import Link
+from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -68,7 +68,7 @@ class OnDrive(Training):
     def __init__(self, directory, slots: int, recorder=NOTHING):
         super().__init__()
         issuer, device = Issuer(), HostDevice()
-        self.link = Link(device, device.device, recorder=recorder)
+        self.link = StepStreams(device, device.device, recorder=recorder)
         self.after_norm = AfterNorm(self.link)
         settings = DriveReads(block_bytes=4096, queue_depth=2)
         how = dict(settings=settings, link=self.link, issuer=issuer, early=True)

@@ -12,7 +12,7 @@ from made_and_closed import made_and_closed
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.host_device import HostEvent
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.room import Link, OwnRooms
+from megatron_ext.runtime.host_step.room import OwnRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -38,7 +38,7 @@ class Training:
         self.gradients = [torch.randn(shape, generator=generator) for shape in SHAPES]
         self.shards = [parameter.bfloat16() for parameter in self.parameters]
         self.units, self.issuer, device = [], Issuer(), HostDevice()
-        self.link = Link(device, device.device, recorder=recorder)
+        self.link = StepStreams(device, device.device, recorder=recorder)
         rooms, early = OwnRooms(self.link), []
         for index, (parameter, gradient, shard) in enumerate(zip(self.parameters, self.gradients, self.shards)):
             optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)

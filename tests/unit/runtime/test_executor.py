@@ -5,7 +5,7 @@ from one_rank import OneRank
 from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
-from megatron_ext.runtime.group import ScheduleError, State
+from megatron_ext.runtime.group import GroupState, ScheduleError
 from megatron_ext.runtime.part import Part
 from megatron_ext.schedule.footprint import device_peaks
 
@@ -67,11 +67,11 @@ def test_unshard_all_brings_every_group_and_the_next_iteration_begins_anew():
     rank = rank_of(zero_stage=3)
     rank.executor.params_updated()  # what the schedule issues ahead is on its way
     rank.executor.unshard_all()
-    assert {group.state for group in rank.groups.values()} == {State.WHOLE}
+    assert {group.state for group in rank.groups.values()} == {GroupState.WHOLE}
     for group in rank.groups.values():
         group.check_usable(rank.clock)
     rank.iteration()
-    assert {group.state for group in rank.groups.values()} == {State.SHARDED}
+    assert {group.state for group in rank.groups.values()} == {GroupState.SHARDED}
 
 
 def test_parameters_that_were_changed_from_outside_become_the_shards():

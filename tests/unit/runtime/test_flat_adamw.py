@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_ext.runtime.host_step import flat_adamw
-from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, joined, lay_out, runs
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, joined, lay_out_parameters, runs
 from megatron_ext.runtime.page_locked import large_tensor
 
 SIZES = [64, 128, 7, 640, 64, 1, 64, 64, 4096, 65, 64]
@@ -64,7 +64,7 @@ def test_steps_are_those_of_torch(calls, settings, threads):
     torch.set_num_threads(threads)
     try:
         pair = Pair(settings)
-        lay_out(pair.optimizers[1], large_tensor)
+        lay_out_parameters(pair.optimizers[1], large_tensor)
         for iteration in range(3):
             pair.step(iteration)
             pair.assert_equal()
@@ -75,7 +75,7 @@ def test_steps_are_those_of_torch(calls, settings, threads):
 
 def test_a_parameter_without_gradient_parts_what_is_stepped_together_from_then_on(calls):
     pair = Pair({"lr": 1e-2})
-    lay_out(pair.optimizers[1], large_tensor)
+    lay_out_parameters(pair.optimizers[1], large_tensor)
     pair.step(0)
     pair.step(1, without=(1, 8))
     pair.assert_equal()
@@ -88,7 +88,7 @@ def test_a_parameter_without_gradient_parts_what_is_stepped_together_from_then_o
 def test_states_that_a_checkpoint_gave_are_kept():
     pair = Pair({"lr": 1e-2})
     pair.step(0)
-    lay_out(pair.optimizers[1], large_tensor)
+    lay_out_parameters(pair.optimizers[1], large_tensor)
     pair.step(1)
     pair.assert_equal()
 

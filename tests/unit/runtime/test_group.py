@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_ext.runtime.group import Clock, FreedGroup, Group, Residency, ScheduleError, State
+from megatron_ext.runtime.group import Clock, FreedGroup, GroupState, RankGroup, ScheduleError, WholeBytes
 
 
 class Done:
@@ -11,17 +11,17 @@ class Done:
         """Arrived."""
 
 
-def issue(group: Group) -> Done:
+def issue(group: RankGroup) -> Done:
     return Done()
 
 
 def freed(numel: int = 256) -> FreedGroup:
     return FreedGroup(
-        3, "chunk 1", torch.arange(numel, dtype=torch.float32), dp_rank=1, dp_size=2, residency=Residency()
+        3, "chunk 1", torch.arange(numel, dtype=torch.float32), dp_rank=1, dp_size=2, residency=WholeBytes()
     )
 
 
-def restore(group: Group, clock: Clock, value: torch.Tensor) -> None:
+def restore(group: RankGroup, clock: Clock, value: torch.Tensor) -> None:
     group.unshard(issue, clock)
     with torch.no_grad():
         group.whole.copy_(value)
@@ -51,7 +51,7 @@ def test_views_saved_in_forward_are_whole_again_for_backward():
 
 
 def test_the_peak_counts_what_is_whole_at_once():
-    residency, clock = Residency(), Clock()
+    residency, clock = WholeBytes(), Clock()
     groups = [
         FreedGroup(n, "", torch.zeros(256 * (n + 1)), dp_rank=0, dp_size=2, residency=residency) for n in range(3)
     ]
@@ -65,7 +65,7 @@ def test_the_peak_counts_what_is_whole_at_once():
     assert residency.peak == 4 * (512 + 768) and residency.bytes == 4 * (512 + 768)
 
 
-@pytest.mark.parametrize("make", [freed, lambda: Group(3, "chunk 1", torch.zeros(256), 0, 2)])
+@pytest.mark.parametrize("make", [freed, lambda: RankGroup(3, "chunk 1", torch.zeros(256), 0, 2)])
 def test_only_a_whole_and_fresh_group_may_be_used(make):
     group, clock = make(), Clock()
     group.drop()
@@ -87,7 +87,7 @@ def test_a_gather_that_brings_an_old_version_is_refused():
         group.wait(clock)
 
 
-@pytest.mark.parametrize("make", [freed, lambda: Group(3, "chunk 1", torch.zeros(256), 0, 2)])
+@pytest.mark.parametrize("make", [freed, lambda: RankGroup(3, "chunk 1", torch.zeros(256), 0, 2)])
 def test_a_group_that_was_not_unsharded_cannot_be_waited_for(make):
     group = make()
     group.drop()
@@ -103,7 +103,7 @@ def test_a_group_in_flight_is_neither_freed_nor_unsharded_again():
         group.reshard()
     with pytest.raises(ScheduleError, match="is unsharded while unsharding"):
         group.unshard(issue, Clock())
-    assert group.state is State.UNSHARDING
+    assert group.state is GroupState.UNSHARDING
 
 
 def test_a_whole_copy_that_was_changed_becomes_the_shard():
@@ -128,4 +128,4 @@ def test_a_group_that_was_made_a_numpy_array_keeps_its_bytes():
         group.reshard()
     restore(group, clock, torch.zeros_like(group.whole))
     group.drop()
-    assert group.residency.bytes == 0 and group.state is State.SHARDED
+    assert group.residency.bytes == 0 and group.state is GroupState.SHARDED

@@ -10,7 +10,7 @@ from negative_controls import cut_short
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.group import Clock, RankGroup
 from megatron_ext.runtime.host_device import HostStream
 from megatron_ext.runtime.host_pool import COPY, DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
@@ -44,7 +44,7 @@ class Copies:
     """Two groups of one rank with host copies, written by streams or by threads, and copies on the drive."""
 
     def __init__(self, directory, recorder=NOTHING, device=HostDevice(), by_thread=False):  # noqa: B008
-        self.groups = [Group(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(2)]
+        self.groups = [RankGroup(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(2)]
         self.clock, self.issuer = Clock(), Issuer()
         sharers = [Sharers(self.groups, 0, 1, alone)]
         self.pool = HostPool(sharers, {0, 1}, {0, 1} if by_thread else set(), device)
@@ -54,7 +54,7 @@ class Copies:
         copies = NodeCopies(self.pool, self.nvme, device, self.issuer, self.clock, recorder)
         self.host_copy, self.drive = HostCopy(copies), DriveCopy(copies)
 
-    def store(self, group: Group) -> None:
+    def store(self, group: RankGroup) -> None:
         """Say that both copies are there at the clock's version."""
         for where in (COPY, DRIVE):
             self.pool.flags[group.index, where][0].store(self.clock.version)
@@ -97,7 +97,7 @@ def process_group():
 
 @pytest.mark.parametrize("on_host", [False, True])
 def test_the_gpu_route_gathers_the_shards(process_group, on_host):
-    group = Group(0, "chunk 0", torch.zeros(256), 0, 1)
+    group = RankGroup(0, "chunk 0", torch.zeros(256), 0, 1)
     group.shard, group.on_host = torch.arange(256.0), on_host
     work = AllGather(process_group).issue(group)
     work.wait()

@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.group import Clock, RankGroup
 from megatron_ext.runtime.host_pool import FAILED, HostPool, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target
 
-DENSE, EXPERTS = (Group(index, "chunk 0", torch.full((256,), 1.0 + index), 1 - index, 2 - index) for index in range(2))
+DENSE, EXPERTS = (
+    RankGroup(index, "chunk 0", torch.full((256,), 1.0 + index), 1 - index, 2 - index) for index in range(2)
+)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_threads_are_the_ranks_share(machine, monkeypatch, before, ranks, thread
 
 def test_ranks_of_a_node_share_the_processor_time_of_their_container(machine, monkeypatch):
     """Also where they run on processors of their own: 2 of the node's 8 ranks on these 8 processors."""
-    monkeypatch.setattr(cgroups, "processors", lambda number: min(number, 12))
+    monkeypatch.setattr(cgroups, "processor_quota", lambda number: min(number, 12))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     assert host_threads.of_rank(2, 8) == 1 and host_threads.of_rank(2, 2) == 4
     assert host_threads.use(4, 24)[0].startswith("4 ranks share 2 processors")

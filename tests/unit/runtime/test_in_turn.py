@@ -6,7 +6,7 @@ from one_rank import OneRank
 from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
-from megatron_ext.runtime.group import ScheduleError, State
+from megatron_ext.runtime.group import GroupState, ScheduleError
 from megatron_ext.runtime.in_turn import InTurn
 from megatron_ext.schedule.footprint import device_peaks
 
@@ -51,7 +51,7 @@ def test_groups_of_the_next_layers_are_gathered_beside_the_compute_where_there_i
         rank = rank_in_turn(room)
         calls = rank.executor.evaluation()
         calls.pre_forward(0, 0)
-        waited[room] = sum(group.state is State.UNSHARDING for group in rank.groups.values())
+        waited[room] = sum(group.state is GroupState.UNSHARDING for group in rank.groups.values())
         calls.end_iteration()
     assert waited == {2.0: 1, 1.0: 0}
 
@@ -66,7 +66,7 @@ def test_who_reads_gets_one_group_at_a_time_and_training_goes_on():
         assert in_turn.missing(storages) and in_turn.groups_of(storages) == [in_turn.group_of(group.whole)] == [index]
         rank.executor.read((index,))
         assert torch.all(group.whole == rank.clock.version) and not in_turn.missing(storages)
-        assert [one for one in rank.groups if rank.groups[one].state is not State.SHARDED] == [index]
+        assert [one for one in rank.groups if rank.groups[one].state is not GroupState.SHARDED] == [index]
     assert in_turn.group_of(torch.zeros(1)) is None
     rank.iteration()
 
@@ -109,4 +109,4 @@ def test_all_of_them_are_brought_where_somebody_has_the_memory():
     rank = rank_in_turn()
     rank.executor.sync_parameters()
     rank.executor.unshard_all()
-    assert {group.state for group in rank.groups.values()} == {State.WHOLE}
+    assert {group.state for group in rank.groups.values()} == {GroupState.WHOLE}

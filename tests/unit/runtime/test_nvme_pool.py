@@ -10,16 +10,16 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import Sharers
 from megatron_ext.runtime.nvme_pool import NvmePool
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
 
 
-def make_groups(dtype=torch.float32) -> list[Group]:
+def make_groups(dtype=torch.float32) -> list[RankGroup]:
     return [
-        Group(index, "chunk 0", torch.arange(numel, dtype=torch.float32).to(dtype), dp_rank=0, dp_size=2)
+        RankGroup(index, "chunk 0", torch.arange(numel, dtype=torch.float32).to(dtype), dp_rank=0, dp_size=2)
         for index, numel in enumerate((128, 1536, 70016))
     ]
 
@@ -36,7 +36,7 @@ def make_pool(directory, groups, **settings) -> NvmePool:
     )
 
 
-def read(pool: NvmePool, group: Group, slot: int) -> None:
+def read(pool: NvmePool, group: RankGroup, slot: int) -> None:
     transfer = Transfer()
     pool.start(group, slot, transfer)
     transfer.wait()
@@ -88,7 +88,7 @@ def test_a_drive_that_is_full_is_refused_before_training(directory, monkeypatch)
     room = os.statvfs(directory)
     group = make_groups()[0]
     with pytest.raises(InputError, match=r"the drive is full: [0-9]+ bytes \(.* GiB\) are needed"):
-        drive.create(directory, (room.f_bavail + room.f_bfree) * room.f_frsize + group.bytes)
+        drive.create_file(directory, (room.f_bavail + room.f_bfree) * room.f_frsize + group.bytes)
     assert os.listdir(directory) == []
 
 
@@ -102,7 +102,7 @@ def test_memory_is_no_drive():
     if drive.filesystem("/dev/shm") not in drive.MEMORY_FILESYSTEMS:
         pytest.fail("/dev/shm is expected to be in memory on Linux")
     with pytest.raises(InputError, match="is on tmpfs, which is memory, not a drive"):
-        drive.create("/dev/shm", 4096)
+        drive.create_file("/dev/shm", 4096)
 
 
 def test_a_directory_that_is_missing_is_named(tmp_path):

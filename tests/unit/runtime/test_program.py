@@ -8,9 +8,9 @@ from planning_cases import make_table, make_workload
 
 from megatron_ext.planner import plan
 from megatron_ext.planner.baselines import all_gpu
-from megatron_ext.runtime.group import ScheduleError, State
+from megatron_ext.runtime.group import GroupState, ScheduleError
 from megatron_ext.runtime.recorder import Recorder
-from megatron_ext.schedule.footprint import in_order
+from megatron_ext.schedule.footprint import actions_in_order
 from megatron_ext.workload.step import Step
 
 
@@ -22,7 +22,7 @@ def planned(**shape):
 def issued(schedule) -> list[tuple[str, int]]:
     """Unshards of rank 0 in the order of the file."""
     rank = schedule.ranks[0]
-    actions = [*rank.start.unshard, *(action for entry in rank.steps for action in in_order(entry))]
+    actions = [*rank.start.unshard, *(action for entry in rank.steps for action in actions_in_order(entry))]
     return [("unshard", action.group) for action in actions if hasattr(action, "route")]
 
 
@@ -99,11 +99,11 @@ def test_a_group_that_is_needed_later_stays_on_its_way_until_then():
     ahead = {action.group: action.need_by for action in schedule.ranks[0].start.unshard if action.need_by > 0}
     assert ahead
     rank.executor.pre_forward(0, 0)
-    assert {rank.groups[group].state for group in ahead} == {State.UNSHARDING}
+    assert {rank.groups[group].state for group in ahead} == {GroupState.UNSHARDING}
     rank.executor.pre_forward(1, 0)
     rank.layers.armed = []
     rank.executor.pre_forward(2, 1)
     for _, forward, _ in rank.layers.armed:
         for action in forward:
             action()
-    assert {rank.groups[group].state for group in ahead} == {State.WHOLE}
+    assert {rank.groups[group].state for group in ahead} == {GroupState.WHOLE}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.runtime.device import HostDevice
-from megatron_ext.runtime.group import Clock, Group
+from megatron_ext.runtime.group import Clock, RankGroup
 from megatron_ext.runtime.host_pool import DRIVE, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_copies import NodeCopies
@@ -20,7 +20,7 @@ class OneRank:
     """The only rank of a node, of two in all."""
 
     def __init__(self, offloaded=None, nodes=None, drive=None, host=True, recorder=NOTHING):
-        self.groups = [Group(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
+        self.groups = [RankGroup(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
         targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
         self.device, hosted = HostDevice(), {0, 1, 2} if host else set()
         self.pool = HostPool(

@@ -9,8 +9,8 @@ import torch
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out
-from megatron_ext.runtime.host_step.room import Link, OwnRooms, Room, SharedRooms
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out_parameters
+from megatron_ext.runtime.host_step.room import OwnRooms, Room, SharedRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.page_locked import large_tensor
@@ -63,10 +63,10 @@ class Training(Plain):
         self.kind = FlatAdamW if flat else torch.optim.AdamW
         super().__init__(dtype, half)
         for optimizer in self.optimizers if flat else ():
-            lay_out(optimizer, large_tensor)
+            lay_out_parameters(optimizer, large_tensor)
         self.issuer, device, casts = Issuer(), HostDevice(), cast == "device"
         inward, outward = PART_BYTES * casts, ROOM_BYTES * (casts and dtype is not torch.float32)
-        self.link = Link(device, device.device, inward, outward)
+        self.link = StepStreams(device, device.device, inward, outward)
         self.rooms = SharedRooms(self.link, rooms, ROOM_BYTES, casts) if rooms else OwnRooms(self.link)
         self.units = []
         for number, unit in enumerate(UNITS):

@@ -4,7 +4,7 @@ import torch
 from engine_stand_in import FusedLinear
 
 from megatron_ext.runtime.census import Census, storage_bytes
-from megatron_ext.runtime.group import Residency
+from megatron_ext.runtime.group import WholeBytes
 from megatron_ext.runtime.saved_tensors import SavedTensors
 
 
@@ -54,7 +54,7 @@ def test_fused_weight_gradients_find_their_parameter():
 
 
 def test_the_census_is_the_sum_at_its_peak():
-    residency = Residency()
+    residency = WholeBytes()
     weight = torch.ones(8, 8, requires_grad=True)
     census = Census(residency, [weight], lambda: ({"shards": 7}, {"host_copies": 5}))
     residency.add(1000)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.flags import DeviceFlag, HostFlag
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import DRIVE, FAILED, HostPool, PeerLost, Sharers
 from megatron_ext.runtime.stream_flags import StreamFlagError, StreamFlags, open_stream_flags
 from megatron_ext.runtime.streams import CudaStream
@@ -47,9 +47,9 @@ class Device(HostDevice):
         return self.flags.offset(memory)
 
 
-def pool_of_two(peer: int, device=HostDevice(), by_thread=frozenset()) -> tuple[HostPool, Group]:  # noqa: B008
+def pool_of_two(peer: int, device=HostDevice(), by_thread=frozenset()) -> tuple[HostPool, RankGroup]:  # noqa: B008
     """A pool as its rank 0 sees it; process ``peer`` is rank 1."""
-    group = Group(0, "chunk 0", torch.zeros(1 << 10), 0, 2)
+    group = RankGroup(0, "chunk 0", torch.zeros(1 << 10), 0, 2)
 
     def exchange(value):
         return [value, peer if value == os.getpid() else value]

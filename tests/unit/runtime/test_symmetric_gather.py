@@ -11,7 +11,7 @@ from gathered import as_ranks_do
 from symmetric_stand_in import SymmetricStandIn
 
 from megatron_ext.measure import assemble_table
-from megatron_ext.measure.operations import SymmetricGather
+from megatron_ext.measure.operations import TimedSymmetricGather
 from megatron_ext.measure.options import Options
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.routes import symmetric_gather as symmetric
@@ -70,11 +70,11 @@ class OneRank:
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_measuring_gathers_as_a_run_does_or_says_why_not(stand_in, monkeypatch, refuses):
-    assert SymmetricGather.tried(OneRank()) == (None, "no CUDA device")
+    assert TimedSymmetricGather.tried(OneRank()) == (None, "no CUDA device")
     monkeypatch.setattr(symmetric, "missing", lambda *_: None)
     if refuses:
         monkeypatch.setattr(memory, "set_backend", _refuse)
-    operation, why = SymmetricGather.tried(OneRank())
+    operation, why = TimedSymmetricGather.tried(OneRank())
     if refuses:
         assert operation is None and why == "NCCL error last"
         raw = {"curves": {}, "symmetric_refused": why}
@@ -104,7 +104,7 @@ def test_what_was_measured_becomes_a_curve_of_its_own():
     point = {"p50_us": 10.0, "p95_us": 11.0, "samples": 5, "medians_us": [10.0], "issued_us": 1.0}
     faster = {"size_bytes": 512, **point, "p50_us": 5.0}
     curves = {"gpu": [{"size_bytes": 512, **point}], "symmetric": [faster]}
-    gpu = assemble_table.assemble(Options(), {"curves": curves}).routes.gpu
+    gpu = assemble_table.assemble_table(Options(), {"curves": curves}).routes.gpu
     assert gpu.points[0].p50_us == 10.0 and gpu.algorithms["symmetric"][0].p50_us == 5.0
 
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from planning_cases import line, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.formats.moved_bytes import add_up, by_link, differences
+from megatron_ext.formats.moved_bytes import add_up, by_link, byte_differences
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
@@ -104,8 +104,8 @@ def test_states_on_the_drive_begin_at_sectors():
 def test_differences_are_said_by_kind_and_link():
     bill = add_up([("gather", "to_device", 5), ("gather", "network", 3), ("gather", "network", 3)])
     assert bill == {"gather": {"to_device": 5, "host_memory": 5, "network": 6}}
-    assert differences(bill, bill) == []
-    assert differences(bill, {"gather": {"to_device": 5, "host_memory": 5}, "step": {"host_memory": 1}}) == [
+    assert byte_differences(bill, bill) == []
+    assert byte_differences(bill, {"gather": {"to_device": 5, "host_memory": 5}, "step": {"host_memory": 1}}) == [
         ("gather", "network", 6, 0),
         ("step", "host_memory", 0, 1),
     ]

@@ -6,7 +6,7 @@ from planning_cases import make_workload
 
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.stock import groups_of
-from megatron_ext.schedule.footprint import device_peaks, in_order, over_limit, pinned_host_bytes, slot_bytes
+from megatron_ext.schedule.footprint import actions_in_order, device_peaks, over_limit, pinned_host_bytes, slot_bytes
 from megatron_ext.workload.bucket_rules import layer_buckets
 
 ONE = dict(pp=1, vp=1, dp=2, microbatches=1, order="no_pipeline", layers=3)
@@ -42,8 +42,8 @@ def test_within_a_step_groups_come_and_go_by_layer():
     schedule = schedule_of(unshards, reshards, zero_stage=3)
     assert device_peaks(schedule) == [schedule.groups[0].bytes]
     forward, backward = schedule.ranks[0].steps
-    assert [action.group for action in in_order(forward)] == [0, 0, 1, 1, 2, 2]
-    assert [action.group for action in in_order(backward)] == [2, 2, 1, 1, 0, 0]
+    assert [action.group for action in actions_in_order(forward)] == [0, 0, 1, 1, 2, 2]
+    assert [action.group for action in actions_in_order(backward)] == [2, 2, 1, 1, 0, 0]
 
 
 def test_host_copies_count_once_a_node_and_slots_once_a_rank():

@@ -9,7 +9,7 @@ from megatron_ext.planner import plan
 from megatron_ext.schedule.group_facts import largest_gradient
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
-from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots, decode, save
+from megatron_ext.schedule.user_defined_schedule import Schedule, StateSlots, StepSlots, read_unchecked, save
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
@@ -31,7 +31,7 @@ def held(schedule: Schedule, work):
 def test_a_file_holds_them(tmp_path):
     schedule, _ = planned()
     save(tmp_path / "s.json", schedule)
-    assert decode(tmp_path / "s.json") == schedule
+    assert read_unchecked(tmp_path / "s.json") == schedule
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import groups_of, stock_schedule
 from megatron_ext.schedule.validate import validate
-from megatron_ext.simulator.simulation import run
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 
@@ -66,7 +66,7 @@ def test_a_gather_slows_compute_while_it_lasts():
     assert result.iteration_time_us == pytest.approx(700 + 200 / 3)
     assert result.iteration_time_us >= result.lower_bound_us
     # A bound that was wrong would show.
-    assert run(work, Timing(work, table), schedule, bound_us=800.0).lower_bound_us == 800.0
+    assert simulate(work, Timing(work, table), schedule, bound_us=800.0).lower_bound_us == 800.0
 
 
 def test_two_links_run_at_once_and_cpu_waits_for_its_publishing():

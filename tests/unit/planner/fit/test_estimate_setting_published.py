@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from megatron_ext.cost import hardware_sheet
-from megatron_ext.planner.fit.costs import Costs
+from megatron_ext.planner.fit.costs import SettingCosts
 from megatron_ext.planner.fit.estimate_setting import quick_choice, stock_of
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch
@@ -24,7 +24,7 @@ QWEN = GptShape(
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_more_states_on_the_host_the_slower_and_the_smaller(microbatches):
-    costs = Costs(hardware_sheet.load("h100-nvlink"))
+    costs = SettingCosts(hardware_sheet.load("h100-nvlink"))
     parallel = Parallel.of(microbatches=microbatches, gpus_per_node=8)
 
     def choice(on_host: bool, device_bytes: int):

@@ -10,12 +10,12 @@ from megatron_ext.cost import hardware_sheet
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.planner.effort import EFFORT
-from megatron_ext.planner.fit import answer, search_settings
-from megatron_ext.planner.fit.answer import answer_of, fastest_without
+from megatron_ext.planner.fit import fit_verdict, search_settings
 from megatron_ext.planner.fit.estimate_setting import floor_bytes, least_bytes, quick_choice, stock_of
 from megatron_ext.planner.fit.fit_text import as_json, as_text
+from megatron_ext.planner.fit.fit_verdict import fastest_without, verdict_of_fit
 from megatron_ext.planner.fit.found import judge
-from megatron_ext.planner.fit.request import Request, ready, with_changes
+from megatron_ext.planner.fit.request import Request, fit_problem_of, with_changes
 from megatron_ext.planner.fit.search_settings import NEAR
 from megatron_ext.planner.fit.setting import COUNT_ENDS
 from megatron_ext.planner.fit.space import NAMES, Space
@@ -40,7 +40,7 @@ def request(words, **more) -> Request:
 
 @pytest.mark.parametrize("experts", [[], EXPERTS])
 def test_what_is_fixed_stays_and_all_train_the_same_batch(experts):
-    given = ready(request([*SMALL, "--num-layers", "4", *experts], search_layout=True)).space
+    given = fit_problem_of(request([*SMALL, "--num-layers", "4", *experts], search_layout=True)).space
     found = given.settings()
     assert found[0] == given.given and len(set(found)) == len(found) > 300
     assert {one.samples for one in found} == {16} and {one.parallel.world_size for one in found} == {8}
@@ -71,7 +71,7 @@ def tried_first(monkeypatch, number: int, bound, slower, **more) -> list:
     monkeypatch.setattr(search_settings, "bound_us", lambda work, timing: bound(work))
     monkeypatch.setattr(search_settings, "quick_choice", noted)
     with pytest.raises(InterruptedError):
-        ready(request([*SMALL, "--num-layers", "4"], **more)).search()
+        fit_problem_of(request([*SMALL, "--num-layers", "4"], **more)).search()
     return tried
 
 
@@ -100,7 +100,7 @@ def test_every_layout_keeps_what_no_setting_names():
     kept = ["--global-batch-size", "64", "--num-distributed-optimizer-instances", "2"]
     kept += ["--microbatch-group-size-per-virtual-pipeline-stage", "4"]
     layout = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
-    space = ready(request([*SMALL, "--num-layers", "4", *kept, *layout], search_layout=True)).space
+    space = fit_problem_of(request([*SMALL, "--num-layers", "4", *kept, *layout], search_layout=True)).space
     sizes = {one.parallel for one in space.settings()}
     assert {each.pp for each in sizes} == {1, 2, 4} and {each.instances for each in sizes} == {2}
     assert {each.microbatch_group_size for each in sizes if each.vp > 1} == {4}
@@ -109,8 +109,8 @@ def test_every_layout_keeps_what_no_setting_names():
 @pytest.mark.parametrize("of_their_own", [[], ["--expert-tensor-parallel-size", "1"]])
 def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
     words = [*SMALL, "--num-layers", "4", *EXPERTS, *of_their_own]
-    assert {one.parallel.ep for one in ready(request(words)).space.settings()} == {2}
-    space = ready(request(words, hardware="h100-rdma", nodes=2, search_layout=True)).space
+    assert {one.parallel.ep for one in fit_problem_of(request(words)).space.settings()} == {2}
+    space = fit_problem_of(request(words, hardware="h100-rdma", nodes=2, search_layout=True)).space
     found = {(one.parallel, one.batch.recompute): one for one in space.settings() if one.zero_stage == 1}
     assert {parallel.ep for parallel, _ in found} == {1, 2, 4}
     for (parallel, _), one in found.items():
@@ -124,7 +124,7 @@ def test_experts_are_spread_as_given_or_within_a_node(of_their_own):
 
 def test_gradients_are_sharded_with_sequence_parallelism():
     words = [*SMALL, "--sequence-parallel", "--tensor-model-parallel-size", "2"]
-    found = ready(request(words, search_layout=True)).space.settings()
+    found = fit_problem_of(request(words, search_layout=True)).space.settings()
     several = [one for one in found if one.parallel.tensor_model_parallel_size > 1]
     assert {one.zero_stage for one in several} == {1, 2, 3} and all(one.batch.sequence_parallel for one in several)
     assert not any(one.workload(Limits()).keeps_gradients for one in several)
@@ -135,7 +135,7 @@ def test_what_only_a_whole_plan_fits_is_found_as_plan_finds_it(monkeypatch):
     words = """--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50257 --bf16
         --micro-batch-size 8 --global-batch-size 1024 --zero-stage 3 --recompute-granularity full --recompute-method
         uniform --recompute-num-layers 1 --limit-device-bytes 2289114503""".split()
-    problem = ready(request(words, hardware="h100-ethernet", world_size=8, fixed=("all",)))
+    problem = fit_problem_of(request(words, hardware="h100-ethernet", world_size=8, fixed=("all",)))
     given, work = problem.space.given, problem.space.given.workload(problem.limits)
     with pytest.raises(InputError, match="cannot fit"):
         quick_choice(given, work, problem.costs.of(given, work), 0.0)
@@ -147,7 +147,7 @@ def test_a_single_setting_takes_what_plan_finds_whatever_it_costs(monkeypatch):
     monkeypatch.setattr(search_settings, "PLAN_EFFORT", 0.0)
     words = """--num-layers 12 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 32000 --bf16
         --micro-batch-size 1 --global-batch-size 1 --zero-stage 3 --optimizer-cpu-offload""".split()
-    (found,) = ready(request(words, hardware="rtx4090", world_size=1, fixed=("all",))).search().tried
+    (found,) = fit_problem_of(request(words, hardware="rtx4090", world_size=1, fixed=("all",))).search().tried
     assert found.planned
 
 
@@ -160,7 +160,7 @@ def test_stock_megatron_is_searched_with_sequence_parallelism(monkeypatch):
     words += "--micro-batch-size 1 --hidden-dropout 0 --limit-device-bytes 10000000000".split()
     fixed = ("micro-batch-size", "pipeline-model-parallel-size", "recompute")
     asked = request(words, hardware="h100-nvlink", search_layout=True, fixed=fixed)
-    problem = ready(asked)
+    problem = fit_problem_of(asked)
     found, fits = judge(asked, problem, problem.search()), {}
     for setting in problem.space.settings():
         rounds = FewRounds(setting.workload(problem.limits))
@@ -177,7 +177,7 @@ def test_stages_that_count_embedding_and_loss_as_layers():
     """6 layers in 4 stages: 1 in the first and the last, 2 between, as Megatron itself divides them."""
     uneven = "--num-layers 6 --decoder-first-pipeline-num-layers 2 --pipeline-model-parallel-size 2".split()
     asked = request([*SMALL, *uneven], fixed=("all",))
-    found = judge(asked, ready(asked), ready(asked).search())
+    found = judge(asked, fit_problem_of(asked), fit_problem_of(asked).search())
     space = found.problem.space._replace(fixed=frozenset(), layout=True)
     chosen, one_stage = (next(one for one in space.settings() if one.parallel.pp == pp) for pp in (4, 1))
     assert space.given.shape.stage_layers == (2, 4) and one_stage.shape.stage_layers == (6,)
@@ -185,15 +185,15 @@ def test_stages_that_count_embedding_and_loss_as_layers():
     add, take_out = found.launch_of(chosen)
     assert take_out == ["--decoder-first-pipeline-num-layers"] == found.launch_of(one_stage)[1]
     words = with_changes(asked.words, add, take_out)
-    assert ready(request(words)).space.given.shape.stage_layers == chosen.shape.stage_layers
+    assert fit_problem_of(request(words)).space.given.shape.stage_layers == chosen.shape.stage_layers
 
 
 def test_ranks_that_share_sequences_are_kept():
     words = [*SMALL, "--num-layers", "4", "--context-parallel-size", "2"]
-    found = ready(request(words, search_layout=True)).space.settings()
+    found = fit_problem_of(request(words, search_layout=True)).space.settings()
     assert {one.samples for one in found} == {16} and {one.parallel.world_size for one in found} == {8}
     assert {one.options()["--context-parallel-size"] for one in found} == {"2"}
-    given = ready(request(SMALL)).space.given, found[0]
+    given = fit_problem_of(request(SMALL)).space.given, found[0]
     assert [int(one.options()["--data-parallel-size"]) for one in given] == [8, 4]
     # Half of the tokens on each of as many ranks that share parameters.
     alone, shared = (one.workload(Limits()).chunks[0].activation_bytes[1] for one in given)
@@ -205,7 +205,7 @@ def test_ranks_that_share_sequences_are_kept():
 )
 def test_ranks_that_cannot_share_sequences(size, why):
     with pytest.raises(InputError, match=why):
-        ready(request([*SMALL, "--context-parallel-size", size]))
+        fit_problem_of(request([*SMALL, "--context-parallel-size", size]))
 
 
 def test_brute_force(monkeypatch):
@@ -215,7 +215,7 @@ def test_brute_force(monkeypatch):
     monkeypatch.setattr(policies, "is_tiny", lambda workload: False)
     words = [*SMALL, "--num-layers", "2"]
     asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "recompute"))
-    stock = ready(asked)
+    stock = fit_problem_of(asked)
     work = stock.space.given.workload(Limits())
     limit = int(0.5 * max(bill.memory.device_total_bytes for bill in memory_bill(plan_of_stock(work), work)))
     problem = stock._replace(limits=Limits(device_bytes=limit, host_bytes=1 << 33))
@@ -254,9 +254,9 @@ def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host
     """The case of a first GPU run, within the bytes that everything on the host took there: 12.1 GB."""
     words = [*H200, *"--limit-device-bytes 12100000000 --hidden-dropout 0".split()]
     asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "num-virtual-stages-per-pipeline-rank"))
-    problem = ready(asked)
+    problem = fit_problem_of(asked)
     found = judge(asked, problem, problem.search())
-    said = answer_of(found)
+    said = verdict_of_fit(found)
     text, figures = as_text(found, said), as_json(found, said)
     winner, row = found.fit.winner, figures["frontier"][0]
     assert row["way"].startswith("recompute, whole gradients on the device, ")
@@ -280,18 +280,18 @@ def test_on_the_h200_recompute_with_whole_gradients_beats_everything_on_the_host
 def test_a_launch_line_takes_out_what_is_there_and_not_chosen(given):
     words = [*SMALL, *given.split()]
     asked = request([*words, "--use-distributed-optimizer"], fixed=("zero-stage", "optimizer-cpu-offload"))
-    problem = ready(asked)
+    problem = fit_problem_of(asked)
     found = judge(asked, problem, problem.search())
     add, out = found.launch_of(found.fit.winner.setting)
     assert set(out) == {word.partition("=")[0] for word in given.split() if word.startswith("--")}
     assert "--overlap-param-gather" in add and "--use-distributed-optimizer" not in add
     assert "--overlap-grad-reduce" in add  # without which Megatron refuses the other
     assert not any(word.startswith("--recompute") for word in found.words())
-    again = ready(asked)
+    again = fit_problem_of(asked)
     repeated = judge(asked, again, again.search())
-    assert as_json(repeated, answer_of(repeated)) == as_json(found, answer_of(found))
+    assert as_json(repeated, verdict_of_fit(repeated)) == as_json(found, verdict_of_fit(found))
     # What the arguments of the script then say is the winner.
-    assert ready(request(found.words())).space.given == found.fit.winner.setting
+    assert fit_problem_of(request(found.words())).space.given == found.fit.winner.setting
 
 
 def test_a_measured_table_corrects_the_sheet():
@@ -303,7 +303,7 @@ def test_a_measured_table_corrects_the_sheet():
 
     words = [*H200, "--num-layers", "2", "--limit-device-bytes", "6000000000"]
     asked = request(words, hardware="h200-one-gpu", fixed=("micro-batch-size", "zero-stage"))
-    problem = ready(asked)
+    problem = fit_problem_of(asked)
     winner = problem.search().winner
     asked = replace(asked, chosen=winner.setting.options(), predicted_us=winner.us)
     work = winner.setting.workload(problem.limits)
@@ -319,7 +319,7 @@ def test_a_measured_table_corrects_the_sheet():
 
 def test_vocabulary_is_padded_for_the_tensor_parallel_size():
     words = [*SMALL, "--vocab-size", "1000"]
-    space = ready(request(words, search_layout=True)).space
+    space = fit_problem_of(request(words, search_layout=True)).space
     assert isinstance(space, Space)
     for one in space.settings():
         assert one.shape.vocab % (128 * one.parallel.tensor_model_parallel_size) == 0 and one.shape.vocab >= 1000
@@ -328,7 +328,7 @@ def test_vocabulary_is_padded_for_the_tensor_parallel_size():
 def test_every_machine_has_room_beside_the_reserve():
     for name, (tp, dp) in product(hardware_sheet.names(), [(1, 1)]):
         sheet = hardware_sheet.load(name)
-        problem = ready(request(SMALL, hardware=name))
+        problem = fit_problem_of(request(SMALL, hardware=name))
         room = problem.room(problem.space.given, problem.space.given.workload(Limits()))
         assert 0.85 * sheet.device.memory_bytes.value < room < sheet.device.memory_bytes.value, (tp, dp)
 
@@ -337,14 +337,14 @@ def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypat
     words = [*SMALL, "--num-layers", "2", "--limit-device-bytes", str(120 << 20), "--limit-host-bytes"]
     fixed = ("micro-batch-size", "zero-stage")
     with pytest.raises(InputError, match=r"--limit-host-bytes = 20000000: nothing fits: .* takes \d+ bytes") as error:
-        ready(request([*words, "20000000"], hardware="h200-one-gpu", fixed=fixed)).search()
+        fit_problem_of(request([*words, "20000000"], hardware="h200-one-gpu", fixed=fixed)).search()
     enough = str(error.value).partition(" takes ")[2].split()[0]
     asked = request([*words, enough], hardware="h200-one-gpu", fixed=fixed)
-    problem = ready(asked)
+    problem = fit_problem_of(asked)
     found = judge(asked, problem, problem.search())
     # Where no settings train without a plan it helps to fit, whatever it gains over what does not fit.
     nothing = SimpleNamespace(figures={"answer": HELPS_NOT}, conclusion="does not help")
-    monkeypatch.setattr(answer, "judged", lambda *given: nothing)
-    said = answer_of(found)
+    monkeypatch.setattr(fit_verdict, "verdict_of_choice", lambda *given: nothing)
+    said = verdict_of_fit(found)
     assert fastest_without(found) is None and (said.answer, said.conclusion[:13]) == (HELPS, "helps to fit.")
     assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found)[2]

@@ -9,11 +9,11 @@ from variations import some
 
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.planner import gather_search as search_module
 from megatron_ext.planner import plan, search_note
-from megatron_ext.planner import search as search_module
+from megatron_ext.planner.gather_search import GatherSearch, search
 from megatron_ext.planner.passes.place_gathers import GatherPlacer, place_gathers
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.search import Search, search
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload
 
@@ -95,7 +95,7 @@ def test_a_search_ends_after_some_starts_that_find_nothing_better(monkeypatch):
     found = []
     for fruitless in (search_module.FRUITLESS, 100):
         monkeypatch.setattr(search_module, "FRUITLESS", fruitless)
-        state = Search(problem)
+        state = GatherSearch(problem)
         state.descend()
         found.append((min(state.estimates.values()), len(state.estimates)))
     assert found[0][0] == found[1][0] and found[0][1] < found[1][1]
@@ -125,7 +125,7 @@ def test_a_plan_that_is_known_is_not_placed_again(pp, order, monkeypatch):
     timing, passes, place = Timing(work, table), [], GatherPlacer.place
     monkeypatch.setattr(GatherPlacer, "place", lambda self, *given: passes.append(given) or place(self, *given))
     monkeypatch.setattr(search_module, "FRUITLESS", 100)
-    state = Search(Problem(work, timing, ("gpu", "cpu")))
+    state = GatherSearch(Problem(work, timing, ("gpu", "cpu")))
     state.descend()
     assert len(passes) < 0.6 * len(state.estimates)
     for settings, us in state.estimates.items():

@@ -27,7 +27,7 @@ from megatron_ext.planner.effort import (
 )
 from megatron_ext.planner.link_split import splitter
 from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits
-from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Plan
+from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Placement
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
@@ -35,10 +35,10 @@ from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Workload
 
 SIMULATED = 8
-"""How many of the best settings by estimate the simulator judges."""
+"""How many of the best points of the grid by estimate the simulator judges."""
 
 REROUTED = 4
-"""How many of the best simulated settings are improved by sending gathers by other routes, one at a time."""
+"""How many of the best simulated points are improved by sending gathers by other routes, one at a time."""
 
 FRUITLESS = 3
 """After this many starts in a row that led to nothing better, no further one is tried. Starts before the first one
@@ -52,7 +52,7 @@ Offload = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
 is short."""
 
 
-class Settings(NamedTuple):
+class GridPoint(NamedTuple):
     """One point of the grid that is searched: indices into the ways to cut chunks, the ways to divide blocks between
     links, the horizons, the sets of routes, and the orders of assigning host copies."""
 
@@ -70,8 +70,8 @@ class Grouping(NamedTuple):
     choices: Choices
 
 
-class Search:
-    """All settings of a workload. Estimates each setting once, simulates some of them, and keeps the best schedule.
+class GatherSearch:
+    """All points of a workload's grid. Estimates each point once, simulates some of them, and keeps the best schedule.
 
     Args:
         offload: applied to the groups of every candidate; by default everything stays on the device.
@@ -98,7 +98,7 @@ class Search:
         self.hosts = range(orders if limited and copied else 1)
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
         self.effort, self.tried = self.full_effort, 0
-        self.estimates: dict[Settings, float] = {}
+        self.estimates: dict[GridPoint, float] = {}
         self.best_us = self.best_mark = inf
         self.best: Schedule | None = None
         self.refused: InputError | None = None
@@ -108,72 +108,85 @@ class Search:
         self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of settings along each axis."""
-        return tuple(map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
+    def sizes(self) -> GridPoint:
+        """The number of indices along each axis."""
+        return GridPoint(*map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
 
-    def made(self, settings: Settings) -> Grouping | None:
-        """Blocks and choices of these settings, by the passes cut and offload; None if these settings cannot work."""
-        made = self._grouped(settings._replace(horizon=0))[0]
-        return made and made._replace(choices=made.choices._replace(horizon_us=self.horizons[settings.horizon]))
+    def made(self, point: GridPoint) -> Grouping | None:
+        """Blocks and choices of this point, by the passes cut and offload; None if it cannot work."""
+        made, _ = self._grouped(point._replace(horizon=0))
+        return made and made._replace(choices=made.choices._replace(horizon_us=self.horizons[point.horizon]))
 
-    def _group(self, settings: Settings) -> tuple[Grouping | None, list[tuple[float, float, float]]]:
-        """What :meth:`made` returns, but for the horizon; and what is known of settings that give the placement pass
-        the same groups with the same routes: two horizons, and the estimated end with any horizon between them."""
-        blocks, made = self._blocks(settings.cut, settings.divide), None
-        if blocks is not None:
-            choices = choices_of(self.workload, blocks, 0.0, self.sets[settings.routes], settings.hosts)
-            made = grouping_of(self.workload, blocks, choices)
-        ways = made and tuple(map(made.choices.ways, range(len(made.blocks.groups))))
-        return made, self._ends.setdefault((id(blocks), ways), [])
+    def _group(self, point: GridPoint) -> tuple[Grouping | None, list[tuple[float, float, float]]]:
+        """What :meth:`made` returns, but for the horizon; and what is known of points that give the placement pass the
+        same groups with the same routes: two horizons, and the estimated end with any horizon between them."""
+        blocks = self._blocks(point.cut, point.divide)
+        if blocks is None:
+            return None, []
+        choices = choices_of(self.workload, blocks, 0.0, self.sets[point.routes], point.hosts)
+        made = grouping_of(self.workload, blocks, choices)
+        if made is None:
+            return None, []
+        routes = tuple(map(made.choices.ways, range(len(blocks.groups))))
+        return made, self._ends.setdefault((id(blocks), routes), [])
 
     def _cut(self, cut: int, divide: int) -> Blocks | None:
         """The same object for all ways to cut and to divide that give the same blocks."""
         blocks = cut_groups(self.workload, self.timing, self.cuts[cut], self.divides[divide])
         groups = blocks.groups if self.offload is None else self.offload(blocks.groups)
-        return None if groups is None else self._equal.setdefault(kept := blocks._replace(groups=groups), kept)
+        if groups is None:
+            return None
+        blocks = blocks._replace(groups=groups)
+        return self._equal.setdefault(blocks, blocks)
 
-    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Plan:
+    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Placement:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
         return self._placer(given.blocks, workload is self.rough).place(given.choices, most_us)
 
-    def estimate(self, settings: Settings, most_us: float = inf) -> float:
+    def estimate(self, point: GridPoint, most_us: float = inf) -> float:
         """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload;
         infinite if it is after ``most_us``."""
-        if settings not in self.estimates:
-            given, us, rough = self.made(settings), inf, self.rough
-            if given is not None:
-                blocks = sum(map(len, given.blocks.of_stage))
-                self.effort -= number_of_steps(rough) + 2 * blocks * rough.parallel.num_microbatches
-                horizon_us, ends = given.choices.horizon_us, self._grouped(settings._replace(horizon=0))[1]
-                try:
-                    us = next((us for least, most, us in ends if least <= horizon_us <= most), inf)
-                    if us == inf:
-                        _, _, us, alike = self._place(given, rough, most_us)
-                        ends += [(*alike, us)] if us < inf else []
-                except InputError as error:  # the size of a group was not measured
-                    self.refused = self.refused or error
+        if point not in self.estimates:
+            us = self._estimated(point, most_us)
             if us == inf and most_us < inf:
                 return us  # without the bound it may be finite
-            self.estimates[settings] = us
-        return self.estimates[settings]
+            self.estimates[point] = us
+        return self.estimates[point]
+
+    def _estimated(self, point: GridPoint, most_us: float) -> float:
+        given, ends = self.made(point), self._grouped(point._replace(horizon=0))[1]
+        if given is None:
+            return inf
+        blocks = sum(map(len, given.blocks.of_stage))
+        self.effort -= number_of_steps(self.rough) + 2 * blocks * self.rough.parallel.num_microbatches
+        for least, most, us in ends:
+            if least <= given.choices.horizon_us <= most:
+                return us
+        try:
+            plan = self._place(given, self.rough, most_us)
+        except InputError as error:  # the size of a group was not measured
+            self.refused = self.refused or error
+            return inf
+        if plan.end_us < inf:
+            ends.append((*plan.alike, plan.end_us))
+        return plan.end_us
 
     def descend(self) -> None:
-        """Start from every way to cut with every division, the best first. Look for better settings one axis at a time,
+        """Start from every way to cut with every division, the best first. Look for better points one axis at a time,
         until nothing changes. End if :data:`FRUITLESS` starts have found nothing better, or if the effort is spent."""
-        starts = [Settings(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
+        starts = [GridPoint(c, d, self.middle, 0) for c in range(len(self.cuts)) for d in range(len(self.divides))]
         for start in starts:
             self.estimate(start)
         lowest_us, fruitless = inf, 0
         for start in sorted(starts, key=lambda s: (self.estimates[s], s)):
             best, changed = start, True
-            while changed:  # ends: each change has a lower estimate, and there are finitely many settings
+            while changed:  # ends: each change has a lower estimate, and there are finitely many points
                 changed = False
-                for axis in (2, 3, 4, 0, 1):
-                    for value in self._values(axis, best):
+                for axis in ("horizon", "routes", "hosts", "cut", "divide"):
+                    for index in self._indices(axis, best):
                         if self.effort <= 0:
                             return
-                        other = best._replace(**{Settings._fields[axis]: value})
+                        other = best._replace(**{axis: index})
                         if self.estimate(other) < self.estimates[best] * (1 - 1e-9):
                             best, changed = other, True
             if self.estimates[best] < lowest_us * (1 - 1e-9):
@@ -184,13 +197,13 @@ class Search:
             if fruitless == FRUITLESS:
                 return
 
-    def _values(self, axis: int, settings: Settings) -> Sequence[int]:
+    def _indices(self, axis: str, point: GridPoint) -> Sequence[int]:
         """Indices to try along one axis: all of them, but of the many horizons only nearby ones and the last one."""
-        size = self.sizes[axis]
-        if axis != 2:
+        size = getattr(self.sizes, axis)
+        if axis != "horizon":
             return range(size)
-        near = [settings.horizon + d for d in (1, -1, 2, -2, 4, -4)]
-        return [value for value in (*near, size - 1) if 0 <= value < size]
+        near = [point.horizon + distance for distance in (1, -1, 2, -2, 4, -4)]
+        return [index for index in (*near, size - 1) if 0 <= index < size]
 
     def spent(self) -> bool:
         near = self.best_us <= self.bound_us * (1 + (1e-9 if is_tiny(self.workload) else CLOSE_ENOUGH))
@@ -230,7 +243,7 @@ class Search:
             given = best
 
 
-def _other_routes(choices: Choices, plan: Plan) -> Iterator[Choices]:
+def _other_routes(choices: Choices, plan: Placement) -> Iterator[Choices]:
     """Choices that send one of the gathers of ``plan`` by another route. ``choices`` are those that led to ``plan``."""
     for pp_rank, mine in enumerate(plan.placed):
         for number, item in enumerate(mine):
@@ -252,40 +265,35 @@ def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Groupin
 
 
 def search(problem: Problem, **how) -> tuple[Schedule, float]:
-    """The best schedule found, and its simulated iteration time. Arguments: see :class:`Search`.
+    """The best schedule found, and its simulated iteration time. Arguments: see :class:`GatherSearch`.
 
     Raises:
         InputError: no groups can be gathered within the limits and the measured sizes.
     """
-    state = Search(problem, **how)
-    state.descend()
-    if all(us == inf for us in state.estimates.values()):
-        raise state.refused or InputError(
-            "cannot fit: no route can bring every group within the limits", field="limits"
-        )
-    state.effort = max(state.effort, state.full_effort // 4)
+    grid = GatherSearch(problem, **how)
+    grid.descend()
+    grid.effort = max(grid.effort, grid.full_effort // 4)
     judged = []
-    for number, settings in enumerate(_to_judge(state.estimates)):
-        if number and state.spent():
+    for number, point in enumerate(_to_judge(grid.estimates)):
+        if number and grid.spent():
             break
-        made = state.made(settings)
+        made = grid.made(point)
         assert made is not None  # its estimate is finite
-        judged.append((state.time_of(made), number, made))
-    for us, _, made in sorted(judged)[: REROUTED if state.steps <= SMALL_STEPS else 0]:
-        state.reroute(made, us)
-    if state.best is None:
-        assert state.refused is not None  # everything that was judged was refused
-        raise state.refused
-    return state.best, state.best_us
+        judged.append((grid.time_of(made), number, made))
+    for us, _, made in sorted(judged)[: REROUTED if grid.steps <= SMALL_STEPS else 0]:
+        grid.reroute(made, us)
+    if grid.best is None:
+        raise grid.refused or InputError("cannot fit: no route can bring every group within the limits", field="limits")
+    return grid.best, grid.best_us
 
 
-def _to_judge(estimates: dict[Settings, float]) -> list[Settings]:
-    """The best settings by estimate, taken in turn from each set of routes, because an estimate models contention less
-    well than the simulator. Of settings with the same estimate, cut, division and host copies only one is kept."""
-    by_routes: dict[int, dict[tuple, Settings]] = {}
-    for us, settings in sorted((us, settings) for settings, us in estimates.items() if us < inf):
-        key = us, settings.cut, settings.divide, settings.hosts
-        by_routes.setdefault(settings.routes, {}).setdefault(key, settings)
+def _to_judge(estimates: dict[GridPoint, float]) -> list[GridPoint]:
+    """The best points by estimate, taken in turn from each set of routes, because an estimate models contention less
+    well than the simulator. Of points with the same estimate, cut, division and host copies only one is kept."""
+    by_routes: dict[int, dict[tuple, GridPoint]] = {}
+    for us, point in sorted((us, point) for point, us in estimates.items() if us < inf):
+        key = us, point.cut, point.divide, point.hosts
+        by_routes.setdefault(point.routes, {}).setdefault(key, point)
     ranked = sorted(by_routes.values(), key=lambda found: min(found)[0])
     interleaved = zip_longest(*(found.values() for found in ranked))
-    return [settings for row in interleaved for settings in row if settings is not None][:SIMULATED]
+    return [point for row in interleaved for point in row if point is not None][:SIMULATED]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import debug
 from megatron_ext.runtime.device import device_of
-from megatron_ext.runtime.group import Group
+from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.node_copies import NodeCopies
 from megatron_ext.runtime.node_groups import make_data_group, make_node_groups
 from megatron_ext.runtime.recorder import NOTHING, Recorder
@@ -46,7 +46,7 @@ class OfKind(NamedTuple):
     schedules: list[Schedule]
     ranks: int
     indices: set[int]
-    groups: dict[int, Group]
+    groups: dict[int, RankGroup]
     backend: str
     recorder: Recorder
     shared: Any
@@ -62,13 +62,13 @@ class OfKind(NamedTuple):
 # returns the route of this rank's groups ``own``, or None if it has none.
 
 
-def _hierarchical(of: OfKind, own: list[Group]) -> BufferedGather | None:
+def _hierarchical(of: OfKind, own: list[RankGroup]) -> BufferedGather | None:
     node_groups = make_node_groups(of.schedules[0].parallel, of.backend, of.ranks)
     assert node_groups is not None  # validation accepts such groups only if the nodes allow two legs
     return HierarchicalGather(node_groups, device_of(own[0].whole), of.recorder) if own else None
 
 
-def _symmetric(of: OfKind, own: list[Group]) -> BufferedGather | None:
+def _symmetric(of: OfKind, own: list[RankGroup]) -> BufferedGather | None:
     device: Any = next((device_of(group.whole) for group in of.groups.values()), None)
     how = {}
     if device is not None:  # otherwise this rank holds no groups, and gathers nothing
@@ -82,12 +82,12 @@ def _symmetric(of: OfKind, own: list[Group]) -> BufferedGather | None:
     return symmetric_gather.SymmetricGather(data, device, largest, of.shared, of.recorder) if largest else None
 
 
-def _shard_gather(of: OfKind, own: list[Group]) -> BufferedGather | None:
+def _shard_gather(of: OfKind, own: list[RankGroup]) -> BufferedGather | None:
     data = make_data_group(of.schedules[0].parallel, of.backend, of.ranks) if of.ranks > 1 else None
     return ShardGather(data, device_of(own[0].whole), of.recorder) if own else None
 
 
-GATHERERS: dict[str, Callable[[OfKind, list[Group]], BufferedGather | None]] = {
+GATHERERS: dict[str, Callable[[OfKind, list[RankGroup]], BufferedGather | None]] = {
     HIERARCHICAL: _hierarchical,
     SYMMETRIC: _symmetric,
     "cpu_shard": _shard_gather,
@@ -109,12 +109,12 @@ class CollectiveRoutes(NamedTuple):
     gather: Route
     by_name: dict[str, Route]
     order: debug.IssueOrder | None
-    buffered: dict[BufferedGather, list[Group]]
+    buffered: dict[BufferedGather, list[RankGroup]]
 
 
 def collective_routes(
     schedules: dict[int, Schedule],
-    groups: dict[int, Group],
+    groups: dict[int, RankGroup],
     process_groups: dict[int, dist.ProcessGroup],
     recorder: Recorder,
 ) -> CollectiveRoutes:
@@ -128,7 +128,7 @@ def collective_routes(
     schedule = next(iter(schedules.values()))
     backend = dist.get_backend(next(iter(process_groups.values())))
     made: dict[str, dict[int, BufferedGather]] = {}  # by group
-    buffered: dict[BufferedGather, list[Group]] = {}
+    buffered: dict[BufferedGather, list[RankGroup]] = {}
     for ranks in sorted({group.ranks for group in schedule.groups}, reverse=True):
         # Experts have their own communicators.
         parts = [range(len(schedule.groups)), groups]
@@ -158,7 +158,7 @@ class _ByGroup:
     def __init__(self, routes: Mapping[int, Route]):
         self._routes = routes
 
-    def issue(self, group: Group):
+    def issue(self, group: RankGroup):
         return self._routes[group.index].issue(group)
 
 
