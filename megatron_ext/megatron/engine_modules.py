@@ -207,6 +207,7 @@ class DotProductAttention(_Module):
     """
 
     fused = True
+    cp_group = cp_global_ranks = None  # Megatron's branch `dev` reads them
 
     def __init__(
         self,

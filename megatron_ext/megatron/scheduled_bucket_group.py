@@ -13,6 +13,11 @@ WITHOUT_SCHEDULE = (
     "training goes on without its schedule: megatron_ext.megatron.hooks.on_train_setup was not called, or finish was"
 )
 
+NO_REDUCE = (
+    "start_grad_sync of this fork of Megatron has begun no reduce: it reduces a gradient once in an iteration, and the "
+    "schedule does so more often"
+)
+
 
 class _NoGradient:
     """Replaces ``main_grad`` of a parameter whose gradient will not get bytes again: adding to its freed storage would
@@ -89,9 +94,17 @@ def instances_of(config) -> int:
 def begun_reduce(bucket_group):
     """The object to wait on for the reduce that ``bucket_group`` has just begun. With several instances Megatron keeps
     no handle: both collectives run one after the other on a separate stream. (There is always a handle or a stream,
-    because a schedule needs overlap_param_gather, which needs overlap_grad_reduce.)"""
+    because a schedule needs overlap_param_gather, which needs overlap_grad_reduce.)
+
+    Raises:
+        ScheduleError: no reduce has begun, because a fork's ``start_grad_sync`` reduces once in an iteration.
+    """
     handle = bucket_group.grad_reduce_handle
-    return bucket_group.communication_stream.record_event() if handle is None else handle
+    if handle is not None:
+        return handle
+    if instances_of(bucket_group.ddp_config) == 1:
+        raise ScheduleError(NO_REDUCE)
+    return bucket_group.communication_stream.record_event()
 
 
 def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:

@@ -33,13 +33,14 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
 
     recorder: Recorder
     _issued = 0
+    _end_known = False
 
     def start_param_sync(self, *args, **kwargs):
         start, self._issued = perf_counter_ns(), self.recorder.now()
         super().start_param_sync(*args, **kwargs)
         self.recorder.add("issue", "unshard gpu", start, perf_counter_ns())
-        if self.param_gather_handle is not None:
-            self.recorder.add_end("gpu", "unshard", self._issued, self.param_gather_handle)
+        handle = self.param_gather_handle
+        self._end_known = handle is not None and self.recorder.add_end("gpu", "unshard", self._issued, handle)
 
     def finish_param_sync(self, *args, **kwargs):
         if not self.param_gather_dispatched:
@@ -49,7 +50,7 @@ class _RecordedBucketGroup(upstream._ParamAndGradBucketGroup):
             self.param_gather_handle.wait()
             end = self.recorder.now()
             self.recorder.add("wait", "wait", start, end)
-            if self.recorder.on_device:  # there a collective's future is done when the collective is queued
+            if not self._end_known:
                 self.recorder.add("gpu", END_NOT_KNOWN, self._issued, end)
         super().finish_param_sync(*args, **kwargs)
 

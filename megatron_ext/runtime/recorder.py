@@ -91,13 +91,16 @@ class Recorder:
 
         return run
 
-    def add_end(self, lane: str, name: str, start, handle) -> None:
-        """Record the collective of ``handle`` (one work, or several that were coalesced) from ``start`` to its end. Not
-        on a device, where the future of a work is done when the work is queued."""
-        if self.recording and not self.on_device:
-            works = getattr(handle, "works", None) or [handle]
-            ended = torch.futures.collect_all([work.get_future() for work in works])
-            ended.add_done_callback(lambda _: self.add(lane, name, start, time.perf_counter_ns()))
+    def add_end(self, lane: str, name: str, start, handle) -> bool:
+        """Record the collective of ``handle`` (one work, or several that were coalesced) from ``start`` to its end.
+        Returns False where the end cannot be known: on a device, where the future of a work is done when the work is
+        queued, and with a fork's own handle, which has no future."""
+        works = getattr(handle, "works", None) or [handle]
+        if self.on_device or not self.recording or not all(hasattr(work, "get_future") for work in works):
+            return False
+        ended = torch.futures.collect_all([work.get_future() for work in works])
+        ended.add_done_callback(lambda _: self.add(lane, name, start, time.perf_counter_ns()))
+        return True
 
     def moved(self, kind: Kind, link: Link, size_bytes: int) -> None:
         """Count bytes that move once, if all iterations are recorded."""

@@ -82,6 +82,9 @@ def test_a_usual_run_is_accepted():
         ("qk_clip", True),
         ("defer_embedding_wgrad_compute", True),
         ("overlap_dispatch_backward_with_experts_wgrad", True),
+        ("chunked_optimizer_state_offload", True),
+        ("offload_optimizer_states", True),
+        ("disable_param_buffers_cpu_backup", True),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(name, value):

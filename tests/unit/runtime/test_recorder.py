@@ -3,6 +3,7 @@ stand-in."""
 
 import contextlib
 import time
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -121,3 +122,16 @@ def test_a_run_without_a_trace_counts_nothing():
     recorder.moved("gather", "network", 7)
     recorder.end_count()
     assert recorder.counted == {}
+
+
+def test_the_end_of_a_gather_is_recorded_where_its_handle_has_a_future():
+    recorder, work = Recorder(0), torch.futures.Future()
+    assert recorder.add_end("gpu", "unshard", 5, SimpleNamespace(get_future=lambda: work))
+    work.set_result(None)
+    assert [(lane, name, start) for lane, name, start, _, _ in recorder.rows] == [("gpu", "unshard", 5)]
+
+
+def test_the_end_of_a_gather_is_not_known_where_a_fork_has_its_own_handle():
+    recorder = Recorder(0)
+    assert not recorder.add_end("gpu", "unshard", 5, SimpleNamespace(wait=lambda: None))
+    assert recorder.rows == []
