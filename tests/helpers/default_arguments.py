@@ -64,5 +64,6 @@ CASES = {
         3,
         11,
     ),
+    "the branch dev": ("dev", f"{PIPELINE} --recompute-activations", 2, 101),
 }
-"""Release, options, zero stage, seed of the schedule; each on four processes."""
+"""Release (or ``dev``), options, zero stage, seed of the schedule; each on four processes."""

@@ -47,9 +47,8 @@ def tree(tmp_path_factory):
         assert MIRROR, "set MEGATRON_MIRROR to a clone of Megatron-LM"
         if release not in trees:
             trees[release] = place = tmp_path_factory.mktemp("trees") / release
-            subprocess.run(
-                ["git", "clone", "-q", "--depth=1", "-b", f"core_v{release}", f"file://{MIRROR}", place], check=True
-            )
+            branch = release if release == "dev" else f"core_v{release}"
+            subprocess.run(["git", "clone", "-q", "--depth=1", "-b", branch, f"file://{MIRROR}", place], check=True)
             checkout.apply(place)
         return trees[release]
 
