@@ -17,6 +17,7 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.13 | a chunk is told its vp_stage; before, a global says it | accepts | gpt_model.py |
 | 0.13 | arguments of forward_step and backward_step, in several releases | accepted | layer_runners.py |
 | 0.13 | tensor-parallel ranks add up late gradients by a function of another name | late_sum_of | late_sums.py |
+| 0.13 | probabilities of padded experts have no mask; before, from 0.12.1 on, they have | - | saved_activations.py |
 | 0.13 | a checkpoint says the form of its optimizer states; before, an option alone does | - | checkpoint_layout.py |
 | 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has_all | checkpoint_states.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |

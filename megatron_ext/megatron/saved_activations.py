@@ -81,6 +81,7 @@ def saved_activations(
             torch.enable_grad(),
             _recomputes(),
             _fused_kernels(chunk, on_gpu, fused_swiglu),
+            _selects_evenly(config),
         ):
             chunk.to_empty(device="cpu")
             _move_other_tensors(chunk)
@@ -145,6 +146,18 @@ def _split_evenly(module, args):
     tokens, _, *others = args
     number = module.num_local_experts
     return (tokens, _Counts([tokens.shape[0] // number] * number), *others)
+
+
+def _selects_evenly(config):
+    """In this context a selection of tokens by experts (values and mask have shape ``[experts, tokens]``) has as many
+    tokens for each expert, and not those of the mask, which has no data. Megatron 0.12.1 to 0.12.3 select so."""
+
+    def masked_select(values, mask):
+        experts, tokens = values.shape
+        each = -(-tokens * config.moe_router_topk // experts)
+        return SavesInputs.apply(lambda values: values[:, :each].flatten(), values)
+
+    return mock.patch.object(torch.Tensor, "masked_select", masked_select)
 
 
 def _move_other_tensors(chunk: torch.nn.Module) -> None:

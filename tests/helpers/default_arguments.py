@@ -64,6 +64,7 @@ CASES = {
         3,
         11,
     ),
+    "experts whose tokens a mask selects": ("0.12.3", EXPERTS, 3, 20),
     "the branch dev": ("dev", f"{PIPELINE} --recompute-activations", 2, 101),
 }
 """Release (or ``dev``), options, zero stage, seed of the schedule; each on four processes."""

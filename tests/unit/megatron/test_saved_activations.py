@@ -86,3 +86,24 @@ def test_layers_that_predict_further_tokens_may_ask_whether_there_are_any(monkey
     assert saved_activations(AsksForTokens(), **sizes) is None and "DataDependent" in capsys.readouterr().err
     monkeypatch.setitem(globals(), "__name__", "megatron.core.transformer.multi_token_prediction")
     assert saved_activations(AsksForTokens(), **sizes) is not None
+
+
+class SelectsForExperts(AsksForTokens):
+    """Chooses two of four probabilities of each of eight tokens by a mask, as Megatron 0.12.3 does for experts."""
+
+    config = SimpleNamespace(params_dtype=torch.float32, moe_router_topk=2, **MLP)
+    selected = ()
+
+    def forward(self, tokens, positions, mask, labels=None):
+        hidden = self.embedding(tokens)
+        for layer in self.decoder.layers:
+            hidden = layer(hidden)
+        chosen = hidden.view(8, 4).T.contiguous().masked_select(torch.ones(4, 8, dtype=torch.bool))
+        self.selected = chosen.shape
+        return chosen.sum()
+
+
+def test_every_expert_gets_as_many_tokens():
+    model = SelectsForExperts()
+    assert saved_activations(model, seq_length=8, micro_batch_size=1, hidden_size=4) is not None
+    assert model.selected == (16,)
