@@ -11,6 +11,7 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.10 | shards may lie over one of several distributed-optimizer instances | accepted | own_rank.py |
 | 0.10 | experts are cut over tensor-parallel ranks of their own | accepted | gpt_model.py |
 | 0.11 | disable_forward_pre_hook takes param_sync | accepted | scheduled_bucket_group.py |
+| 0.11 | an order of experts stays a tensor; before, it is read as numbers | - | describe_from_checkout.py |
 | 0.11 | TransformerConfig knows options of experts, in several releases | has_all | gpt_model.py |
 | 0.12 | the local layer takes a normalization, which is left out where it is the default | - | gpt_model.py |
 | 0.12 | an optimizer steps in host memory | host_optimizer_class | late_model.py, late_memory.py, states_on_device.py |

@@ -221,7 +221,7 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
             put(F, "dropout", _dropout)
             put(F, "rms_norm", rms_norm)
             put(mlp, "bias_swiglu_impl", kernel)
-            copies = (getattr(module, "config", config) for module in chunk.modules())  # experts have their own copy
+            copies = (getattr(module, "config", None) or config for module in chunk.modules())  # experts have their own
             for own in {id(each): each for each in copies}.values():
                 put(own, "bias_activation_fusion", gated)
                 if getattr(own, "fp8", None):  # layers in 16 bits save more
