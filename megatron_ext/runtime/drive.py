@@ -258,8 +258,15 @@ class _Movers:
             thread = threading.Thread(
                 target=guarded(_call_all), args=(self._calls,), name="megatron_ext-drive", daemon=True
             )
-            self._moving.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if "shutdown" not in str(error):
+                    raise
+                if not self._moving:  # since Python 3.12 no thread begins while the process ends
+                    return call()
+            else:
+                self._moving.append(thread)
         self._calls.put(call)
 
     def close(self) -> None:

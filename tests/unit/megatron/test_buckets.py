@@ -17,6 +17,7 @@ class Buffer(buckets.upstream._ParamAndGradBuffer):
     """What is used of Megatron's."""
 
     grad_dtype = torch.float32
+    extra_main_grads = ()  # since 0.19
 
     def __init__(self, rank: int, dp: int):
         self.data_parallel_world_size, self.data_parallel_group = dp, SimpleNamespace(rank=lambda: rank)

@@ -1,6 +1,6 @@
 """Options of all releases whose name says graph, offload or param gather: each is refused, or known to do no harm.
 
-Source: ``megatron/training/arguments.py`` of the tags core_v0.12.0 to core_v0.19.0 and of main (2026-08), and the
+Source: ``megatron/training/arguments.py`` of the tags core_v0.12.0 to core_v0.19.0, of main and dev (2026-08), and the
 fields of TransformerConfig, ModelParallelConfig, OptimizerConfig, DistributedDataParallelConfig and
 ``megatron/training/config``, from which the parser makes options since 0.16.
 """
@@ -17,9 +17,9 @@ from megatron_ext.megatron.refusals import NEUTRAL, refuse_unsupported
 WORDS = re.compile("graph|offload|param_gather|param_ag")
 
 REFUSED = """
-    cpu_offloading cpu_offloading_weights cuda_graph_impl enable_cuda_graph external_cuda_graph
-    fine_grained_activation_offloading fp4_param_gather fp8_param_gather optimizer_cuda_graph
-    reuse_grad_buf_for_mxfp8_param_ag
+    chunked_optimizer_state_offload cpu_offloading cpu_offloading_weights cuda_graph_impl enable_cuda_graph
+    external_cuda_graph fine_grained_activation_offloading fp4_param_gather fp8_param_gather offload_optimizer_states
+    optimizer_cuda_graph reuse_grad_buf_for_mxfp8_param_ag
 """.split()
 
 HARMLESS = {
@@ -30,6 +30,7 @@ HARMLESS = {
         delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
         fine_grained_offloading_max_inflight_offloads megatron_fsdp_cuda_graph_mode
         megatron_fsdp_enable_fine_grained_param_gather min_offloaded_tensor_size offload_modules
+        optimizer_state_offload_chunk_size_mb optimizer_state_offload_fraction
     """,
     "of inference": """
         decode_only_cuda_graphs inference_cuda_graph_all_prefills inference_cuda_graph_max_tokens
