@@ -17,10 +17,10 @@ class Buffer(buckets.upstream._ParamAndGradBuffer):
     """What is used of Megatron's."""
 
     grad_dtype = torch.float32
-    extra_main_grads = ()  # since 0.19
 
     def __init__(self, rank: int, dp: int):
         self.data_parallel_world_size, self.data_parallel_group = dp, SimpleNamespace(rank=lambda: rank)
+        self.extra_main_grads = []  # since 0.19
 
 
 @pytest.mark.parametrize("rank, dp", [(0, 1), (3, 4), (1, 32), (31, 32), (0, 64), (3, 64), (63, 64), (5, 128)])
