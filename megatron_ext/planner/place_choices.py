@@ -19,7 +19,9 @@ def choices_of(
     kinds = [kind_of(route) for route in routes]
     copied, slots = any(kind.reads_host_copy for kind in kinds), any(kind.staged for kind in kinds)
     hosted = hosted_groups(workload, blocks, order) if copied else frozenset()
-    return Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted) if slots else frozenset())
+    staged = staged_groups(workload, blocks, hosted) if slots else frozenset()
+    from_host = frozenset(g for g, group in enumerate(blocks.groups) if group.shard_rests == "host")
+    return Choices(horizon_us, routes, hosted, staged, from_host=from_host)
 
 
 def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:

@@ -1,13 +1,10 @@
 """Pass: which parameters travel together. Chunks are cut into blocks of layers, and blocks into groups."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
+from megatron_ext.planner.blocks import Blocks, Divide, cut_by_layer, cut_evenly, cut_within, make_blocks
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Parameter, Workload
-
-Divide = Callable[[list[Parameter]], list[list[Parameter]]]
-"""Puts the parameters of a block into groups."""
 
 
 def cut_groups(workload: Workload, timing: Timing, cut: Sequence[Sequence[int]], divide: Divide | None) -> Blocks:
