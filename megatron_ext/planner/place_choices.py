@@ -69,10 +69,8 @@ def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
     """Sets of routes worth trying, the richest first. A set without gathers of device shards has no all-gather to fall
     back to, so it must consist of host copies alone."""
     kinds = [kind_of(route) for route in routes]
-    gathers, copies = (
-        tuple(kind.name for kind in kinds if chosen(kind))
-        for chosen in (lambda kind: kind.needs_device_shard, lambda kind: kind.reads_host_copy)
-    )
+    gathers = tuple(kind.name for kind in kinds if kind.needs_device_shard)
+    copies = tuple(kind.name for kind in kinds if kind.reads_host_copy)
     others = [kind for kind in kinds if not kind.needs_device_shard]
     sets: list[tuple[Route, ...]] = [routes]
     if gathers and others:

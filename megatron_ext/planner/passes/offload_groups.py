@@ -158,11 +158,10 @@ class Offloader:
         limit allows."""
         if self.rule.whole_bytes is None:
             return self.rule
-        left = []
-        for rank, indices, weighed in self.by_rank(groups):
-            own = [groups[index] for index in indices]
-            kept = [Residency.of(group) for group in own]
-            left.append(self.limit - self.held(rank, weighed, kept))
+        left = [
+            self.limit - self.held(rank, weighed, [Residency.of(one.group) for one in weighed])
+            for rank, _, weighed in self.by_rank(groups)
+        ]
         most = self.workload.limits.whole_parameter_bytes
         whole = self.rule.whole_bytes + max(min(left), 0)
         return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
