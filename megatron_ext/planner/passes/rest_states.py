@@ -55,7 +55,8 @@ def rest_on_device(given: Candidate) -> Iterator[Candidate]:
     schedule, workload = given.schedule, given.workload
     if not may_rest_on_device(workload, given.timing):
         return
-    late, shares = by_hidden_steps(schedule, workload), SHARES if is_small(workload) else SHARES[-1:]
+    late = by_hidden_steps(schedule, workload)
+    shares = SHARES if is_small(workload) else SHARES[-1:]
     for share, tried in with_states_on_device(schedule, workload, late, shares):
         moved = [index for index, group in enumerate(tried.groups) if group.states_rest == "device"]
         said = f"on the device, within {share:.0%} of the room that other memory leaves there"
