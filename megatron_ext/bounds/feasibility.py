@@ -1,8 +1,12 @@
-"""Checks whether a workload can fit its limits at all. An error names the rank, the step and the missing bytes."""
+"""Checks whether a workload can fit its limits at all, and which routes it can use. An error names the rank, the step
+and the missing bytes."""
 
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
+from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import buckets, layer_buckets
+from megatron_ext.workload.nodes import check_spread
+from megatron_ext.workload.route import ROUTE_KINDS, Route
 from megatron_ext.workload.workload import Workload, group_bytes
 
 
@@ -67,3 +71,26 @@ def _layers(workload: Workload, pp_rank: int):
                 layers[layer] = layers.get(layer, 0) + size
         for layer, size in sorted(layers.items()):
             yield size, chunk.model_chunk_id, layer
+
+
+def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
+    """Routes that the table offers, the limits allow and the nodes can use."""
+    limits = workload.limits
+    copies = limits.pinned_host_bytes != 0 and spreads_evenly(workload)
+    return tuple(
+        kind.name
+        for kind in ROUTE_KINDS.values()
+        if timing.offers(kind.name)
+        and (copies or kind.gathers)
+        and (limits.nvme_slots or not kind.staged)
+        and not kind.shard_from_host  # takes the place of all-gathers if shards rest in host memory
+    )
+
+
+def spreads_evenly(workload: Workload) -> bool:
+    """Whether all nodes have the same number of a group's replicas, which host copies require."""
+    try:
+        check_spread(workload.parallel)
+    except InputError:
+        return False
+    return True

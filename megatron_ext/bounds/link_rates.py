@@ -17,12 +17,13 @@ from functools import cache, cached_property
 from itertools import chain, combinations, permutations
 from math import inf
 
+from megatron_ext.bounds.feasibility import usable_routes
 from megatron_ext.cost.curve import points_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
 from megatron_ext.simulator.timing import PADDING_SHARE, Timing
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.route import ROUTE_KINDS, kind_of
+from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
@@ -43,15 +44,7 @@ class LinkRates:
 
     def __init__(self, workload: Workload, timing: Timing, pp_rank: int):
         largest = largest_group(workload, workload.chunks_of_rank(pp_rank))
-        limits = workload.limits
-        offered = [
-            kind.name
-            for kind in ROUTE_KINDS.values()
-            if not kind.shard_from_host  # cpu_shard uses two links: it is no faster than the all-gather alone
-            and timing.offers(kind.name)
-            and (limits.nvme_slots or not kind.staged)
-            and (kind.copy is None or limits.pinned_host_bytes != 0)
-        ]
+        offered = usable_routes(workload, timing)  # cpu_shard is no faster: it uses two links, one for all-gathers
         self.timing = timing
         self.least_us = cache(self._least_us)  # stages and micro-batches ask for the same sizes
         self.curves = {route: _points(timing, route, largest) for route in offered}

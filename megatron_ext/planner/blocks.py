@@ -25,7 +25,8 @@ class Block(NamedTuple):
     bytes: int
 
 
-Split = Callable[[list[Parameter]], list[list[Parameter]]]
+Divide = Callable[[list[Parameter]], list[list[Parameter]]]
+"""Puts the parameters of a block into groups."""
 
 
 class Blocks(NamedTuple):
@@ -80,7 +81,7 @@ def _by_kind(parameters: Iterable[Parameter], alone: Callable[[Parameter], bool]
 
 
 def make_blocks(
-    workload: Workload, cuts: Sequence[Sequence[int]], split: Split | None = None, algorithm=None
+    workload: Workload, cuts: Sequence[Sequence[int]], split: Divide | None = None, algorithm=None
 ) -> Blocks:
     """Blocks whose first layers are ``cuts[stage]``. Stages without parameters have no blocks.
 

@@ -5,7 +5,6 @@ from typing import TypeVar
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
-from megatron_ext.planner.effort import is_small
 from megatron_ext.planner.passes import rest_states
 from megatron_ext.planner.passes.rest_states import rest_on_device, rest_on_drive
 from megatron_ext.planner.passes.size_step_slots import size_step_slots, without_useless_slots
@@ -22,7 +21,7 @@ def finished(given: Candidate) -> Candidate:
     Raises:
         InputError: the limits cannot be kept.
     """
-    found = those_that_can(rest_on_device(size_step_slots(given), few=not is_small(given.workload)), fastest_on_drive)
+    found = those_that_can(rest_on_device(size_step_slots(given)), fastest_on_drive)
     best = min(found, key=Candidate.simulated_us)
     if len(found) > 1:
         times = ", ".join(f"{one.simulated_us() / 1e3:.3f}" for one in found)
@@ -33,8 +32,7 @@ def finished(given: Candidate) -> Candidate:
 
 def fastest_on_drive(given: Candidate) -> Candidate:
     """The fastest of the choices of states on the drive. Raises InputError if host memory is short."""
-    few = not is_small(given.workload)
-    return min(map(time_host_step, rest_on_drive(given, few=few)), key=Candidate.simulated_us)
+    return min(map(time_host_step, rest_on_drive(given)), key=Candidate.simulated_us)
 
 
 def those_that_can(given: Iterable[T], finish: Callable[[T], T]) -> list[T]:

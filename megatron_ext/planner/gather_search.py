@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
-from megatron_ext.planner.blocks import Blocks
+from megatron_ext.planner.blocks import Blocks, Divide
 from megatron_ext.planner.effort import (
     CLOSE_ENOUGH,
     EFFORT,
@@ -26,7 +26,7 @@ from megatron_ext.planner.effort import (
     visits_of_gradients,
 )
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups, cuttings, fits
+from megatron_ext.planner.passes.cut_groups import by_parameter, cut_groups, cuttings, fits
 from megatron_ext.planner.passes.place_gathers import Choices, GatherPlacer, Placement
 from megatron_ext.planner.place_choices import choices_of, horizons, route_sets
 from megatron_ext.planner.problem import Problem
@@ -256,8 +256,6 @@ def grouping_of(workload: Workload, blocks: Blocks, choices: Choices) -> Groupin
     """Blocks and choices, as far as the groups' shards allow them; None if a block or a group has no room or no
     route."""
     every = range(len(blocks.groups))
-    from_host = frozenset(g for g in every if blocks.groups[g].shard_rests == "host")
-    choices = choices._replace(from_host=from_host)
     routes = [route for route in choices.routes if not kind_of(route).staged]
     if not fits(workload, blocks) or not all(any(choices.may_take(route, g) for route in routes) for g in every):
         return None

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import NamedTuple
 
+from megatron_ext.formats.errors import GIB
 from megatron_ext.schedule.user_defined_schedule import Schedule
-
-GIB = 1 << 30
 
 
 class ComparedRun(NamedTuple):

@@ -180,7 +180,7 @@ class _ResidencyModel:
         self.ways = {index: self._ways(one) for _, indices, own in self.ranks for index, one in zip(indices, own)}
 
     def _ways(self, one: OffloadCosts) -> list[Way]:
-        dp, zero_3, size = one.group.ranks, self.workload.zero_stage == 3, one.group.bytes
+        dp, size = one.group.ranks, one.group.bytes
         ways, kinds = [], [kind_of(route) for route in self.routes if not kind_of(route).staged]
         for kept, cost in one.ways.items():
             possible = [k for k in kinds if not k.gathers or k.shard_from_host == kept.shard_on_host]
@@ -188,14 +188,12 @@ class _ResidencyModel:
                 continue
             kind = max(possible, key=lambda kind: kind.gathers)
             host, pinned = self.offloader.on_host([one], [kept])
-            throughout = 0 if kept.shard_on_host or not zero_3 else size // dp
-            throughout += {None: one.gradient, "sharded": one.gradient // dp, "host": 0}[kept.gradients]
+            throughout, brought, *_ = one.held[kept]
             buffer = kind.buffer_bytes(size, dp)
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.offloader.sharing[dp] if kind.reads_host_copy and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
             rounding = self.offloader.rounding(one.group) if kept.shard_on_host else 0
-            brought = one.gradient // dp if kept.gradients == "host" and not self.workload.optimizer.on_host else 0
             bytes_there = throughout, around, buffer, rounding, brought
             ways.append(Way(kept, kind.name, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
         return ways
@@ -223,7 +221,7 @@ class _ResidencyModel:
             least, chosen = max(least, held), chosen | ways
         if least == inf:
             return inf, None
-        return least, self._schedule(self.streams[1], [chosen[index] for index in range(len(chosen))])
+        return least, self._schedule([chosen[index] for index in range(len(chosen))])
 
     def _least_of_rank(self, rank: int, past, buffer: int, rounding: int) -> tuple[float, dict[int, Way]]:
         """:attr:`least` for one rank whose buffers have these bytes."""
@@ -287,7 +285,7 @@ class _ResidencyModel:
         ways = [
             next(way for way, flag in zip(self.ways[i], chosen[i]) if solver.value(flag)) for i in range(len(chosen))
         ]
-        return self._schedule(self.streams[1], ways)
+        return self._schedule(ways)
 
     def _sum(self, chosen, indices: Iterable[int], name: str):
         return sum(round(getattr(way, name)) * flag for i in indices for way, flag in zip(self.ways[i], chosen[i]))
@@ -370,7 +368,8 @@ class _ResidencyModel:
                     yield from ((i, True) for i, one in own if one.span[0] == layer)
                 yield from ((i, False) for i, one in own if one.span[1] == layer)
 
-    def _schedule(self, stream: Schedule, ways: Sequence[Way]) -> Schedule:
+    def _schedule(self, ways: Sequence[Way]) -> Schedule:
+        stream = self.streams[1]
         groups = tuple(self.offloader.kept_as(group, way.kept) for group, way in zip(stream.groups, ways))
         return validate(rerouted(replace(stream, groups=groups), lambda action: ways[action.group].route))
 

@@ -32,8 +32,6 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
     The time is found by bisection: a link takes as many bytes as it can bring in that time. A link takes no bytes if
     its smallest measured gather is slower than that.
     """
-    if len(routes) == 1:
-        return {routes[0]: size}
 
     def capacity(route: str, us: float) -> int:
         low, high = 0, size  # the most bytes that arrive within us

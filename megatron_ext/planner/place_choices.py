@@ -19,7 +19,9 @@ def choices_of(
     kinds = [kind_of(route) for route in routes]
     copied, slots = any(kind.reads_host_copy for kind in kinds), any(kind.staged for kind in kinds)
     hosted = hosted_groups(workload, blocks, order) if copied else frozenset()
-    return Choices(horizon_us, routes, hosted, staged_groups(workload, blocks, hosted) if slots else frozenset())
+    staged = staged_groups(workload, blocks, hosted) if slots else frozenset()
+    from_host = frozenset(g for g, group in enumerate(blocks.groups) if group.shard_rests == "host")
+    return Choices(horizon_us, routes, hosted, staged, from_host=from_host)
 
 
 def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozenset[int]:
@@ -67,10 +69,8 @@ def route_sets(routes: tuple[Route, ...]) -> list[tuple[Route, ...]]:
     """Sets of routes worth trying, the richest first. A set without gathers of device shards has no all-gather to fall
     back to, so it must consist of host copies alone."""
     kinds = [kind_of(route) for route in routes]
-    gathers, copies = (
-        tuple(kind.name for kind in kinds if chosen(kind))
-        for chosen in (lambda kind: kind.needs_device_shard, lambda kind: kind.reads_host_copy)
-    )
+    gathers = tuple(kind.name for kind in kinds if kind.needs_device_shard)
+    copies = tuple(kind.name for kind in kinds if kind.reads_host_copy)
     others = [kind for kind in kinds if not kind.needs_device_shard]
     sets: list[tuple[Route, ...]] = [routes]
     if gathers and others:

@@ -3,7 +3,7 @@ used."""
 
 from typing import NamedTuple
 
-from megatron_ext.bounds.feasibility import check_fits
+from megatron_ext.bounds.feasibility import check_fits, spreads_evenly, usable_routes
 from megatron_ext.bounds.host_room import with_host_room
 from megatron_ext.bounds.lower_bound import lower_bound
 from megatron_ext.bounds.memory_headroom import with_headroom, with_most_headroom
@@ -12,8 +12,7 @@ from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.group_facts import can_rest_on_host
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.nodes import check_spread
-from megatron_ext.workload.route import ROUTE_KINDS, ROUTES, SHARD_GATHER, Route, kind_of
+from megatron_ext.workload.route import ROUTES, SHARD_GATHER, Route, kind_of
 from megatron_ext.workload.workload import Workload
 
 
@@ -55,20 +54,6 @@ def problem_of(workload: Workload, table: CostTable, *, offloads: bool, extrapol
     return Problem(workload, timing, routes, lower_bound(with_most_headroom(workload), timing), offloads)
 
 
-def usable_routes(workload: Workload, timing: Timing) -> tuple[Route, ...]:
-    """Routes that the table offers, the limits allow and the nodes can use."""
-    limits = workload.limits
-    copies = limits.pinned_host_bytes != 0 and _spreads_evenly(workload)
-    return tuple(
-        kind.name
-        for kind in ROUTE_KINDS.values()
-        if timing.offers(kind.name)
-        and (copies or kind.gathers)
-        and (limits.nvme_slots or not kind.staged)
-        and not kind.shard_from_host  # takes the place of all-gathers if shards rest in host memory
-    )
-
-
 def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[Route, ...]]:
     """The workload with the bytes that ``limits.device_bytes`` leaves for whole parameters and ``limits.host_bytes``
     for host copies, and the routes to plan with. If shards on the device leave too little room, all shards rest in host
@@ -88,21 +73,12 @@ def _with_headroom(workload: Workload, timing: Timing) -> tuple[Workload, tuple[
         return with_headroom(workload, "host"), from_host
 
 
-def _spreads_evenly(workload: Workload) -> bool:
-    """Whether all nodes have the same number of a group's replicas, which host copies require."""
-    try:
-        check_spread(workload.parallel)
-    except InputError:
-        return False
-    return True
-
-
 def _check_routes(workload: Workload, timing: Timing, routes: tuple[str, ...]) -> None:
     """Raises InputError if something must be gathered and no route is left for it."""
     if routes or not any(chunk.parameters for chunk in workload.chunks):
         return
     shut = " or ".join(route for route in ROUTES if timing.offers(route))
-    if shut and not _spreads_evenly(workload):
+    if shut and not spreads_evenly(workload):
         raise InputError(
             f"nodes hold different numbers of replicas, which {shut} cannot serve: nothing can be gathered",
             field="parallel.gpus_per_node",

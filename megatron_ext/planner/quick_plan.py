@@ -13,19 +13,19 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
+from megatron_ext.bounds.feasibility import usable_routes
 from megatron_ext.bounds.memory_headroom import with_headroom
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.baselines import BASELINES
-from megatron_ext.planner.blocks import Blocks, cut_by_layer
+from megatron_ext.planner.blocks import Blocks, Divide, cut_by_layer
 from megatron_ext.planner.gather_search import grouping_of
 from megatron_ext.planner.link_split import splitter
-from megatron_ext.planner.passes.cut_groups import Divide, by_parameter, cut_groups
+from megatron_ext.planner.passes.cut_groups import by_parameter, cut_groups
 from megatron_ext.planner.passes.offload_groups import Offloader, Rule
 from megatron_ext.planner.passes.place_gathers import place_gathers
 from megatron_ext.planner.place_choices import choices_of, route_sets
-from megatron_ext.planner.problem import usable_routes
 from megatron_ext.planner.within_memory import reliefs_of, rules, with_whole_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.simulation import simulate
@@ -57,9 +57,8 @@ class Times(NamedTuple):
 
 
 class TimedPlan(NamedTuple):
-    """A plan: its name, a schedule for every part of :class:`FewRounds`, and its times."""
+    """A plan: a schedule for every part of :class:`FewRounds`, and its times."""
 
-    name: str
     schedules: tuple[Schedule, ...]
     times: Times
 
@@ -99,9 +98,9 @@ class FewRounds:
 def fastest(rounds: FewRounds, timings: Sequence[Timing], made: Iterable[Made]) -> list[TimedPlan]:
     """The :data:`PLACED` fastest plans of those that can be simulated."""
     found = []
-    for name, schedules in made:
+    for _, schedules in made:
         with suppress(InputError):  # the table lacks the route, or a size was not measured
-            found.append(TimedPlan(name, schedules, rounds.times(timings, schedules)))
+            found.append(TimedPlan(schedules, rounds.times(timings, schedules)))
     return sorted(found, key=lambda plan: plan.times.iteration_time_us)[:PLACED]
 
 

@@ -1,6 +1,7 @@
 """Data that all placement passes over the same blocks share: the uses of every rank, and the times of transfers."""
 
 from functools import cache
+from itertools import accumulate
 
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.schedule.host_slots import gradient_bytes
@@ -39,9 +40,7 @@ class RankUses:
                 if uses and self.block_uses[uses[-1]].step == self.block_uses[number].step:
                     self.stays[group, number] = self.stays.get((group, uses[-1]), uses[-1])
                 uses.append(number)
-        self.ideal = [0.0]
-        for block_use in self.block_uses:
-            self.ideal.append(self.ideal[-1] + block_use.us)
+        self.ideal = [*accumulate((block_use.us for block_use in self.block_uses), initial=0.0)]
         self.alone: set[int] = set()
         self.due = self._reduces_due()
 

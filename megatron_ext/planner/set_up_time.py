@@ -1,11 +1,10 @@
 """How long a run sets up its host copies before the first step: pages are made, and every rank page-locks them."""
 
 from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.formats.errors import GIB
 from megatron_ext.schedule.memory_bill import copies_of_whole, host_bytes, on_nodes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.workload import Workload
-
-GIB = 2**30
 
 
 def set_up_line(schedule: Schedule, workload: Workload, table: CostTable) -> str | None:

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_ext.bounds.feasibility import usable_routes
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.estimates import STEP
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.problem import usable_routes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import kind_of
 from megatron_ext.workload.workload import Chunk, Parameter, Workload

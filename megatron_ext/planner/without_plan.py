@@ -24,11 +24,10 @@ def without_plan(
     """
     limits = workload.limits
     whole = replace(with_activations(workload, table), zero_stage=1, limits=Limits())
-    schedules = {name: rule(whole) for name, rule in STOCK_RULES.items()}
     if not known_us or workload.zero_stage > 1:
         timing = Timing(whole, table, extrapolate=extrapolate)
         try:
-            known_us = {name: simulate(whole, timing, by).iteration_time_us for name, by in schedules.items()}
+            known_us = {name: simulate(whole, timing, by(whole)).iteration_time_us for name, by in STOCK_RULES.items()}
         except InputError:
             return None
     name, (held, on_node) = min(known_us, key=known_us.__getitem__), stock_bytes(whole)

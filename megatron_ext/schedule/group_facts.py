@@ -54,18 +54,20 @@ def shard_numel(group: Group, members: list[Parameter]) -> int:
     return group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
 
 
+def _largest_part(group: Group, workload: Workload) -> int:
+    """The most elements that one shard of ``group`` has of one parameter."""
+    members = members_of(group, workload)
+    return min(max(p.numel for p in members), shard_numel(group, members))
+
+
 def largest_gradient(group: Group, workload: Workload) -> int:
     """The most bytes that one parameter of ``group`` takes in a slot: its part in one shard, in fp32."""
-    members = members_of(group, workload)
-    shard = shard_numel(group, members)
-    return max(tensor_bytes(min(p.numel, shard)) for p in members)
+    return tensor_bytes(_largest_part(group, workload))
 
 
 def largest_region(group: Group, workload: Workload) -> int:
     """The most bytes that one parameter of ``group`` and its moments take in a slot: its part in one shard, in fp32."""
-    members, moments = members_of(group, workload), len(workload.optimizer.moment_dtypes)
-    shard = shard_numel(group, members)
-    return max(region_bytes(min(p.numel, shard), moments) for p in members)
+    return region_bytes(_largest_part(group, workload), len(workload.optimizer.moment_dtypes))
 
 
 def steps_on_host_shards(settings: OptimizerSettings, dtype: str) -> bool:

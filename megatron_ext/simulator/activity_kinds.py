@@ -8,17 +8,6 @@ from megatron_ext.workload.route import Route, kind_of
 COMPUTE, GPU, CPU, NVME, PUBLISH, P2P, REDUCE, HOST_STEP, HOST_ADD = range(len(KINDS))
 """Indices into :data:`megatron_ext.cost.cost_table.KINDS`."""
 
-CURVES = {
-    GPU: "routes.gpu",
-    CPU: "routes.cpu",
-    NVME: "routes.nvme",
-    PUBLISH: "publish.cpu",
-    P2P: "p2p",
-    REDUCE: "reduce",
-    HOST_STEP: "host_step",
-}
-"""Kind -> the curve of the cost table that gives its time."""
-
 OTHER_LINK = {GPU: CPU, CPU: GPU}
 """The two links of a device that gathers can occupy at the same time."""
 

@@ -59,17 +59,15 @@ class Engine(Links):
         # change only when an activity or message begins or ends, and the program of a rank begins finitely many.
         while heap:
             time, _, event, subject, version = heappop(heap)
+            if event == _ACTIVITY and subject.version != version:
+                continue
+            self.now = time
             if event == _ACTIVITY:
-                if subject.version != version:
-                    continue
-                self.now = time
                 self._activity_ended(subject)
                 self._set_rates(subject.rank)
             elif event == _ARRIVE:
-                self.now = time
                 self._message_arrived(*subject)
             else:
-                self.now = time
                 self.run_thread(subject)
                 self._set_rates(subject)
         if self.waiting_for_optimizer:
@@ -94,6 +92,8 @@ class Engine(Links):
         """Let the thread of ``rank`` continue until it computes, waits, or has done all steps."""
         while True:  # ends: each turn takes up the next step or returns
             operations = rank.operations
+            if rank.index >= 0 and rank.first_start < 0:
+                rank.first_start = self.now
             while rank.position < len(operations):  # ends: _run_operation raises the position or returns False
                 if not self._run_operation(rank, operations[rank.position]):
                     return
@@ -109,8 +109,6 @@ class Engine(Links):
             if not self._has_input(rank):
                 rank.operations = ()  # _message_arrived continues from here
                 return
-            if rank.first_start < 0:
-                rank.first_start = self.now
 
     def _run_operation(self, rank: RankState, operation: tuple) -> bool:
         """Run one operation of a step; returns False if the thread has to stop for now."""
@@ -215,8 +213,6 @@ class Engine(Links):
         stage, backward, microbatch, operations = receiver.program.steps[receiver.index]
         if self._slot(stage, backward, microbatch) == slot:
             receiver.operations = operations
-            if receiver.first_start < 0:
-                receiver.first_start = self.now
             self.run_thread(receiver)
             self._set_rates(receiver)
 

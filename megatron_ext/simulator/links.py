@@ -108,24 +108,23 @@ class Links(ABC):
         for other in self.ranks:
             other.norm_at = self.now
             if not self.delayed and other.active[HOST_STEP] is None or other.stepped:
-                self.step_optimizer(other, self.now)
+                self.step_optimizer(other)
 
-    def step_optimizer(self, rank: RankState, begin: float) -> None:
+    def step_optimizer(self, rank: RankState) -> None:
         """The norm is known, and no step during the backward is running: step everything that is left."""
-        begin = max(begin, rank.norm_at)
         all_us, least_us, step_us = self.optimizer_us[rank.pp_rank]
         drive_us = self.states_us[rank.pp_rank] if self.states_us else 0.0
         if self.delayed:
             us = max(self.delayed[rank.pp_rank].rest_us, least_us)
-            rank.early_us = all_us - us - (begin - rank.norm_at)
+            rank.early_us = all_us - us - (self.now - rank.norm_at)
         else:
             us = max(all_us - rank.early_us, drive_us - rank.early_drive_us, least_us)
             left_us = max(drive_us - rank.early_drive_us, 0.0)
-            self.host_stepped(rank, "at the end", begin, step_us - rank.early_us, left_us)
+            self.host_stepped(rank, "at the end", self.now, step_us - rank.early_us, left_us)
             rank.early_us = max(all_us, drive_us) - us
-        rank.finished_at, rank.optimizer_us = begin + us, us
+        rank.finished_at, rank.optimizer_us = self.now + us, us
         if us:
-            self.record(rank, "optimizer", "optimizer", begin, us)
+            self.record(rank, "optimizer", "optimizer", self.now, us)
 
     def record(self, rank: RankState, lane: Lane, name: str, start: float, duration: float) -> None:
         """Add an interval to the trace, if one is kept."""
@@ -177,7 +176,7 @@ class Links(ABC):
                 return
             rank.slot_busy.add(slot)
         elif kind == REDUCE:
-            _, group, size, us, *_ = head
+            _, group, size, us, _ = head
             if rank.communicator_of(group)[0] != REDUCE:
                 return
         else:
@@ -279,21 +278,21 @@ class Links(ABC):
             self.delay_step(rank)
             self.serve(rank, CPU)
             self.serve(rank, NVME)
-        elif kind == REDUCE and item[0] == REDUCE_VISIT and item[4] is not None:
-            rank.communicator_of(item[1]).popleft()
-            self.serve(rank, GPU)
-            rank.queues[PUBLISH].append((item[1], *item[4]))
-            self.serve(rank, PUBLISH)
         elif kind == REDUCE:
-            rank.communicator_of(item[1]).popleft()
+            code, group, _, _, to_host = item
+            rank.communicator_of(group).popleft()
             self.serve(rank, GPU)
-            self._added_up(rank, item[1], freed=item[0] == REDUCE_VISIT)
+            if to_host is None:
+                self._added_up(rank, group, freed=code == REDUCE_VISIT)
+            else:
+                rank.queues[PUBLISH].append((group, *to_host))
+                self.serve(rank, PUBLISH)
         elif kind == HOST_ADD:  # one gradient is added at a time; the optimizer waits for the last one
             self._added_up(rank, item[0])
         elif kind == HOST_STEP:
             rank.stepped = bool(self.delayed)
             if rank.norm_at >= 0:
-                self.step_optimizer(rank, self.now)
+                self.step_optimizer(rank)
         self.serve(rank, kind)
 
 

@@ -18,7 +18,7 @@ from megatron_ext.workload.workload import Workload
 
 RUN, WAIT, ISSUE, STAGE, REDUCE_GROUP, REDUCE_VISIT, SETTLE = range(7)
 """``(RUN, us)``; ``(WAIT, gather)``; ``(ISSUE, gather)``; ``(STAGE, group,
-slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
+slot, bytes, us)``; ``(REDUCE_GROUP, group, bytes, us, None)``; ``(REDUCE_VISIT, group, bytes, us, to_host)``, where
 ``to_host`` is None or (bytes as of a dense group, us of the copy to host memory, us of the addition there);
 ``(SETTLE,)`` waits for the last of these reduces."""
 
@@ -167,7 +167,7 @@ def _reduces(
         own = timing.among(group.ranks)
         us, visits = own.reduce_us(group.bytes), backwards[group.model_chunk_id]
         if group.gradients is None:
-            operation = (REDUCE_GROUP, number, group.bytes, us)
+            operation = (REDUCE_GROUP, number, group.bytes, us, None)
             due = visits[-1:] if us else []
         else:
             to_host = None

@@ -75,21 +75,6 @@ class Result(NamedTuple):
         lines += [f"memory rank {rank}: {rank_memory.text(bill.memory)}" for rank, bill in enumerate(self.memory)]
         return "\n".join(lines)
 
-    def predicted(self, baselines_us: dict[str, float] | None = None) -> Predicted:
-        """The figures as they are stored in a schedule."""
-        return Predicted(
-            iteration_time_us=self.iteration_time_us,
-            exposed_us=self.exposed_us,
-            peak_bytes=self.peak_bytes,
-            busy_us=self.busy_us,
-            memory=tuple(bill.memory for bill in self.memory),
-            bubble_rate=self.bubble_rate,
-            lower_bound_us=self.lower_bound_us,
-            gather_us=self.gather_us,
-            baselines_us=baselines_us or {},
-            left_out=self.left_out,
-        )
-
 
 def simulate(
     workload: Workload,
@@ -170,4 +155,16 @@ def _states_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[f
 
 def with_prediction(schedule: Schedule, result: Result, baselines_us: dict[str, float] | None = None) -> Schedule:
     """The schedule with its prediction stored in it."""
-    return msgspec.structs.replace(schedule, predicted=result.predicted(baselines_us))
+    predicted = Predicted(
+        iteration_time_us=result.iteration_time_us,
+        exposed_us=result.exposed_us,
+        peak_bytes=result.peak_bytes,
+        busy_us=result.busy_us,
+        memory=tuple(bill.memory for bill in result.memory),
+        bubble_rate=result.bubble_rate,
+        lower_bound_us=result.lower_bound_us,
+        gather_us=result.gather_us,
+        baselines_us=baselines_us or {},
+        left_out=result.left_out,
+    )
+    return msgspec.structs.replace(schedule, predicted=predicted)

@@ -10,11 +10,10 @@ from megatron_ext.planner.fit.fit_verdict import FitVerdict
 from megatron_ext.planner.fit.found import MOST_EQUAL, Found
 from megatron_ext.planner.fit.search_settings import Fit
 from megatron_ext.planner.fit.setting import Setting, as_words
-from megatron_ext.planner.last_lines import last_lines
+from megatron_ext.planner.last_lines import GIB, last_lines
 from megatron_ext.planner.verdict import Verdict, option_hint
 from megatron_ext.planner.what_limits import WORDS, limit_of
 
-GIB = 1 << 30
 MOST_WAYS = 8
 NEARLY = "~: estimated by quick plans, which decide less than a full plan; a full plan may be faster"
 QUICK = "planned by quick rules, whose plan --out writes; these commands plan in full, which may take minutes"

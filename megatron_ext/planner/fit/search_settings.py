@@ -382,7 +382,7 @@ def _whole_plan(one: FittingSetting, *, compare: bool) -> Choice | None:
         rounds = FewRounds(one.workload, every=True)
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
-        return choice_of(one.setting, rounds, TimedPlan("hybrid", (schedule,), times), bound, planned=True)
+        return choice_of(one.setting, rounds, TimedPlan((schedule,), times), bound, planned=True)
     except InputError:
         return None
 

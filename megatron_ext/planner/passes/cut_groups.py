@@ -1,13 +1,10 @@
 """Pass: which parameters travel together. Chunks are cut into blocks of layers, and blocks into groups."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from megatron_ext.planner.blocks import Blocks, cut_by_layer, cut_evenly, cut_within, make_blocks
+from megatron_ext.planner.blocks import Blocks, Divide, cut_by_layer, cut_evenly, cut_within, make_blocks
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Parameter, Workload
-
-Divide = Callable[[list[Parameter]], list[list[Parameter]]]
-"""Puts the parameters of a block into groups."""
 
 
 def cut_groups(workload: Workload, timing: Timing, cut: Sequence[Sequence[int]], divide: Divide | None) -> Blocks:
@@ -41,16 +38,15 @@ def cuttings(workload: Workload) -> Iterator[list[list[int]]]:
     """
     deepest = max(chunk.num_layers for chunk in workload.chunks)
     limit = workload.streamed_bytes
-    chunks, seen = workload.chunks, []
+    chunks = workload.chunks
     found = [[cut_evenly(chunk, 2**n) for chunk in chunks] for n in range((deepest - 1).bit_length())]
     found.append([cut_by_layer(chunk) for chunk in chunks])
     if limit is not None and deepest > 1:
         found += [[cut_within(workload, chunk, limit / part) for chunk in chunks] for part in PARTS_OF_LIMIT]
     if deepest > 1:
         found.append([cut_by_layer(chunk) if chunk.model_chunk_id == 0 else [0] for chunk in chunks])
-    for cut in found:
-        if cut not in seen:
-            seen.append(cut)
+    for index, cut in enumerate(found):
+        if cut not in found[:index]:
             yield cut
 
 

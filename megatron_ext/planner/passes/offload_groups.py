@@ -91,10 +91,9 @@ class Offloader:
 
     Args:
         workload: must have ``limits.device_bytes``.
-        timing: None if costs do not matter.
     """
 
-    def __init__(self, workload: Workload, rule: Rule, timing: Timing | None = None):
+    def __init__(self, workload: Workload, rule: Rule, timing: Timing):
         self.workload, self.rule, self.timing = workload, rule, timing
         self.activations = activation_peaks(workload)
         assert workload.limits.device_bytes is not None
@@ -102,7 +101,7 @@ class Offloader:
         unlimited, parallel = replace(workload, limits=Limits()), workload.parallel  # a search tries many limits
         self.fixed, self.optimizer = _fixed_bytes(unlimited), optimizer_on_host(unlimited, on_drive=True)
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
-        self.by_shards = timing is None or timing.offers(SHARD_GATHER)
+        self.by_shards = timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, tuple[dict[Residency, float], dict[Residency, tuple[int, int, int, int]]]] = {}
         self._rounding: dict[tuple, int] = {}
 
@@ -159,11 +158,10 @@ class Offloader:
         limit allows."""
         if self.rule.whole_bytes is None:
             return self.rule
-        left = []
-        for rank, indices, weighed in self.by_rank(groups):
-            own = [groups[index] for index in indices]
-            kept = [Residency.of(group) for group in own]
-            left.append(self.limit - self.held(rank, weighed, kept))
+        left = [
+            self.limit - self.held(rank, weighed, [Residency.of(one.group) for one in weighed])
+            for rank, _, weighed in self.by_rank(groups)
+        ]
         most = self.workload.limits.whole_parameter_bytes
         whole = self.rule.whole_bytes + max(min(left), 0)
         return self.rule._replace(whole_bytes=whole if most is None else min(whole, most))
@@ -212,8 +210,6 @@ class Offloader:
         return resting, brought, 0, 2 * size if group.algorithm else 0
 
     def _cost_us(self, group: Group, gradient: int, way: Residency) -> float:
-        if self.timing is None:
-            return 0.0
         timing, size = self.timing.among(group.ranks), group.bytes
         visits, us = self.workload.parallel.num_microbatches, 0.0
         reduces = ceil(visits / self.rule.reduce_every)
@@ -299,7 +295,7 @@ class Offloader:
         every, algorithm = self.rule.reduce_every if way.gradients else 1, group.algorithm
         if way.shard_on_host:
             algorithm = None
-        elif group.shard_rests and self.timing is not None:
+        elif group.shard_rests:
             algorithm = self.timing.algorithm(group.pp_rank, group.bytes, group.ranks)
         rests = "host" if way.shard_on_host else None
         kept = dict(gradients=way.gradients, reduce_every=every, alone=way.alone)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
+from megatron_ext.planner.effort import is_small
 from megatron_ext.planner.passes.time_host_step import can_time_steps, copies_of_states
 from megatron_ext.planner.states_on_drive import with_states_on_drive
 from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
@@ -45,26 +46,27 @@ def rest_as_must(given: Candidate) -> Candidate:
     return _on_drive(given, with_states_on_drive(given.schedule, given.workload))
 
 
-def rest_on_device(given: Candidate, *, few: bool) -> Iterator[Candidate]:
+def rest_on_device(given: Candidate) -> Iterator[Candidate]:
     """The candidate as it is, and candidates with states on the device, together with the gradients and shards of their
     groups. For each share of the room, groups are chosen until it is filled: those whose steps overlap least with the
-    backward, or the largest first, which leaves the least room unused. Only candidates that differ are made. ``few``:
-    only for all of the room."""
+    backward, or the largest first, which leaves the least room unused. Only candidates that differ are made. If the
+    workload is not small, only all of the room is filled."""
     yield given
     schedule, workload = given.schedule, given.workload
     if not may_rest_on_device(workload, given.timing):
         return
     late = by_hidden_steps(schedule, workload)
-    for share, tried in with_states_on_device(schedule, workload, late, SHARES[-1:] if few else SHARES):
+    shares = SHARES if is_small(workload) else SHARES[-1:]
+    for share, tried in with_states_on_device(schedule, workload, late, shares):
         moved = [index for index, group in enumerate(tried.groups) if group.states_rest == "device"]
         said = f"on the device, within {share:.0%} of the room that other memory leaves there"
         yield given.decided(NAME, said, moved, groups=tried.groups)
 
 
-def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
+def rest_on_drive(given: Candidate) -> Iterator[Candidate]:
     """Candidates with states on the drive as ``limits.host_bytes`` requires it.
 
-    There are several choices of groups, unless ``few`` are asked for. Either the largest groups are chosen, or the
+    There are several choices of groups if the workload is small. Either the largest groups are chosen, or the
     groups whose states the drive can read and write during most of the backward, because their gradients are reduced
     first. Either as few as necessary are chosen, or more, so that host memory has room for the copies that steps during
     the backward need.
@@ -79,7 +81,7 @@ def rest_on_drive(given: Candidate, *, few: bool) -> Iterator[Candidate]:
     has_drive = all(map(timing.offers_curve, ("routes.nvme", "publish.nvme"))) and (
         placed.state_slots is not None or limits.nvme_slots > 0
     )
-    if limits.host_bytes is None or not has_drive or few or not can_time_steps(workload, timing):
+    if limits.host_bytes is None or not has_drive or not is_small(workload) or not can_time_steps(workload, timing):
         return
     copies, seen = max(on_nodes(workload, copies_of_states(schedule, workload))), [placed]
     for order, part in product((None, by_hidden_steps(schedule, workload)[::-1]), PARTS):
@@ -122,7 +124,7 @@ def may_rest_on_device(workload: Workload, timing: Timing) -> bool:
 
 
 def with_states_on_device(
-    schedule: Schedule, workload: Workload, order: Sequence[int], shares: Sequence[float] = SHARES
+    schedule: Schedule, workload: Workload, order: Sequence[int], shares: Sequence[float]
 ) -> Iterator[tuple[float, Schedule]]:
     """For each share of the room on the device: the share, and the schedule with the states of the groups that fit into
     it, chosen in this order or the largest first. Only schedules that differ."""

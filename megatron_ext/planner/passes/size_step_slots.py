@@ -34,11 +34,10 @@ def size_step_slots(given: Candidate) -> Candidate:
         of_ranks[group.pp_rank] += 2 * group.bytes // group.ranks
     size = planned_slot_bytes(largest, max(of_ranks))
 
-    def step_us(cast: Literal["host", "device"]) -> float:
-        return sum(timing.among(group.ranks).host_step_us(group.bytes, cast) for group in on_host)
-
-    casts: list[Literal["host", "device"]] = ["host", "device"]
-    times = {cast: step_us(cast) for cast in casts}
+    casts: tuple[Literal["host", "device"], ...] = ("host", "device")
+    times = {
+        cast: sum(timing.among(group.ranks).host_step_us(group.bytes, cast) for group in on_host) for cast in casts
+    }
     said = ", ".join(f"{us / 1e3:.3f} ms cast on the {cast}" for cast, us in times.items())
     limit, none = workload.limits.host_bytes, ""
     for cast in sorted(casts, key=times.__getitem__):

@@ -101,11 +101,12 @@ def test_what_the_rule_leaves_goes_to_whole_parameters():
     work, table, stock = case("DP 4")
     work = limited(work, stock * 2 // 3)
     groups, _ = groups_of(work, layer_buckets)
-    offloader = Offloader(work, Rule(max(group.bytes for group in groups), ("sharded", "host", "shards")))
+    timing = Timing(work, table)
+    offloader = Offloader(work, Rule(max(group.bytes for group in groups), ("sharded", "host", "shards")), timing)
     filled = offloader.filled(offloader(groups))
     more = filled.whole_bytes - offloader.rule.whole_bytes
-    assert more > 0 and Offloader(work, filled)(groups) is not None
-    assert Offloader(work, filled).filled(offloader(groups)) == filled  # nothing is left
+    assert more > 0 and Offloader(work, filled, timing)(groups) is not None
+    assert Offloader(work, filled, timing).filled(offloader(groups)) == filled  # nothing is left
 
 
 def test_in_the_least_memory_there_is_one_whole_gradient_at_a_time():
