@@ -18,8 +18,12 @@ from megatron.core.optimizer import distrib_optimizer
 from ran_again import ran_again
 from random_rows import Rows
 
+from megatron_ext.megatron.releases import ramps_up
+
 RAMP = [4, 4, 8]
 """As --rampup-batch-size takes it."""
+STEPS = ((0, 4), (4, 8), (12, 12))
+"""The same as (samples, batch size), for releases that have --step-batch-size-schedule in its place."""
 TIMES_TOLD = {"silent": 0, "told": 1, "told twice": 2}
 
 
@@ -142,13 +146,19 @@ def split(example):
 
 @contextlib.contextmanager
 def ramping(example):
-    """--rampup-batch-size: Megatron's own calculator says before every iteration how many micro-batches it has; yields
-    these numbers."""
+    """--rampup-batch-size or --step-batch-size-schedule: Megatron's own calculator says before every iteration how many
+    micro-batches it has; yields these numbers."""
     run_schedule, build, numbers, consumed = example.run_schedule, example.build_model_and_optimizer, [], 0
 
     def built(args):
-        args.rampup_batch_size, sizes = RAMP, (args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
-        calculator.init_num_microbatches_calculator(dist.get_rank(), RAMP, *sizes)
+        sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        if ramps_up():
+            args.rampup_batch_size, more = RAMP, {}
+        else:
+            given = " ".join(f"{samples * args.seq_length}:{batch}" for samples, batch in STEPS)
+            args.step_batch_size_schedule = given
+            more = {"step_batch_size_schedule": given, "seq_length": args.seq_length}
+        calculator.init_num_microbatches_calculator(dist.get_rank(), args.rampup_batch_size, *sizes, **more)
         return build(args)
 
     def run(args, model, iterators, forward_only: bool = False):

@@ -183,7 +183,9 @@ def test_what_the_checkout_refuses_is_one_line(checkout, options, said):
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and said in result.stderr, result.stderr
 
 
-OWN = SCRIPT.replace("config = gpt", "gpt_model.get_gpt_layer_local_spec = own_layers.SPEC\nconfig = gpt")
+OWN = SCRIPT.replace("config = gpt", "gpt_model.get_gpt_layer_local_spec = own_layers.SPEC\nconfig = gpt").replace(
+    "chunks = gpt", "config.qk_layernorm = True; chunks = gpt"
+)
 """A script of one's own, outside of the checkout: layers with a norm on queries and keys, from a module beside it."""
 
 OWN_LAYERS = """

@@ -56,7 +56,11 @@ def test_a_driver_that_is_older_than_the_build_is_said_where_torch_sees_no_devic
 
 
 def test_bindings_count_where_they_import_without_their_distribution(monkeypatch, tmp_path):
-    assert found()["cuda-bindings"].status != "pass"
+    known = software.version
+    monkeypatch.setattr(software, "version", lambda name: None if name == "cuda-bindings" else known(name))
+    with monkeypatch.context() as patch:
+        patch.setattr(software, "find_spec", lambda name: None)
+        assert found()["cuda-bindings"].status != "pass"
     (tmp_path / "cuda" / "bindings").mkdir(parents=True)
     (tmp_path / "cuda" / "bindings" / "__init__.py").write_text("__version__ = '13.9'")
     monkeypatch.syspath_prepend(tmp_path)
