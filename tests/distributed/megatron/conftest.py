@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import INSTANCES, MODELS, STRICT
 from parity_service import ParityService
 from places import HELPERS
 from training import run_warm
@@ -14,8 +15,13 @@ running: list[ParityService] = []
 """The ranks that are up."""
 
 
+ALIKE = [{"no_pipeline", STRICT, INSTANCES}, {"experts", "experts-instances"}]
+"""Layouts on which a layer saves the same: it is counted once where one process describes a model on all of them."""
+
+
 class Workloads(dict):
-    """By layout and model, or ``shapes`` and a name of ``cases.SHAPES``. The first of a layout describes all of it."""
+    """By layout and model, or ``shapes`` and a name of ``cases.SHAPES``. The first use of a model describes it, on all
+    layouts that are :data:`ALIKE`; tests use every model of the interleaved layout, so the first describes all."""
 
     def __init__(self, made_once):
         super().__init__()
@@ -23,12 +29,15 @@ class Workloads(dict):
 
     def __missing__(self, key: tuple[str, str]):
         layout, name = key
+        layouts = sorted(next((alike for alike in ALIKE if layout in alike), {layout}))
+        names = [*MODELS] if layout == "interleaved" else [name]
 
         def describe(folder: Path) -> None:
-            result = run_warm([sys.executable, str(HELPERS / "describe_cases.py"), str(folder), layout], timeout=200)
+            cases = [f"{one}.{model}" for one in layouts for model in names]
+            result = run_warm([sys.executable, str(HELPERS / "describe_cases.py"), str(folder), *cases], timeout=200)
             assert result.returncode == 0, result.stderr
 
-        folder = self._made_once(f"workloads.{layout}", describe)
+        folder = self._made_once(f"workloads.{layouts[0]}.{names[0]}", describe)
         self[key] = workload_file.load(folder / f"{layout}.{name}.json")
         return self[key]
 
