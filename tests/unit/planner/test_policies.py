@@ -83,7 +83,7 @@ def two_algorithms(table: cost.CostTable, factor: float, name: str = "hierarchic
     return replace(table, routes=cost.Routes(gpu=cost.Curve(points=gpu.points, algorithms={name: points})))
 
 
-@pytest.mark.parametrize("zero_stage", some([1, 3], 1))
+@pytest.mark.parametrize("zero_stage", some([3, 1], 1))
 def test_hierarchical_gathers_are_planned_where_they_are_faster(zero_stage):
     work = make_workload(
         dp=4, gpus_per_node=2, zero_stage=zero_stage, whole_parameter_bytes=1_000_000 if zero_stage == 3 else None
