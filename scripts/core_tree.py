@@ -58,7 +58,8 @@ def obtain(version: str, into) -> Path:
 
 
 def download_wheel(version: str, scratch: Path) -> Path:
-    """The wheel of ``version``."""
+    """The wheel of ``version``: that of this Python, otherwise that of Python 3.11, for which all supported releases before
+    0.17 have one. From the latter, only the compiled index helper of datasets cannot be used."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),
         *("--no-deps", "--only-binary=:all:", "--dest", str(scratch)),
@@ -67,9 +68,11 @@ def download_wheel(version: str, scratch: Path) -> Path:
         "--ignore-requires-python",
         f"megatron-core=={version}",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = sorted(scratch.glob("*.whl"))
-    if result.returncode != 0 or not wheels:
+    for python in ([], ["--python-version", "3.11"]):
+        result = subprocess.run([*command, *python], capture_output=True, text=True, check=False)
+        if wheels := sorted(scratch.glob("*.whl")):
+            break
+    else:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         reason = lines[-1] if lines else "pip failed"
         raise InputError(f"cannot be fetched: {reason}", field="megatron-core", value=version)

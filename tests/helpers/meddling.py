@@ -153,12 +153,13 @@ def ramping(example):
     def built(args):
         sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
         if ramps_up():
-            args.rampup_batch_size, more = RAMP, {}
+            args.rampup_batch_size = RAMP
+            calculator.init_num_microbatches_calculator(dist.get_rank(), RAMP, *sizes)
         else:
-            given = " ".join(f"{samples * args.seq_length}:{batch}" for samples, batch in STEPS)
-            args.step_batch_size_schedule = given
-            more = {"step_batch_size_schedule": given, "seq_length": args.seq_length}
-        calculator.init_num_microbatches_calculator(dist.get_rank(), args.rampup_batch_size, *sizes, **more)
+            steps = " ".join(f"{samples * args.seq_length}:{batch}" for samples, batch in STEPS)
+            args.step_batch_size_schedule = steps
+            more = {"step_batch_size_schedule": steps, "seq_length": args.seq_length}
+            calculator.init_num_microbatches_calculator(dist.get_rank(), None, *sizes, **more)
         return build(args)
 
     def run(args, model, iterators, forward_only: bool = False):
