@@ -58,8 +58,8 @@ def obtain(version: str, into) -> Path:
 
 
 def download_wheel(version: str, scratch: Path) -> Path:
-    """The wheel of ``version``: that of this Python, otherwise that of Python 3.11, for which all supported releases before
-    0.17 have one. From the latter, only the compiled index helper of datasets cannot be used."""
+    """The wheel of ``version`` for this Python, or else for Python 3.11. Another Python can use all of that but the
+    compiled index helper of datasets."""
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-input"),
         *("--no-deps", "--only-binary=:all:", "--dest", str(scratch)),
