@@ -175,8 +175,8 @@ def _on_meta():
     class Mode(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             kwargs = kwargs or {}
-            if function is torch.Tensor.tolist and args[0].is_meta:  # an order of experts, to which no size belongs
-                return [*range(args[0].numel())]
+            if function is torch.Tensor.tolist and "dispatcher" in sys._getframe(1).f_globals["__name__"]:
+                return [*range(args[0].numel())]  # an order of experts, to which no size belongs
             return function(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
 
     with torch.device("meta"), Mode():
