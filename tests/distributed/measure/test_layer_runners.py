@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-import corpus
 import pytest
 from msgspec.structs import replace
 from places import ROOT
@@ -37,9 +36,10 @@ def options(*more: str) -> Options:
     )
 
 
-def test_every_kind_of_layer_and_a_step_that_reads_the_runs_samples(tmp_path):
-    prefix = tmp_path / "stdlib"
-    corpus.build(prefix)
+def test_every_kind_of_layer_and_a_step_that_reads_the_runs_samples(corpus_prefix, tmp_path):
+    prefix = tmp_path / "stdlib"  # beside it is the data set's index
+    for suffix in (".bin", ".idx"):
+        prefix.with_suffix(suffix).symlink_to(corpus_prefix.with_suffix(suffix))
     recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
     wanted = options("--data-path", str(prefix), "--num-workers", "0", *recompute)
     rows = {row.layer_kind: row for row in measure(wanted).compute}

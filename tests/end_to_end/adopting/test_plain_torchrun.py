@@ -6,22 +6,22 @@ Measuring is replaced. tests/nightly runs the page as it stands.
 
 import os
 import re
-import subprocess
 import sys
 
 from adopting_page import PAGE, add_script, make_checkout
 from places import ROOT
 from plans import made_up_table
-from warm_python import warm_children
+from warm_python import finished, warm_children
 
 from megatron_ext import measure
 from megatron_ext.cli import main as cli
+from megatron_ext.launch import launcher
 from megatron_ext.megatron import describe_from_checkout
 
 SMALL = {"--train-iters 14": "--train-iters 4", "--num-layers 8": "--num-layers 1", "size 8": "size 2"}
 
 
-def test_a_patched_script_trains_without_a_gpu(core, tmp_path, monkeypatch):
+def test_a_patched_script_trains_without_a_gpu(core, tmp_path, monkeypatch, capfd):
     make_checkout(tmp_path, core)
     tree, prepared = str(tmp_path / "Megatron-LM"), tmp_path / "run"
     assert cli.main(["patch", "apply", tree]) == 0
@@ -38,20 +38,25 @@ def test_a_patched_script_trains_without_a_gpu(core, tmp_path, monkeypatch):
     arguments += ["--user-defined-schedule", str(prepared / "schedule.json")]
     arguments += ["--user-defined-schedule-check", str(prepared / "reference.json")]
 
-    def trained(*command) -> str:
-        result = subprocess.run(
-            [sys.executable, "-m", *command, f"{tree}/pretrain_gpt.py", *arguments],
-            cwd=tmp_path,
-            env={key: value for key, value in os.environ.items() if key != "MEGATRON_PATH"} | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=500,
-        )
-        assert result.returncode == 0, result.stderr[-3000:]
-        assert re.search(r"iteration +4/ +4 ", result.stdout), result.stdout[-2000:]
-        return result.stderr + result.stdout
-
-    reference = trained("torch.distributed.run", "--standalone", "--nproc-per-node", "1")
+    script = [f"{tree}/pretrain_gpt.py", *arguments]
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *script]
+    monkeypatch.delenv("MEGATRON_PATH", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = finished([sys.executable, *words], tmp_path, dict(os.environ), imported="torch")
+    reference = check_trained(done.returncode, done.stdout, done.stderr)
     assert "megatron-ext: torch sees no CUDA device, so this trains on the CPU" in reference
     assert "this was the reference" in reference
-    assert "to the last bit: gradient norms of 4 iterations" in trained("megatron_ext", "run-on-cpu", "--")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS"):  # the command sets them
+        monkeypatch.setenv(name, "")
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    with warm_children(launcher, "torch"):
+        code = cli.main(["run-on-cpu", "--", *script])
+    said = check_trained(code, *capfd.readouterr())
+    assert "to the last bit: gradient norms of 4 iterations" in said
+
+
+def check_trained(code: int, out: str, error: str) -> str:
+    assert code == 0, error[-3000:]
+    assert re.search(r"iteration +4/ +4 ", out), out[-2000:]
+    return error + out

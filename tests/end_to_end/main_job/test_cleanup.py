@@ -9,7 +9,7 @@ import time
 import pytest
 from msgspec.structs import replace
 from plans import describe, made_up_table, make_schedule
-from training import PP2_VP2_DP2, ROOT, SMALL, environment, ranks_command, stays_in_shared_memory, work_left
+from training import ROOT, SMALL, environment, ranks_command, stays_in_shared_memory, work_left
 
 from megatron_ext.cost.cost_table import Publish, Routes
 from megatron_ext.launch.launcher import cause_of
@@ -18,7 +18,6 @@ from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.workload.workload import Limits
 
 TWO_RANKS = [*SMALL, "--data-parallel-size", "2"]
-FOUR_RANKS = [*SMALL, *PP2_VP2_DP2]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def schedule_path(megatron_tree, tmp_path_factory):
 def staged_schedule_path(megatron_tree, tmp_path_factory):
     """Zero stage 3, partly from a drive: nothing of it may stay there."""
     folder = tmp_path_factory.mktemp("staged")
-    workload = replace(describe(folder / "workload.json", FOUR_RANKS), zero_stage=3, limits=Limits(nvme_slots=2))
+    workload = replace(describe(folder / "workload.json", TWO_RANKS), zero_stage=3, limits=Limits(nvme_slots=2))
     table = made_up_table()
     table = replace(
         table, routes=Routes(gpu=table.routes.gpu, nvme=table.routes.cpu), publish=Publish(nvme=table.publish.cpu)
@@ -44,19 +43,19 @@ def staged_schedule_path(megatron_tree, tmp_path_factory):
 
 @pytest.fixture
 def training(schedule_path, corpus_prefix, tmp_path):
-    with caught_in_training(TWO_RANKS, schedule_path, corpus_prefix, tmp_path) as process:
+    with caught_in_training(schedule_path, corpus_prefix, tmp_path) as process:
         yield process, tmp_path
 
 
 @contextlib.contextmanager
-def caught_in_training(layout, schedule_path, corpus_prefix, tmp_path, *more: str):
+def caught_in_training(schedule_path, corpus_prefix, tmp_path, *more: str):
     """A scheduled run that would take minutes, caught in the middle of training."""
     before = set(os.listdir("/dev/shm"))
     # The metrics path marks the run's processes.
-    options = [*layout, "--data-path", corpus_prefix, "--train-iters", "100000", *more]
+    options = [*TWO_RANKS, "--data-path", corpus_prefix, "--train-iters", "100000", *more]
     options += ["--user-defined-schedule", schedule_path, "--user-defined-schedule-trace", tmp_path / "trace.json"]
     options += ["--metrics-path", tmp_path / "metrics.json"]
-    command = ranks_command("examples/pretrain_gpt_hybrid.py", options, 2 if layout is TWO_RANKS else 4)
+    command = ranks_command("examples/pretrain_gpt_hybrid.py", options, 2)
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -92,8 +91,8 @@ def test_a_killed_rank_ends_the_run_is_named_and_leaves_nothing_on_the_drive(
     staged_schedule_path, corpus_prefix, tmp_path
 ):
     drive = "--user-defined-schedule-nvme-path", str(tmp_path)
-    with caught_in_training(FOUR_RANKS, staged_schedule_path, corpus_prefix, tmp_path, *drive) as process:
-        victim = ranks_of(process)[2]
+    with caught_in_training(staged_schedule_path, corpus_prefix, tmp_path, *drive) as process:
+        victim = ranks_of(process)[1]
         os.kill(victim, signal.SIGKILL)
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 1 and any(f"process {victim}" in line for line in errors.splitlines()), errors
