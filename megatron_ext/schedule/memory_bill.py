@@ -33,7 +33,7 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule import host_slots
 from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.group_facts import first_of, members_of
+from megatron_ext.schedule.group_facts import members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
@@ -102,9 +102,9 @@ _Held = dict[tuple[str, str], list[int]]
 """By place and kind, the bytes that the optimizer of each rank holds. Gradients are the copies that it makes."""
 
 
-def _nothing(parallel: Parallel) -> dict[int, _Held]:
+def _nothing(parallel: Parallel, *places: str) -> dict[int, _Held]:
     """Zero bytes, by number of ranks that share a group: one entry for dense groups, one for experts if it differs."""
-    kinds = [(where, kind) for where in ("device", "host", "nvme") for kind in _OF_OPTIMIZER]
+    kinds = [(where, kind) for where in places for kind in _OF_OPTIMIZER]
     return {ranks: {kind: [0] * ranks for kind in kinds} for ranks in (parallel.dp, parallel.expert_dp)}
 
 
@@ -125,9 +125,9 @@ def resting_bytes(
     counted."""
     settings, parallel = workload.optimizer, workload.parallel
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
-    held = _nothing(parallel)
+    held = _nothing(parallel, "device", "host")
     for group in groups:
-        dtype, numels = dtype_and_numels(group, workload)
+        members = members_of(group, workload)
         dp, own = group.ranks, held[group.ranks]
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
@@ -144,8 +144,8 @@ def resting_bytes(
         # steps on the device, it copies only gradients of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
         copied = not step_slots if here else copied
-        main_item, state_item = settings.main_item_bytes(dtype), settings.state_item_bytes
-        for rank, numel in enumerate(_shard_numels(numels, dp)):
+        main_item, state_item = settings.main_item_bytes(members.dtype), settings.state_item_bytes
+        for rank, numel in enumerate(_shard_numels(members.numels, dp)):
             if group.states_rest != "nvme":
                 main[rank] += numel * main_item
                 states[rank] += numel * state_item
@@ -173,7 +173,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
         else:
             continue
-        key = action.route, group.ranks, first_of(group, workload).dtype
+        key = action.route, group.ranks, members_of(group, workload).dtype
         most[key] = max(most.get(key, 0), size)
     return sum(most.values())
 
@@ -256,19 +256,13 @@ _shard_numels = lru_cache(maxsize=4096)(shard_numels)
 _shard_parts = lru_cache(maxsize=4096)(shard_parts)
 
 
-def dtype_and_numels(group: Group, workload: Workload) -> tuple[str, tuple[int, ...]]:
-    """The dtype of a group's parameters, and the number of elements of each."""
-    members = members_of(group, workload)
-    return members[0].dtype, tuple(p.numel for p in members)
-
-
 def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Bytes of optimizer states of a rank's ``groups`` on the drive."""
     moments, parallel = len(workload.optimizer.moment_dtypes), workload.parallel
-    held = _nothing(parallel)
+    held = _nothing(parallel, "nvme")
     for group in groups:
         if group.states_rest == "nvme":
-            for rank, parts in enumerate(_shard_parts(dtype_and_numels(group, workload)[1], group.ranks)):
+            for rank, parts in enumerate(_shard_parts(members_of(group, workload).numels, group.ranks)):
                 held[group.ranks]["nvme", "optimizer_states"][rank] += sum(
                     region_bytes(numel, moments) for numel in parts
                 )
