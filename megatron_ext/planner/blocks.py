@@ -109,15 +109,13 @@ def blocks_of_groups(workload: Workload, groups: tuple[Group, ...]) -> Blocks:
     blocks: list[Block] = []
     of_stage = []
     for chunk in workload.chunks:
-        by_name = {p.name: p for p in chunk.parameters}
         spans: dict[int, tuple[int, int]] = {}
         inside: set[int] = set()  # layers at which no block may begin
         for index, group in enumerate(groups):
             if (group.pp_rank, group.model_chunk_id) == (chunk.pp_rank, chunk.model_chunk_id):
-                own = [by_name[name] for name in group.parameters]
-                layers = [p.layer for p in own]
-                spans[index] = min(layers), max(p.uses[-1] for p in own)
-                inside.update(range(min(layers) + 1, max(layers) + 1))
+                own = chunk.members(group.parameters)
+                spans[index] = own.uses
+                inside.update(range(own.uses[0] + 1, max(p.layer for p in own.parameters) + 1))
         starts = [layer for layer in range(chunk.num_layers) if layer not in inside]
         of_stage.append(_add_blocks(blocks, groups, chunk, starts, spans))
     return Blocks(groups, tuple(blocks), tuple(of_stage))

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from megatron_ext.planner.assemble import published
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.group_facts import first_of, steps_on_host_shards
+from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards
 from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 from megatron_ext.workload.route import SHARD_GATHER, Route, kind_of
 from megatron_ext.workload.workload import Workload
@@ -43,7 +43,7 @@ def with_host_shards(schedule: Schedule, workload: Workload) -> Schedule:
     limit, parallel = schedule.limits.pinned_host_bytes, schedule.parallel
     pinned, groups = pinned_host_bytes(schedule), list(schedule.groups)
     for index, group in enumerate(groups):
-        dtype = first_of(group, workload).dtype
+        dtype = members_of(group, workload).dtype
         if index in by_device or not steps_on_host_shards(workload.optimizer, dtype):
             continue
         more = list(pinned)

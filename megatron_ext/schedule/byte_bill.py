@@ -14,7 +14,7 @@ Not billed: messages between stages; zeroing, the norm and the clipping of gradi
 from collections.abc import Iterator
 
 from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up, reduced_bytes
-from megatron_ext.schedule.group_facts import can_step_early, first_of, members_of
+from megatron_ext.schedule.group_facts import can_step_early, members_of
 from megatron_ext.schedule.host_slots import gradient_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
@@ -42,7 +42,7 @@ def publish_passes(group: Group, workload: Workload) -> float:
     """Bytes that publishing moves in host memory for each byte of a shard. A copy from the device writes each byte. A
     shard that rests in host memory is read first. The parameters of the host's optimizer are read in fp32."""
     if workload.optimizer.on_host and group.states_rest is None:
-        return 1 + ITEM_BYTES / ITEMS[first_of(group, workload).dtype]
+        return 1 + ITEM_BYTES / ITEMS[members_of(group, workload).dtype]
     return 2 if group.shard_rests == "host" else 1
 
 
@@ -66,10 +66,10 @@ class _RankBill:
     def _parts(self, group: Group) -> list[int]:
         """For each parameter that the rank has a part of, the number of elements of the part."""
         apart = self.workload.parallel.of_instance // group.ranks  # consecutive ranks with the same index of shard
-        return shard_parts([p.numel for p in members_of(group, self.workload)], group.ranks)[self.rank // apart]
+        return shard_parts(members_of(group, self.workload).numels, group.ranks)[self.rank // apart]
 
     def _item(self, group: Group) -> int:
-        return ITEMS[first_of(group, self.workload).dtype]
+        return ITEMS[members_of(group, self.workload).dtype]
 
     def _on_host(self, group: Group) -> bool:
         return self.settings.on_host and group.states_rest != "device"

@@ -7,7 +7,7 @@ from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import HALF, OptimizerSettings
 from megatron_ext.workload.state_layout import LINE_BYTES, region_bytes, tensor_bytes
-from megatron_ext.workload.workload import Parameter, Workload, group_bytes, group_ranks
+from megatron_ext.workload.workload import Members, Parameter, Workload, group_bytes, group_ranks
 
 
 def make_group(
@@ -30,34 +30,24 @@ def make_group(
     )
 
 
-def first_of(group: Group, workload: Workload) -> Parameter:
-    """The parameter that a group names first. All of its parameters have the same dtype."""
-    chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
-    return chunk.parameters[chunk.places[group.parameters[0]]]
-
-
-def members_of(group: Group, workload: Workload) -> list[Parameter]:
-    """The parameters of a group, in execution order; they have one dtype."""
-    chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
-    places = sorted(chunk.places[name] for name in group.parameters if name in chunk.places)
-    return [chunk.parameters[place] for place in places]
+def members_of(group: Group, workload: Workload) -> Members:
+    """The parameters of a group; they have one dtype."""
+    return workload.chunk(group.pp_rank, group.model_chunk_id).members(group.parameters)
 
 
 def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[int, int]]:
     """For each group, the first and the last layer of its chunk that use it."""
-    uses = ([layer for p in members_of(group, workload) for layer in p.uses] for group in groups)
-    return [(min(own), max(own)) for own in uses]
+    return [members_of(group, workload).uses for group in groups]
 
 
-def shard_numel(group: Group, members: list[Parameter]) -> int:
+def shard_numel(group: Group, workload: Workload) -> int:
     """Elements of one shard of a group, with Megatron's padding."""
-    return group.bytes // ITEM_BYTES[members[0].dtype] // group.ranks
+    return group.bytes // ITEM_BYTES[members_of(group, workload).dtype] // group.ranks
 
 
 def _largest_part(group: Group, workload: Workload) -> int:
     """The most elements that one shard of ``group`` has of one parameter."""
-    members = members_of(group, workload)
-    return min(max(p.numel for p in members), shard_numel(group, members))
+    return min(max(members_of(group, workload).numels), shard_numel(group, workload))
 
 
 def largest_gradient(group: Group, workload: Workload) -> int:
@@ -94,7 +84,7 @@ def can_step_early(group: Group, workload: Workload) -> bool:
     if group.states_rest == "device":
         return False
     alike = workload.parallel.tensor_model_parallel_size > 1
-    return not any(p.shared_embedding or (alike and len(p.shape) < 2) for p in members_of(group, workload))
+    return not any(p.shared_embedding or (alike and len(p.shape) < 2) for p in members_of(group, workload).parameters)
 
 
 def saved_bytes(group: Group, workload: Workload) -> int:
@@ -103,5 +93,5 @@ def saved_bytes(group: Group, workload: Workload) -> int:
     """
     if group.states_rest == "nvme":
         return 0
-    members, tensors = members_of(group, workload), 1 + len(workload.optimizer.moment_dtypes)
-    return tensors * tensor_bytes(shard_numel(group, members)) + len(members) * (tensors + 1) * LINE_BYTES
+    count, tensors = len(group.parameters), 1 + len(workload.optimizer.moment_dtypes)
+    return tensors * tensor_bytes(shard_numel(group, workload)) + count * (tensors + 1) * LINE_BYTES

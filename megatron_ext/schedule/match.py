@@ -42,11 +42,11 @@ def match(schedule: Schedule, workload: Workload, *, file=None) -> None:
 def _check_whole_gradients(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
         members = members_of(group, workload)
-        shared = workload.keeps_gradients or any(p.shared_embedding for p in members)
+        shared = workload.keeps_gradients or any(p.shared_embedding for p in members.parameters)
         if group.gradients is not None and shared:
             said = "the group keeps its gradient whole: it is changed or read when the schedule may not have it"
             check.refuse(said, f"groups[{index}].gradients", group.gradients)
-        if group.gradients == "host" and not may_rest_on_host(members[0].dtype, workload.optimizer.on_host):
+        if group.gradients == "host" and not may_rest_on_host(members.dtype, workload.optimizer.on_host):
             said = "gradients of float16 in host memory would not be unscaled by the host's optimizer"
             check.refuse(said, f"groups[{index}].gradients", group.gradients)
 

@@ -27,13 +27,15 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy
+
 from megatron_ext.formats import rank_memory
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule import host_slots
 from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import slot_bytes
-from megatron_ext.schedule.group_facts import first_of, members_of
+from megatron_ext.schedule.group_facts import members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
@@ -98,23 +100,20 @@ def _resting(schedule: Schedule, workload: Workload, pp_rank: int) -> tuple[dict
 
 
 _OF_OPTIMIZER = ("gradients", "main_parameters", "optimizer_states")
-_Held = dict[tuple[str, str], list[int]]
-"""By place and kind, the bytes that the optimizer of each rank holds. Gradients are the copies that it makes."""
+"""What the optimizer of a rank holds, by kind. Gradients are the copies that it makes."""
 
 
-def _nothing(parallel: Parallel) -> dict[int, _Held]:
-    """Zero bytes, by number of ranks that share a group: one entry for dense groups, one for experts if it differs."""
-    kinds = [(where, kind) for where in ("device", "host", "nvme") for kind in _OF_OPTIMIZER]
-    return {ranks: {kind: [0] * ranks for kind in kinds} for ranks in (parallel.dp, parallel.expert_dp)}
+def _most_of_a_rank(parallel: Parallel, held: dict[int, numpy.ndarray]) -> list[int]:
+    """The bytes of the rank of a pipeline rank that holds the most.
 
-
-def _of_every_rank(parallel: Parallel, held: dict[int, _Held]) -> _Held:
-    """By rank of a pipeline rank, the sum of its dense groups and experts. Ranks that hold the same have one entry."""
-    dense, own = held[parallel.dp], parallel.of_instance
-    if len(held) == 1:
-        return dense
-    places = dict.fromkeys(tuple(rank * ranks // own for ranks in held) for rank in range(own))
-    return {kind: [sum(one[kind][i] for one, i in zip(held.values(), place)) for place in places] for kind in dense}
+    Args:
+        held: bytes by kind and shard, by the number of ranks that share a group, which is smaller for experts.
+    """
+    if not held:
+        return [0] * len(_OF_OPTIMIZER)
+    own = numpy.arange(parallel.of_instance)
+    every = numpy.sum([by_shard[:, own * ranks // len(own)] for ranks, by_shard in held.items()], axis=0)
+    return every[:, every.sum(axis=0).argmax()].tolist()
 
 
 def resting_bytes(
@@ -125,10 +124,9 @@ def resting_bytes(
     counted."""
     settings, parallel = workload.optimizer, workload.parallel
     device, host = {"shards": 0, "gradients": 0, "gradient_shards": 0}, {"shards": 0, "gradients": 0}
-    held = _nothing(parallel)
+    held: dict[str, dict[int, numpy.ndarray]] = {"device": {}, "host": {}}
     for group in groups:
-        dtype, numels = dtype_and_numels(group, workload)
-        dp, own = group.ranks, held[group.ranks]
+        members, dp = members_of(group, workload), group.ranks
         if workload.zero_stage == 3:
             (host if group.shard_rests == "host" else device)["shards"] += group.bytes // dp
         whole = host_slots.gradient_bytes(group, workload)
@@ -139,22 +137,18 @@ def resting_bytes(
         else:
             host["gradients"] += whole // dp
         here = settings.on_host and group.states_rest is None
-        gradients, main, states = (own["host" if here else "device", kind] for kind in _OF_OPTIMIZER)
         # Megatron's host optimizer copies gradients into buffers of the main parameters' dtype. For groups that it
         # steps on the device, it copies only gradients of another dtype.
         copied = settings.on_host and settings.gradient_dtype != settings.main_parameter_dtype
         copied = not step_slots if here else copied
-        main_item, state_item = settings.main_item_bytes(dtype), settings.state_item_bytes
-        for rank, numel in enumerate(_shard_numels(numels, dp)):
-            if group.states_rest != "nvme":
-                main[rank] += numel * main_item
-                states[rank] += numel * state_item
-                gradients[rank] += numel * main_item if copied else 0
-            elif settings.delayed:  # it keeps all gradients of an iteration in memory
-                own["host", "gradients"][rank] += numel * main_item
-    every = _of_every_rank(parallel, held)
-    for name, where, copies in (("device", device, "gradient_shards"), ("host", host, "gradients")):
-        most = max(zip(*(every[name, kind] for kind in _OF_OPTIMIZER)), key=sum)
+        main_item = settings.main_item_bytes(members.dtype)
+        of_element = main_item * copied, main_item, settings.state_item_bytes
+        if group.states_rest == "nvme":  # a delayed update keeps all gradients of an iteration in memory
+            of_element = main_item * settings.delayed, 0, 0
+        own = held["host" if here or group.states_rest == "nvme" else "device"]
+        own[dp] = own.get(dp, 0) + numpy.outer(of_element, _shard_numels(members.numels, dp))
+    for where, place, copies in ((device, "device", "gradient_shards"), (host, "host", "gradients")):
+        most = _most_of_a_rank(parallel, held[place])
         where[copies] += most[0]
         where |= dict(zip(_OF_OPTIMIZER[1:], most[1:]))
     return device, host
@@ -173,7 +167,7 @@ def buffer_bytes(schedule: Schedule, workload: Workload, pp_rank: int) -> int:
             size = group.bytes + group.bytes // group.ranks * nodes_spanned(parallel, pp_rank, group.ranks)
         else:
             continue
-        key = action.route, group.ranks, first_of(group, workload).dtype
+        key = action.route, group.ranks, members_of(group, workload).dtype
         most[key] = max(most.get(key, 0), size)
     return sum(most.values())
 
@@ -252,27 +246,26 @@ def host_bytes_taken(
     return taken
 
 
-_shard_numels = lru_cache(maxsize=4096)(shard_numels)
-_shard_parts = lru_cache(maxsize=4096)(shard_parts)
+@lru_cache(maxsize=4096)
+def _shard_numels(numels: tuple[int, ...], ranks: int) -> numpy.ndarray:
+    return numpy.array(shard_numels(numels, ranks))
 
 
-def dtype_and_numels(group: Group, workload: Workload) -> tuple[str, tuple[int, ...]]:
-    """The dtype of a group's parameters, and the number of elements of each."""
-    members = members_of(group, workload)
-    return members[0].dtype, tuple(p.numel for p in members)
+@lru_cache(maxsize=4096)
+def _shard_regions(numels: tuple[int, ...], ranks: int, moments: int) -> numpy.ndarray:
+    """For each shard, the bytes of the regions of its parameters on the drive, as an array of one row."""
+    return numpy.array([[sum(region_bytes(part, moments) for part in parts) for parts in shard_parts(numels, ranks)]])
 
 
 def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
     """Bytes of optimizer states of a rank's ``groups`` on the drive."""
-    moments, parallel = len(workload.optimizer.moment_dtypes), workload.parallel
-    held = _nothing(parallel)
+    held: dict[int, numpy.ndarray] = {}
     for group in groups:
         if group.states_rest == "nvme":
-            for rank, parts in enumerate(_shard_parts(dtype_and_numels(group, workload)[1], group.ranks)):
-                held[group.ranks]["nvme", "optimizer_states"][rank] += sum(
-                    region_bytes(numel, moments) for numel in parts
-                )
-    return max(_of_every_rank(parallel, held)["nvme", "optimizer_states"])
+            moments = len(workload.optimizer.moment_dtypes)
+            regions = _shard_regions(members_of(group, workload).numels, group.ranks, moments)
+            held[group.ranks] = held.get(group.ranks, 0) + regions
+    return _most_of_a_rank(workload.parallel, held)[0]
 
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:

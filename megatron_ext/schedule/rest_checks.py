@@ -86,7 +86,7 @@ def check_rests_of_run(schedule: Schedule, workload: Workload, check: Checker) -
 def _check_host_shards(schedule: Schedule, workload: Workload, check: Checker) -> None:
     for index, group in enumerate(schedule.groups):
         if group.shard_rests == "host":
-            dtypes = sorted({p.dtype for p in members_of(group, workload)})
+            dtypes = sorted({p.dtype for p in members_of(group, workload).parameters})
             if not all(steps_on_host_shards(workload.optimizer, dtype) for dtype in dtypes):
                 said = f"the optimizer updates {'/'.join(dtypes)} parameters where it steps, which is the device"
                 how = "train with --optimizer-cpu-offload"

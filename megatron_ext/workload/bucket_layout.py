@@ -29,11 +29,7 @@ def bucket_numel(numels: Sequence[int], data_parallel_size: int) -> int:
 
 
 def shard_numels(numels: Sequence[int], data_parallel_size: int) -> list[int]:
-    """For each data-parallel rank, the elements of parameters (without padding) in its shard of a bucket.
-
-    Args:
-        numels: as for :func:`bucket_numel`.
-    """
+    """For each rank, the elements of parameters, without padding, in its shard of the bucket that holds ``numels``."""
     return [sum(parts) for parts in shard_parts(numels, data_parallel_size)]
 
 

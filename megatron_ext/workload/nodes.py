@@ -1,5 +1,6 @@
 """Which data-parallel ranks share a node. Host copies and hierarchical gathers depend on it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 
@@ -39,8 +40,7 @@ def nodes_spanned(parallel: Parallel, pp_rank: int, ranks: int | None = None) ->
 def ranks_of_copy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
     """How many data-parallel ranks of a node share a host copy of a group that ``ranks`` ranks (default: DP) shard: the
     smallest number over the nodes."""
-    nodes = parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])
-    return min(map(nodes.count, nodes))
+    return min(Counter(parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])).values())
 
 
 def check_spread(parallel: Parallel) -> None:

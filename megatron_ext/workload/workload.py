@@ -6,10 +6,10 @@ can be unsharded or resharded.
 """
 
 import hashlib
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -56,6 +56,16 @@ class Parameter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.bytes // ITEM_BYTES[self.dtype]
 
 
+class Members(NamedTuple):
+    """Parameters of one group, in execution order, and what follows from them. ``uses``: the first and the last layer
+    of the chunk that compute with them."""
+
+    parameters: tuple[Parameter, ...]
+    dtype: str
+    numels: tuple[int, ...]
+    uses: tuple[int, int]
+
+
 class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True, dict=True):
     """Parameters of one model chunk of one pipeline rank; there may be none.
 
@@ -78,9 +88,23 @@ class Chunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return sum(parameter.bytes for parameter in self.parameters)
 
     @cached_property
-    def places(self) -> dict[str, int]:
-        """By name, the place of a parameter in ``parameters``."""
-        return {parameter.name: place for place, parameter in enumerate(self.parameters)}
+    def members(self) -> Callable[[tuple[str, ...]], Members]:
+        """The parameters with these names, in execution order; names of no parameter are left out."""
+        places = {parameter.name: place for place, parameter in enumerate(self.parameters)}
+
+        def members(names: tuple[str, ...]) -> Members:
+            found = tuple(self.parameters[place] for place in sorted(places[name] for name in names if name in places))
+            uses = [layer for p in found for layer in p.uses]
+            return Members(found, found[0].dtype, tuple(p.numel for p in found), (min(uses), max(uses)))
+
+        return lru_cache(maxsize=1 << 12)(members)  # a search asks for the same groups thousands of times
+
+    @cached_property
+    def lines(self) -> str:
+        """What :func:`fingerprint` reads of the chunk."""
+        place = f"{self.pp_rank} {self.model_chunk_id}"
+        lines = (f"{place} {p.name} {'x'.join(map(str, p.shape))} {p.dtype}\n" for p in self.parameters)
+        return "".join(lines)
 
     @cached_property
     def num_layers(self) -> int:
@@ -234,13 +258,7 @@ def group_bytes(parameters, parallel: Parallel) -> int:
 def fingerprint(workload: Workload) -> str:
     """sha256 over every parameter's place, name, shape and dtype. Two models with the same
     fingerprint can train by the same schedule."""
-    digest = hashlib.sha256()
-    for chunk in workload.chunks:
-        for parameter in chunk.parameters:
-            shape = "x".join(map(str, parameter.shape))
-            line = f"{chunk.pp_rank} {chunk.model_chunk_id} {parameter.name} {shape} {parameter.dtype}\n"
-            digest.update(line.encode())
-    return digest.hexdigest()
+    return hashlib.sha256("".join(chunk.lines for chunk in workload.chunks).encode()).hexdigest()
 
 
 def load(path) -> Workload:

@@ -23,7 +23,7 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import first_of, steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards, uses_of_groups
 from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
 from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
@@ -181,7 +181,7 @@ class Offloader:
             yield rank, indices, [self._place(groups[index], spans[index]) for index in indices]
 
     def _place(self, group: Group, span: tuple[int, int]) -> OffloadCosts:
-        first, gradient = first_of(group, self.workload), gradient_bytes(group, self.workload)
+        first, gradient = members_of(group, self.workload).parameters[0], gradient_bytes(group, self.workload)
         gradients: list = [None]
         if not first.shared_embedding and not self.workload.keeps_gradients:
             if group.ranks > 1:

@@ -91,10 +91,9 @@ def held_by_step(schedule, work, pp_rank: int) -> tuple[int, int]:
     own = {index: group for index, group in enumerate(schedule.groups) if group.pp_rank == pp_rank}
     groups, buckets = {}, {}
     for index, group in own.items():
-        members = members_of(group, work)
-        shard = torch.empty(shard_numel(group, members), device=place)
+        shard = torch.empty(shard_numel(group, work), device=place)
         groups[index] = SimpleNamespace(shard=shard, whole=shard)
-        params = [torch.empty(member.numel, device=place) for member in members]
+        params = [torch.empty(numel, device=place) for numel in members_of(group, work).numels]
         bucket = SimpleNamespace(grad_data=torch.empty(0, dtype=dtype))
         buckets[index] = SimpleNamespace(params=params, buckets=[bucket])
     device = SimpleNamespace(
