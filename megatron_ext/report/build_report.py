@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,14 +30,11 @@ GATHER_LANES = ("issue", "wait")
 """Lanes of the training thread's time in gathers: issuing gathers and publishing, and waiting for gathers."""
 
 
-T = TypeVar("T")
-
-
-class Pair(NamedTuple, Generic[T]):
+class Pair(NamedTuple):
     """One figure of both runs."""
 
-    stock: T
-    scheduled: T
+    stock: Any
+    scheduled: Any
 
 
 class MeasuredPair(NamedTuple):
@@ -73,8 +70,8 @@ class Report(NamedTuple):
     gather_us: MeasuredPair
     exposed_us: MeasuredPair
     iteration_time_us: MeasuredPair
-    period_us: Pair[Spread | None]
-    predicted_iteration_time_us: Pair[float]
+    period_us: Pair
+    predicted_iteration_time_us: Pair
     verdict: Verdict
     measured_ratio: TurnRatio | None
     verdict_was: str | None
@@ -93,7 +90,7 @@ class Report(NamedTuple):
         return self.iteration_time_us.scheduled.median_us - self.predicted_iteration_time_us.scheduled
 
     @property
-    def relative_error(self) -> Pair[float | None]:
+    def relative_error(self) -> Pair:
         """The difference of the prediction from the measured median, relative to the measured median."""
         both = zip(self.predicted_iteration_time_us, self.iteration_time_us)
         return Pair(*(measured and predicted / measured.median_us - 1.0 for predicted, measured in both))

@@ -219,7 +219,7 @@ class StrictDevice:
             "synchronize": lambda device=None: engine.synchronize(None, "torch.cuda.synchronize"),
             "_sleep": self._sleep,
             "MemPool": _Pool,
-            "use_mem_pool": lambda pool: contextlib.nullcontext(),
+            "use_mem_pool": contextlib.contextmanager(lambda pool: (yield)),  # torch 2.15 reads its __wrapped__
             "empty_cache": lambda: None,
             "memory_reserved": lambda: 0,
             "cudart": lambda: self.runtime,

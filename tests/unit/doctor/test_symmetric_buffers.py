@@ -27,6 +27,7 @@ def test_what_is_missing_is_named():
 def device(monkeypatch):
     """Two ranks' gathers by copies; the calls that a device would time take 10 us each."""
     monkeypatch.setattr(symmetric.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     monkeypatch.setattr(symmetric_buffers, "ELEMENTS", 4)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.1)
