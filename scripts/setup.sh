@@ -76,7 +76,7 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
         say "using the installed PyTorch"
         venv_options+=(--system-site-packages)
         base=core
-        # The image's torch and numpy belong together, so neither is pinned.
+        # The image's torch and numpy belong together, so both stay as they are.
         constraints=.venv/constraints.txt
     fi
     pip=(.venv/bin/python -m pip)
@@ -93,7 +93,13 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
         "${pip[@]}" install --quiet pip # needed to fetch Megatron's package
         pip=(.venv/bin/python -m pip)
     fi
-    [ "$constraints" = constraints.txt ] || grep -vE '^(torch|numpy)==' constraints.txt > "$constraints"
+    if [ "$constraints" != constraints.txt ]; then
+        grep -vE '^(torch|numpy)==' constraints.txt > "$constraints"
+        numpy=$("$python" -c 'import numpy; print(numpy.__version__)' 2> /dev/null) || numpy=""
+        [ -z "$numpy" ] || printf 'numpy==%s\n' "$numpy" >> "$constraints" # another would hide it
+        # The last ortools that runs with numpy 1, which some images have.
+        [[ $numpy != 1.* ]] || sed -i 's/^ortools==.*/ortools==9.14.6206/' "$constraints"
+    fi
     if [ ${#venv_options[@]} -gt 0 ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         # From an interpreter in a venv, a new venv gets only the packages of that interpreter's base.
         "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \

@@ -1,5 +1,6 @@
 """What is said where copy engines cannot gather, and what is done where they may, on stand-ins of torch's calls."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,8 @@ def device(monkeypatch):
     monkeypatch.setattr(symmetric.nccl, "version", lambda: (2, 29, 7))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    names = dict.fromkeys(("empty", "rendezvous", "get_backend", "set_backend"))  # torch 2.6 lacks some
+    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", SimpleNamespace(**names))
     monkeypatch.setattr(symmetric_buffers, "ELEMENTS", 4)
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: 0.1)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
