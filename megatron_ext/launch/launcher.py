@@ -24,7 +24,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection
-from functools import partial
 
 from megatron_ext.cpubench import allocator
 from megatron_ext.cpubench.forked_rank import ForkedRank, import_script, restart_with
@@ -94,20 +93,17 @@ class _Store:
 
     def _serve(self) -> None:
         with self._listener:  # if there is no store, ranks are refused instead of waiting
+            import torch
             from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - public by its docs
 
-            serve = partial(
-                TCPStore,
+            self._store = TCPStore(
                 ADDRESS,
                 self.port,
                 is_master=True,
                 wait_for_workers=False,
                 master_listen_fd=os.dup(self._listener.fileno()),
+                use_libuv=torch.__version__ >= "2.7",  # libuv of torch 2.6 does not take a socket
             )
-            try:
-                self._store = serve()
-            except NotImplementedError:  # torch 2.6
-                self._store = serve(use_libuv=False)
 
     def close(self) -> None:
         if self._thread.is_alive():  # an import cannot be interrupted

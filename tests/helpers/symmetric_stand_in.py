@@ -35,8 +35,8 @@ class SymmetricStandIn:
         yield mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True)
         yield mock.patch.object(dist, "new_group", self._make_group)
         yield mock.patch.object(dist, "all_gather_into_tensor", self._gathered)
-        yield mock.patch.object(memory, "get_backend", lambda device: "CUDA")
-        yield mock.patch.object(memory, "set_backend", lambda name: None)
+        yield mock.patch.object(memory, "get_backend", lambda device: "CUDA", create=True)  # torch 2.6 lacks them
+        yield mock.patch.object(memory, "set_backend", lambda name: None, create=True)
         yield mock.patch.object(memory, "empty", lambda numel, dtype, device: torch.empty(numel, dtype=dtype))
         yield mock.patch.object(memory, "rendezvous", self._register)
 
