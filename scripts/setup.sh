@@ -6,7 +6,8 @@
 #                             the same Python, in this directory:
 #                               pip download -d DIR -c constraints.txt ".[core]" setuptools pip "cuda-bindings==13.*"
 #                               pip download -d DIR --no-deps megatron-core==RELEASE    # that of constraints.txt
-#                             Use ".[train]" if there is no PyTorch, ".[core,test]" for WITH_TESTS, 12.* for CUDA 12
+#                             Use ".[train]" if there is no PyTorch, ".[core,test]" for WITH_TESTS, 12.* for CUDA 12,
+#                             and beside numpy 1 also ortools==9.14.6206 in a call without -c
 #   MEGATRON_PATH=DIR         patch this checkout instead of the megatron-core release
 #   WITH_CHECKOUT=1           also install the packages that megatron/training of a checkout imports
 #   WITH_TESTS=1              also install the packages that scripts/test.sh needs

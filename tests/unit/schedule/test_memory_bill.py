@@ -11,6 +11,7 @@ from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
+from megatron_ext.schedule.group_facts import make_group
 from megatron_ext.schedule.host_slots import gradient_bytes, host_add_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import (
@@ -19,6 +20,7 @@ from megatron_ext.schedule.memory_bill import (
     host_bytes_of_nodes,
     host_bytes_taken,
     memory_bill,
+    resting_bytes,
 )
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
@@ -26,6 +28,7 @@ from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import shard_pieces
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS
+from megatron_ext.workload.workload import Parameter
 
 SAVED = (100_000, 50_000)
 
@@ -41,6 +44,20 @@ def test_shards_hold_every_element_once_and_padding_nowhere():
     assert sum(held) == sum(numels)
     assert max(held) <= bucket_numel(numels, 4) // 4
     assert shard_numels((128, 128), 2) == [128, 128]
+
+
+def test_the_rank_that_holds_the_most_is_billed():
+    """Padding is at the end, so the last ranks hold less: of dense parameters 64, 64, 64, 8 elements, of those of
+    experts 128 or 72."""
+    work = make_workload(pp=1, vp=1, dp=4, order="no_pipeline", layers=1)
+    work = replace(work, parallel=replace(work.parallel, expert_model_parallel_size=2))
+    dense = Parameter(name="dense", shape=(200,), dtype="bfloat16", bytes=400)
+    chunk = replace(work.chunks[0], parameters=(dense, replace(dense, name="expert", expert=True)))
+    work = replace(work, chunks=(chunk,))
+    groups = [make_group(work, 0, 0, [parameter]) for parameter in chunk.parameters]
+    assert [group.ranks for group in groups] == [4, 2]
+    device, _ = resting_bytes(groups, work)
+    assert device["main_parameters"] == 4 * (64 + 128) and device["optimizer_states"] == 8 * (64 + 128)
 
 
 def test_zero_stage_1_by_hand():
