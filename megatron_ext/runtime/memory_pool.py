@@ -40,8 +40,9 @@ class MemoryPool:
     """The pool of one rank. On the host, and on a device without such pools, memory comes from the usual allocator."""
 
     def __init__(self, device: Device):
-        new_enough = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= LEAST_TORCH
-        self._pool = _new_pool() if device.kind == "cuda" and new_enough else None
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        self._too_old = device.kind == "cuda" and version < LEAST_TORCH
+        self._pool = _new_pool() if device.kind == "cuda" and not self._too_old else None
         self._used = True
         self._bytes = self._peak = 0  # bytes in use now, and their maximum
 
@@ -80,7 +81,7 @@ class MemoryPool:
         first saves memory depends on the sizes. So both ways are tried and the smaller pool is kept.
         """
         if self._pool is None:
-            return None
+            return _no_pool(f"PyTorch {torch.__version__} makes no") if self._too_old else None
         torch.cuda.empty_cache()
         self._bytes = self._peak = 0
         try:
@@ -94,8 +95,9 @@ class MemoryPool:
                 raise
             self._pool = None
             torch.cuda.empty_cache()
-            why = "the device has no room for a" if full else "with expandable_segments this PyTorch makes no"
-            return f"{why} pool of whole groups and gradients; at first torch's allocator may wait for the device"
+            return _no_pool(
+                "the device has no room for a" if full else "with expandable_segments this PyTorch makes no"
+            )
         if taken <= 1.1 * self._peak:
             return None
         peak, taken = self._peak / 1e9, taken / 1e9
@@ -120,6 +122,10 @@ class MemoryPool:
                 return
             reserved = torch.cuda.memory_reserved()
             rehearsal()
+
+
+def _no_pool(why: str) -> str:
+    return f"{why} pool of whole groups and gradients; at first torch's allocator may wait for the device"
 
 
 def _new_pool():

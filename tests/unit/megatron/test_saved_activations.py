@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megatron.core import tensor_parallel
+from torch.nn import functional as F
 
+from megatron_ext.megatron.engine_modules import DotProductAttention, Linear
 from megatron_ext.megatron.saved_activations import saved_activations
 
 MLP = {"gated_linear_unit": False, "bias_activation_fusion": False}
@@ -107,3 +109,34 @@ def test_every_expert_gets_as_many_tokens():
     model = SelectsForExperts()
     assert saved_activations(model, seq_length=8, micro_batch_size=1, hidden_size=4) is not None
     assert model.selected == (16,)
+
+
+class SharesKeys(AsksForTokens):
+    """One layer of attention, in which two heads share keys and values, and a linear layer."""
+
+    config = SimpleNamespace(params_dtype=torch.float32, **MLP)
+
+    def __init__(self):
+        super().__init__()
+        self.decoder.layers = torch.nn.ModuleList([Linear(4, 4, device="meta")])
+        self.attention = DotProductAttention(2, 2)
+
+    def forward(self, tokens, positions, mask, labels=None):
+        hidden = self.embedding(tokens.T).view(8, 1, 2, 2)
+        self.decoder.layers[0].forward = lambda x: self.attention(x, x[:, :, :1], x[:, :, 1:])
+        return self.decoder.layers[0](hidden).sum()
+
+
+def test_fused_attention_saves_no_scores_whatever_torch_does(monkeypatch):
+    """PyTorch 2.6 computes attention of shared heads on the processor with scores."""
+
+    def with_scores(query, key, value, mask, *_, **how):
+        key, value = (one.repeat_interleave(2, 1) for one in (key, value))
+        return torch.softmax(query @ key.transpose(2, 3), -1) @ value
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", with_scores)
+    saved = saved_activations(SharesKeys(), seq_length=8, micro_batch_size=1, hidden_size=4)
+    assert saved is not None
+    query = output = 4 * 8 * 4
+    key = value = query // 2
+    assert saved.activation_bytes[-1] == query + key + value + output + 4 * 8 * 2

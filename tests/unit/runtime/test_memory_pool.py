@@ -57,6 +57,18 @@ def test_a_rehearsal_resizes_what_an_iteration_resizes_in_its_order(shape, polic
     assert in_rehearsal[: len(log)] == log and rank.events
 
 
+@pytest.fixture(autouse=True)
+def any_torch_is_new_enough(monkeypatch):
+    monkeypatch.setattr(memory_pool, "LEAST_TORCH", (2, 0))
+
+
+def test_a_run_says_that_its_torch_is_too_old_for_a_pool(monkeypatch):
+    monkeypatch.setattr(memory_pool, "LEAST_TORCH", (99, 0))
+    said = memory_pool.MemoryPool(Mock(kind="cuda")).fill(lambda: None)
+    assert said is not None and said.startswith(f"PyTorch {torch.__version__} makes no pool")
+    assert memory_pool.MemoryPool(Mock(kind="cpu")).fill(lambda: None) is None
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
