@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from core_tree import obtain
-from places import HELPERS, ROOT
+from places import HELPERS, MEGATRON, ROOT
 from released import MIRROR
 
 from megatron_ext.checkout.hook_table import HOOKS
@@ -85,6 +85,9 @@ def make_checkout(work: Path, cache: Path) -> None:
         subprocess.run(["git", "clone", "-q", "-b", f"core_v{RELEASE}", MIRROR, work / "Megatron-LM"], check=True)
     else:
         shutil.copytree(obtain(RELEASE, cache / RELEASE), work / "Megatron-LM")
+        # The release has no wheel for Python 3.10, so it lacks the compiled helper. The pinned release has the same.
+        compiled = f"megatron/core/datasets/helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+        shutil.copy(MEGATRON / compiled, work / "Megatron-LM" / compiled)
 
 
 def add_script(tree: Path) -> None:

@@ -32,6 +32,7 @@ class SymmetricStandIn:
     def patches(self):
         nccl = SimpleNamespace(NCCL_CTA_POLICY_ZERO=2, Options=lambda **_: SimpleNamespace(config=SimpleNamespace()))
         yield mock.patch.object(symmetric.nccl, "version", lambda: (2, 28, 9))
+        yield mock.patch.object(torch.version, "cuda", None)
         yield mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True)
         yield mock.patch.object(dist, "new_group", self._make_group)
         yield mock.patch.object(dist, "all_gather_into_tensor", self._gathered)
