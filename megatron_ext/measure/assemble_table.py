@@ -148,7 +148,8 @@ def _launches(options: Options, curves: dict) -> cost_table.Launches | None:
     last = (curves.get("optimizer") or [{}])[-1]
     if "issued_us" not in last or "reduce" not in curves or options.optimizer_on_host:
         return None
-    shard = options.elements(last["size_bytes"]) // options.data_parallel_size
+    issued_bytes = last.get("scaled_from", last["size_bytes"])  # a scaled row has the launches of the measured one
+    shard = options.elements(issued_bytes) // options.data_parallel_size
     tensors = -(-shard // max(min(options.hidden_size**2, shard), 1))
     return cost_table.Launches(reduce_us=_call_us(curves["reduce"]) or 0.0, tensor_us=last["issued_us"] / tensors)
 

@@ -5,6 +5,10 @@ In training the host issues work ahead of the device. An event that is recorded 
 the host has issued the following work, so launches would be measured. Therefore a kernel that only spins is issued
 first. It keeps the stream busy until everything after it has been issued. The previous call tells how long the host
 takes. The spin is a power of two, so that ranks that issue about equally fast begin together.
+
+Some calls wait for the stream themselves: a batch is copied from pageable memory, or the host reads how many tokens an
+expert gets. They also wait for the spin, which training does not have. This part of their time does not count;
+otherwise each spin would be longer than the last.
 """
 
 import math
@@ -50,14 +54,19 @@ class DeviceTimer:
             key: identifies the call. The first call of a key is a warm-up: the host's time is not known yet.
             call: may return the time at which it had issued its work (``perf_counter``), if it does more after that.
         """
-        spin(self.spin_seconds(key))
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        seconds = self.spin_seconds(key)
+        before, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        before.record()
+        spin(seconds)
         begin.record()
         start = perf_counter()
         issued = call()
-        end.record()
         done = perf_counter()
+        # The spin is over. With the first and the longest spin this is no sign of a wait: the host may be slow.
+        waited = begin.query() and key in self._host_seconds and seconds < MOST_SPIN_SECONDS
+        end.record()
         end.synchronize()
+        start += before.elapsed_time(begin) * 1e-3 if waited else 0.0
         self._host_seconds[key] = done - start
         return begin.elapsed_time(end) * 1e3, ((done if issued is None else issued) - start) * 1e6
 

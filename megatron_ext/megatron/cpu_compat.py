@@ -42,6 +42,8 @@ def install(*, even_with_a_device: bool = False) -> bool:
         InputError: a module of Megatron was imported before.
     """
     global _installed
+    if not hasattr(typing, "override"):  # before Python 3.12; Megatron from 0.18 on imports it
+        setattr(typing, "override", lambda method: method)  # noqa: B010 - not in its types
     if _installed or (not even_with_a_device and torch.cuda.is_available()):
         return _installed
     first = next((name for name in sys.modules if name.split(".")[0] == "megatron"), None)
@@ -52,8 +54,6 @@ def install(*, even_with_a_device: bool = False) -> bool:
             field="module",
             value=first,
         )
-    if not hasattr(typing, "override"):  # Python 3.11; Megatron from 0.18 on imports it
-        setattr(typing, "override", lambda method: method)  # noqa: B010 - not in its types
     megatron_on_cpu.prepare()
     cuda_stand_in.install()
     megatron_on_cpu.replace()

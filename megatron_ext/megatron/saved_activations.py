@@ -228,8 +228,9 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
                     put(own, "fp8", None)
         if engine:
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
+            attend = lambda query, key, value, *_, **how: _FusedAttention.apply(query, key, value)
             unfused = getattr(getattr(config, "attention_backend", None), "name", "") == "unfused"
-            put(F, "scaled_dot_product_attention", _unfused if unfused else _fused)
+            put(F, "scaled_dot_product_attention", _unfused if unfused else attend)
             put(DotProductAttention, "fused", not unfused)
         yield
 
@@ -250,10 +251,6 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
-
-
-def _fused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):
-    return _FusedAttention.apply(query, key, value)
 
 
 def _unfused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):

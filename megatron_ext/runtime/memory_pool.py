@@ -130,9 +130,9 @@ def _no_pool(why: str) -> str:
 
 def _new_pool():
     """A new pool. torch may use its free blocks for other purposes before it is out of memory, if it can do so."""
-    options: dict[str, Any] = {"use_on_oom": True}  # newer releases only
     known = inspect.signature(torch.cuda.MemPool.__init__).parameters
-    return torch.cuda.MemPool(**{name: value for name, value in options.items() if name in known})
+    options: Any = {"use_on_oom": True} if "use_on_oom" in known else {}  # newer releases only
+    return torch.cuda.MemPool(**options)
 
 
 class _Ready:

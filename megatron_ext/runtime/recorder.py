@@ -114,8 +114,11 @@ class Recorder:
             self.counted[self.iteration] = add_up(rows)
 
     def events(self) -> list[Event]:
-        """Everything recorded so far, in microseconds since the epoch offset."""
-        if self._bases:
+        """Everything recorded so far, in microseconds since the epoch offset. On a device, copies of a run that ended
+        before its first iteration have no times."""
+        if self.on_device:
+            if not self._bases:
+                return []
             torch.cuda.synchronize()
         base_ns = self._base_times_ns()
         begin_us = lambda start, iteration: (self._ns(start, iteration, base_ns) + self.epoch_offset_ns) / 1e3

@@ -116,13 +116,16 @@ def test_what_launching_a_layer_takes_is_kept_beside_what_the_device_takes(monke
 
 def test_a_reduce_and_a_parameter_of_the_optimizer_are_launches_too():
     """The shard of 4 MiB of float32 parameters of two ranks is two tensors of 512 x 512 elements."""
-    points = {"p50_us": 1.0, "samples": 1, "medians_us": [1.0], "passes": 2}
+    points = {"p50_us": 1.0, "p95_us": 1.0, "samples": 1, "medians_us": [1.0], "passes": 2}
     curves = {
         "reduce": [{"size_bytes": 4096, "issued_us": 8.0, **points}],
         "optimizer": [{"size_bytes": 4 * MIB, "issued_us": 60.0, **points}],
     }
     options = Options(device="cpu", hidden_size=512)
     assert assemble_table(options, {"curves": curves}).launches == Launches(reduce_us=8.0, tensor_us=30.0)
+    scaled = curves["optimizer"][0] | {"size_bytes": 16 * MIB, "scaled_from": 4 * MIB}
+    with_scaled = curves | {"optimizer": [*curves["optimizer"], scaled]}  # its launches were not measured
+    assert assemble_table(options, {"curves": with_scaled}).launches == Launches(reduce_us=8.0, tensor_us=30.0)
     del curves["optimizer"][0]["issued_us"]
     assert assemble_table(options, {"curves": curves}).launches is None
     assert Compute(forward_us=1.0, backward_us=1.0).forward_launch_us is None

@@ -100,6 +100,16 @@ def test_a_copy_says_when_it_was_under_way(on_device, monkeypatch):
         assert recorder.counted[0] == {"gather": {"to_device": 48, "host_memory": 48}}
 
 
+def test_a_run_on_a_device_that_ends_before_its_first_iteration_has_no_events(on_device, monkeypatch):
+    """It goes on from a checkpoint of the last iteration; parameters were published, or gathered, at its start."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    stream = CudaStream(torch.device("cuda", 0), None)
+    stream.log = log_of(on_device, "publish", "to_host", "publish", "parameters")
+    stream.copy(torch.zeros(4), torch.ones(4))
+    assert on_device.rows and on_device.events() == []
+
+
 def test_bytes_belong_to_the_iteration_whose_step_ends_them():
     recorder = Recorder(0)
     recorder.moved("publish", "to_host", 5)
