@@ -228,29 +228,19 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
                     put(own, "fp8", None)
         if engine:
             put(attention, "apply_rotary_pos_emb", lambda t, *how, **more: t.clone())
-            attend = lambda query, key, value, *_, **how: _FusedAttention.apply(query, key, value)
             unfused = getattr(getattr(config, "attention_backend", None), "name", "") == "unfused"
-            put(F, "scaled_dot_product_attention", _unfused if unfused else attend)
+            put(F, "scaled_dot_product_attention", _unfused if unfused else _fused)
             put(DotProductAttention, "fused", not unfused)
         yield
 
 
-class _FusedAttention(torch.autograd.Function):
-    """Attention that saves what a fused kernel saves: its inputs, its output, and one number per head and token.
-
-    PyTorch's own attention is not used, because it saves scores where it has no such kernel on the processor (PyTorch
-    2.6: where heads share keys and values)."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        batch, heads, tokens, _ = query.shape
-        out = query.new_empty(tokens, batch, heads, value.shape[3]).permute(1, 2, 0, 3)  # in the order of the layers
-        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, tokens, dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors[:3])
+def _fused(query, key, value, *how, **more):
+    """Attention that saves what a fused kernel saves: its inputs, and one number for each head and token. The next layer
+    saves the output. PyTorch's own saves scores where it has no such kernel on the processor (PyTorch 2.6: where heads
+    share keys and values)."""
+    sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+    attend = lambda q, k, v, sums: (_unfused(q, k, v, *how, **more) * sums.unsqueeze(-1)).type_as(q)
+    return SavesInputs.apply(attend, query, key, value, sums)
 
 
 def _unfused(query, key, value, mask, dropout, causal, *, scale, enable_gqa):
