@@ -235,9 +235,9 @@ def _fused_kernels(chunk: torch.nn.Module, on_gpu: bool, fused_swiglu: bool):
 
 
 def _fused(query, key, value, *how, **more):
-    """Attention that saves what a fused kernel saves: its inputs, and one number for each head and token. The next layer
-    saves the output. PyTorch's own saves scores where it has no such kernel on the processor (PyTorch 2.6: where heads
-    share keys and values)."""
+    """Attention that saves what a fused kernel saves: its inputs, and one number for each head and token. The layer
+    behind it saves the output. PyTorch's own attention saves scores where the processor has no fused kernel (PyTorch
+    2.6: where heads share keys and values)."""
     sums = query.new_empty(query.shape[:3], dtype=torch.float32)
     attend = lambda q, k, v, sums: (_unfused(q, k, v, *how, **more) * sums.unsqueeze(-1)).type_as(q)
     return SavesInputs.apply(attend, query, key, value, sums)
