@@ -116,15 +116,14 @@ class Recorder:
     def events(self) -> list[Event]:
         """Everything recorded so far, in microseconds since the epoch offset. On a device, copies of a run that ended
         before its first iteration have no times."""
-        if self.on_device:
-            if not self._bases:
-                return []
+        if self._bases:
             torch.cuda.synchronize()
         base_ns = self._base_times_ns()
         begin_us = lambda start, iteration: (self._ns(start, iteration, base_ns) + self.epoch_offset_ns) / 1e3
         return [
             Event(self.rank, lane, name, begin_us(start, iteration), _us(start, end), iteration)
             for lane, name, start, end, iteration in self.rows
+            if self._bases or isinstance(start, int)
         ]
 
     def _base_times_ns(self) -> dict[int, int]:

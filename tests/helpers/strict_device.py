@@ -236,8 +236,7 @@ class StrictDevice:
             (torch.Tensor, "numpy", self._read),
             (torch.Tensor, "tolist", self._read),
             (torch.UntypedStorage, "resize_", self._resize),
-            (torch.optim.Adam, "_init_group", self._states),
-            (torch.optim.AdamW, "_init_group", self._states),  # not Adam's with PyTorch 2.6
+            *((kind, "_init_group", self._states) for kind in (torch.optim.Adam, torch.optim.AdamW)),
             (torch.autograd, "backward", self._backward),
             (threading.Thread, "start", self._start),
             (threading.Thread, "run", self._run_thread),
