@@ -7,8 +7,8 @@ first. It keeps the stream busy until everything after it has been issued. The p
 takes. The spin is a power of two, so that ranks that issue about equally fast begin together.
 
 Some calls wait for the stream themselves: a batch is copied from pageable memory, or the host reads how many tokens an
-expert gets. They also wait for the spin, which training does not have. This part of their time does not count;
-otherwise each spin would be longer than the last.
+expert gets. They also wait for the spin, so the host's time is not known, and each spin would be longer than the last.
+If the spin is over when a call returns, the next call of that key has no spin and gives the host's time alone.
 """
 
 import math
@@ -45,7 +45,9 @@ class DeviceTimer:
     """Times calls that issue work on the current stream of the current device, or make it wait for their work."""
 
     def __init__(self):
-        self._host_seconds: dict[Hashable, float] = {}
+        self._host: dict[Hashable, tuple[float, float]] = {}  # seconds that a call took, and until it had issued
+        self._device_us: dict[Hashable, float] = {}
+        self._too_short: set[Hashable] = set()  # keys whose last call outlasted its spin
 
     def time(self, key: Hashable, call: Callable[[], float | None]) -> tuple[float, float]:
         """``(time on the device, time until issued)`` of ``call``, in microseconds. Returns when the device is done.
@@ -54,25 +56,29 @@ class DeviceTimer:
             key: identifies the call. The first call of a key is a warm-up: the host's time is not known yet.
             call: may return the time at which it had issued its work (``perf_counter``), if it does more after that.
         """
-        seconds = self.spin_seconds(key)
-        before, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        before.record()
-        spin(seconds)
+        alone = key in self._too_short
+        if not alone:
+            spin(self.spin_seconds(key))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         start = perf_counter()
         issued = call()
         done = perf_counter()
-        # The spin is over. With the first and the longest spin this is no sign of a wait: the host may be slow.
-        waited = begin.query() and key in self._host_seconds and seconds < MOST_SPIN_SECONDS
+        too_short = begin.query() and key in self._host and not alone
         end.record()
         end.synchronize()
-        start += before.elapsed_time(begin) * 1e-3 if waited else 0.0
-        self._host_seconds[key] = done - start
-        return begin.elapsed_time(end) * 1e3, ((done if issued is None else issued) - start) * 1e6
+        if too_short:
+            self._too_short.add(key)
+        else:
+            self._too_short.discard(key)
+            self._host[key] = done - start, (done if issued is None else issued) - start
+        if not alone:
+            self._device_us[key] = begin.elapsed_time(end) * 1e3
+        return self._device_us[key], self._host[key][1] * 1e6
 
     def spin_seconds(self, key: Hashable) -> float:
         """Seconds for which the stream is kept busy before the work of ``key``."""
-        wanted = SLACK * self._host_seconds.get(key, 0.0)
+        wanted = SLACK * self._host.get(key, (0.0, 0.0))[0]
         if wanted <= LEAST_SPIN_SECONDS:
             return LEAST_SPIN_SECONDS
         return min(2.0 ** math.ceil(math.log2(wanted)), MOST_SPIN_SECONDS)

@@ -82,19 +82,35 @@ def test_no_spin_grows_by_the_wait_for_itself(device):
     assert device.host - begin < 10 * 1.5e-3
 
 
-def test_a_layer_that_waits_for_the_device_does_not_count_the_spin(device):
-    """As a batch that is copied from pageable memory. Each spin would be longer than the last."""
-    timer, found = DeviceTimer(), []
+@pytest.mark.parametrize(("device_us", "before_us"), [(30, 50), (16e3, 50), (100, 2000)])
+def test_a_layer_that_waits_for_the_device_does_not_count_the_spin(device, device_us, before_us):
+    """As a batch that is read, and copied from pageable memory. Each spin would be longer than the last."""
 
     def layer() -> None:
-        device.launch(host=50e-6, device=30e-6)
+        device.launch(host=before_us * 1e-6, device=device_us * 1e-6)
         device.host = device.stream
         device.launch(host=150e-6, device=3e-6)
 
-    for _ in range(10):
-        found.append(timer.time("step", layer)[1])
-    assert found[1:] == pytest.approx([180] * 9)  # without 50 us beside the spin; the first call is to warm up
-    assert timer.spin_seconds("step") < 1e-3
+    timer, begin = DeviceTimer(), device.host
+    found = [timer.time("step", layer) for _ in range(10)]
+    spent_us = (device.host - begin) * 1e6
+    right = before_us + device_us + 150
+    assert [issued for _, issued in found[2:]] == pytest.approx([right] * 8)
+    assert [us for us, _ in found[2:]] == pytest.approx([device_us + 150 + 3] * 8)
+    assert spent_us < 10 * right + 5 * 4 * right + 1e3
+
+
+def test_one_slow_call_does_not_change_what_the_others_take(device):
+    timer, slow = DeviceTimer(), 3
+
+    def layer() -> None:
+        nonlocal slow
+        slow -= 1
+        device.launch(host=3e-3 if slow == 0 else 0.3e-3, device=1e-3)
+
+    found = [timer.time("layer", layer) for _ in range(8)]
+    assert [issued for _, issued in found] == pytest.approx([300] * 8)
+    assert [us for us, _ in found[4:]] == pytest.approx([1000] * 4)
 
 
 def test_what_was_issued_is_told_apart_from_what_waits(device):
