@@ -29,6 +29,7 @@ from megatron_ext.cli.schema import schema
 from megatron_ext.cli.show import show
 from megatron_ext.cli.simulate import simulate
 from megatron_ext.formats.errors import InputError, RankFailed, one_line
+from megatron_ext.workload.launcher_ranks import forget_single_task
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -45,6 +46,7 @@ for verb in (*PREPARING, *LOOKING):
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    forget_single_task()
     try:
         with hidden_from(sys.argv[1:] if argv is None else argv):
             result = cli.main(args=argv, prog_name="megatron-ext", standalone_mode=False)

@@ -102,6 +102,12 @@ class MeasuredTrace:
         """Whether steps that are not training ran between the previous iteration and ``iteration``."""
         return any(trace.outside[iteration - 1] for trace in self._ranks.values())
 
+    def iteration_us(self, iteration: int) -> float:
+        """From the start of a rank's first step to the end of its optimizer step: the longest over ranks. The clocks of
+        several nodes are not compared."""
+        starts = {r: [e.start_us for e in t.thread[iteration] if e.lane == "compute"] for r, t in self._ranks.items()}
+        return max(trace.end_us(iteration) - starts[rank][0] for rank, trace in self._ranks.items())
+
     def window(self, iteration: int) -> Window:
         """Everything that ran for one iteration; see :class:`Window`."""
         spans = {

@@ -75,8 +75,7 @@ class RunDir:
         step to the end of the optimizer step."""
         if self.scheduled is not None:
             return self.scheduled.iteration_us
-        windows = map(self.scheduled_trace.window, range(1, self.iterations + 1))
-        return [w.end_us - min(each.start_us for each in w.events if each.lane == "compute") for w in windows]
+        return [*map(self.scheduled_trace.iteration_us, range(1, self.iterations + 1))]
 
     @property
     def turn_iterations(self) -> int | None:

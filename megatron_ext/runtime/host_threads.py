@@ -18,6 +18,9 @@ import torch
 from megatron_ext.runtime import cgroups
 from megatron_ext.runtime.system_files import text_of
 
+before_binding: list[int] = []
+""":func:`processors`, before each :func:`bind`."""
+
 SYSTEM = Path("/sys")
 THREADS = Path("/proc/self/task")
 
@@ -34,6 +37,11 @@ def processors(ranks: int = 1, of_node: int = 1) -> int:
     own, every = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     given = cgroups.processor_quota(every)
     return own if given == every else min(own, max(given * ranks // of_node, 1))
+
+
+def processors_before_binding() -> int:
+    """:func:`processors` of this process as it was started, before :func:`bind`."""
+    return (*before_binding, processors())[0]
 
 
 def share() -> int:
@@ -63,6 +71,7 @@ def bind(node: int | None) -> None:
     """Bind all threads of this process to the cores of a NUMA node, if the process may use any of them."""
     if node is None:
         return
+    before_binding.append(processors())
     with contextlib.suppress(OSError):
         own = os.sched_getaffinity(0) & {*numbers((SYSTEM / f"devices/system/node/node{node}/cpulist").read_text())}
         for thread in THREADS.iterdir() if own else ():

@@ -20,7 +20,7 @@ def environment(device: str = "auto") -> dict[str, Facts]:
     use_cuda = device != "cpu" and has_cuda()
     hardware: dict[str, str | int | None] = {
         "processor": _processor(),
-        "processors": host_threads.processors(),
+        "processors": host_threads.processors_before_binding(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         NUMA_NODES: host_threads.numa_nodes(),
         "device": torch.cuda.get_device_name(0) if use_cuda else "cpu",

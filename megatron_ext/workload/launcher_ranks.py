@@ -6,6 +6,15 @@ import re
 from megatron_ext.formats.errors import InputError
 
 
+def forget_single_task() -> None:
+    """Forget the launcher's variables if there is one task and torchrun has not started it. Container images and
+    Kubernetes set them for a job of one task, too (enroot's hook for PyTorch, PyTorchJob); nobody has started ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
+        for name in names:
+            os.environ.pop(name, None)
+
+
 def ranks_on_this_node() -> int | None:
     """Read from torchrun's ``LOCAL_WORLD_SIZE``, or from ``SLURM_STEP_TASKS_PER_NODE`` (such as ``8(x2)``) if srun
     itself starts the ranks. None if no launcher says it.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from early_step_cases import case, on_drive
@@ -163,6 +164,14 @@ def test_of_a_run_without_metrics_or_without_stock_the_trace_is_enough(tmp_path,
         report.load(run.path)
 
 
+def traced(made, events, **more) -> Any:
+    """What a run of six iterations recorded, each as the simulated one."""
+    first_us = min(event.start_us for event in events if event.lane == "compute")
+    window = lambda i: Window(i, events, made.iteration_time_us)
+    own = lambda i: made.iteration_time_us - first_us
+    return SimpleNamespace(iterations=6, window=window, iteration_us=own, **more)
+
+
 @pytest.mark.parametrize("early", [True, False])
 def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     """The drive takes twice as long as the table says, the host's step as long; what is neither is as it was."""
@@ -170,7 +179,7 @@ def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     _, wrong, _ = on_drive(150.0, 100.0)
     schedule = schedule if early else replace(schedule, rollback_bytes=None)
     made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
-    trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, made.events, made.iteration_time_us))
+    trace = traced(made, made.events)
     found = calibrate(RunDir(Path("runs/x"), wrong, work, schedule, trace), extrapolate=True)
     assert found.factors.pop("routes.nvme") == found.factors.pop("publish.nvme") == pytest.approx(2.0)
     assert list(found.factors.values()) == pytest.approx([1.0] * len(found.factors)) and found.factors
@@ -184,7 +193,7 @@ def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
     truth, wrong = (replace(truth, reduce=line(0.0, size / us)) for us in (truly_us, in_the_table_us))
     made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
     seen = [event for event in made.events if event.lane != "reduce"]
-    trace = SimpleNamespace(iterations=6, window=lambda i: Window(i, seen, made.iteration_time_us))
+    trace = traced(made, seen)
     return RunDir(Path("runs/x"), wrong, work, schedule, trace)
 
 
@@ -268,11 +277,7 @@ def run_of_launches(launch_us, measured_us, at_once, stretched=1.0):
     planned = planner.plan(work, table, policy="all-gpu")
     truth = make_table(work, forward=100.0 * stretched, backward=200.0 * stretched, **WHOLE)
     made = evaluate(work, truth, planned, trace=True)
-    trace = SimpleNamespace(
-        iterations=6,
-        window=lambda i: Window(i, made.events, made.iteration_time_us),
-        launches=lambda indices: (measured_us, at_once),
-    )
+    trace = traced(made, made.events, launches=lambda indices: (measured_us, at_once))
     return RunDir(Path("runs/x"), table, work, planned, trace)
 
 

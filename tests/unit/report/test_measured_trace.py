@@ -72,6 +72,15 @@ def test_a_window_holds_one_iteration_from_fresh_parameters(tmp_path):
     assert window.end_us == max(e.start_us + e.duration_us for e in window.events if e.lane == "optimizer")
 
 
+def test_an_iteration_takes_as_long_where_clocks_of_nodes_differ(tmp_path):
+    """Ranks 2 and 3 are on a node whose clock is 50 ms ahead."""
+    events = make_events(PARALLEL, 4, issue_us=lambda i, rank: 1.0, wait_us=lambda i, rank: 0.0)
+    ahead = [event._replace(start_us=event.start_us + 5e4 * (event.rank > 1)) for event in events]
+    plain, other = (MeasuredTrace(saved(tmp_path, each), PARALLEL, 4) for each in (events, ahead))
+    assert other.iteration_us(3) == plain.iteration_us(3)
+    assert other.window(3).end_us > plain.window(3).end_us + 4e4  # these are drawn on one axis
+
+
 def test_the_first_window_begins_with_the_trace(tmp_path):
     window = MeasuredTrace(saved(tmp_path), PARALLEL, 4).window(1)
     steps = len(steps_of_ranks(PARALLEL)[0])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.runtime import cgroups, host_threads
+from megatron_ext.runtime.machine import environment
 
 NUMEL, TIMES = 1 << 22, 12
 """16 MB in fp32: far more than torch gives to one thread alone."""
@@ -76,6 +77,7 @@ def machine(tmp_path, monkeypatch):
     gpu.mkdir(parents=True)
     (gpu / "numa_node").write_text("1\n")
     monkeypatch.setattr(host_threads, "SYSTEM", tmp_path / "sys")
+    monkeypatch.setattr(host_threads, "before_binding", [])
     monkeypatch.setattr(host_threads, "THREADS", tmp_path / "task")
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x81, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -89,6 +91,14 @@ def test_all_threads_run_beside_the_gpu(machine):
     assert host_threads.numa_node(DEVICE) == 1 and host_threads.numa_nodes() == 2
     host_threads.bind(1)
     assert set(map(frozenset, machine.bound.values())) == {frozenset({4, 5, 6, 7})}
+
+
+def test_a_table_holds_for_the_processors_that_a_rank_had_before_it_was_bound(machine):
+    """`measure` does not bind its ranks."""
+    assert environment("cpu")["hardware"]["processors"] == 8
+    for _ in range(2):  # for each chunk of the model
+        host_threads.bind(1)
+        assert host_threads.processors() == 4 and environment("cpu")["hardware"]["processors"] == 8
 
 
 def test_who_is_bound_elsewhere_stays_there(machine):

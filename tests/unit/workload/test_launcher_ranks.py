@@ -1,10 +1,13 @@
 """How many ranks share a node is read from whichever launcher started them."""
 
+import os
+
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.launcher_ranks import ranks_on_this_node
+from megatron_ext.workload.launcher_ranks import forget_single_task, ranks_on_this_node
 
+TORCHRUN = "TORCHELASTIC_RUN_ID"
 NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE")
 
 
@@ -32,3 +35,14 @@ def test_nodes_with_different_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),7")
     with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have the same number"):
         ranks_on_this_node()
+
+
+@pytest.mark.parametrize(("more", "forgotten"), [({}, True), ({"WORLD_SIZE": "2"}, False), ({TORCHRUN: "1"}, False)])
+def test_one_task_that_torchrun_did_not_start_is_not_launched(monkeypatch, more, forgotten):
+    """Container images set these variables where srun starts a single task."""
+    monkeypatch.delenv(TORCHRUN, raising=False)
+    task = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    for name, value in (task | more).items():
+        monkeypatch.setenv(name, value)
+    forget_single_task()
+    assert not any(name in os.environ for name in task) if forgotten else all(name in os.environ for name in task)
