@@ -156,6 +156,7 @@ def for_workload(options: Options, model) -> Options:
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
         "sequence_parts": model.sequence_parts,
+        "tensor_ranks": workload.parallel.tensor_model_parallel_size,
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

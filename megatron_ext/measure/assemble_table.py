@@ -120,10 +120,13 @@ def _of_part(row: dict, parts: int) -> cost_table.Compute:
 
 
 def _notes_of_options(options: Options) -> Iterator[str]:
-    """Notes on figures that cannot be measured between these nodes, or with whole sequences."""
+    """Notes on figures that cannot be measured between these nodes, by these ranks, or with whole sequences."""
     if options.nodes == 0 and "internode" in options.links:
         uneven = "the nodes do not hold equally many ranks of every data-parallel group"
         yield f"publish.internode: not measured: {uneven}"
+    if options.tensor_ranks > 1:
+        shared = "shared the node's drive, memory, network cards and PCIe switches with fewer ranks than in training"
+        yield f"routes: 1 of {options.tensor_ranks} ranks measured, and {shared}"
     if options.sequence_parts > 1:
         timed = f"timed on whole sequences and divided by {options.sequence_parts} context-parallel ranks"
         yield f"compute: layers were {timed}; the exchange of keys and values is not in them"

@@ -2,8 +2,8 @@
 
     torchrun --nnodes 2 --nproc-per-node 8 -m megatron_ext measure --out T.json --dp 16 ...
 
-Every process calls :func:`run`; rank 0 has the result. If one of the processes ends for any reason, the launcher
-ends the others. Not yet run on more than one machine.
+Every process calls :func:`run`; rank 0 has the result. If one of the processes ends for any reason, the launcher ends
+the others of its node; those of other nodes wait for :data:`PATIENCE`. Not yet run on more than one machine.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import IO
 
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.measure.options import Options
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 
@@ -59,6 +60,9 @@ def meet(use_cuda: bool, threads: int):
     return _begin(f"cpu:{backends.HOST},cuda:nccl" if use_cuda else backends.HOST, "default_pg")
 
 
+PATIENCE = timedelta(minutes=15)
+"""How much later than the first of the ranks the last may come: each has imported, and described the model."""
+
 _stores = []
 """Stores are kept alive because rank 0 may serve them, and ranks use them again."""
 
@@ -68,9 +72,14 @@ def _begin(backend: str, name: str):
     import torch.distributed as dist
 
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
-    store, rank, world_size = next(iter(rendezvous("env://")))
-    _stores.append(store)
-    dist.init_process_group(backend, store=prefix(name, store), rank=rank, world_size=world_size)
+    try:
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+        _stores.append(store)
+        at = {"store": prefix(name, store), "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=PATIENCE, **at)
+    except RuntimeError as error:
+        why = f"not all ranks came to measure; one on another node may have been refused: {one_line(str(error), 300)}"
+        raise InputError(why, field="WORLD_SIZE", value=int(os.environ["WORLD_SIZE"])) from None
     return prefix("megatron_ext", store)
 
 

@@ -248,9 +248,9 @@ class PublishAcross(Internode):
 
 
 class P2P(Operation):
-    """One message from an even pipeline rank to the next, odd one, and one message back. The caller halves the time
-    of both (``messages``). All pairs run at once. As in Megatron's ``P2PCommunicator``, each message is received into
-    new memory."""
+    """One message from an even pipeline rank to an odd one next to it (:attr:`Options.peers`), and one message back.
+    The caller halves the time of both (``messages``). All pairs run at once. As in Megatron's ``P2PCommunicator``, each
+    message is received into new memory."""
 
     name = "p2p"
     messages = 2
@@ -258,9 +258,7 @@ class P2P(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.group = fabric.pipe_busy if busy else fabric.pipe
-        pp, of_stage = fabric.options.pipeline_model_parallel_size, fabric.options.ranks_of_stage
-        other = fabric.pp_rank ^ 1
-        self.peer = other * of_stage + fabric.rank % of_stage if other < pp else None
+        self.peer = fabric.options.peers[fabric.rank]
         self.memory = fabric.busy_arena() if busy else fabric.arena
 
     def issue(self, size_bytes: int, round_index: int):

@@ -71,6 +71,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it route ``nvme`` is not measured.
         sequence_parts: parts that context parallelism divides a sequence into. The runners' layers have all of them.
+        tensor_ranks: tensor-parallel ranks of the run, of which one measures.
         keep_path: file for results so far, until the measurement is complete; see kept_measurement.py.
         ranks_per_node: ranks that share a node; None means all ranks. A launcher sets it.
     """
@@ -98,6 +99,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nvme_path: str | None = None
     ranks_per_node: int | None = None
     sequence_parts: int = 1
+    tensor_ranks: int = 1
     keep_path: str | None = None
 
     @property
@@ -123,7 +125,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
             of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # it may bind each rank
             bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
-            return host_threads.of_rank(1 if bound else self.node_size, self.node_size)
+            every = self.node_size * self.tensor_ranks
+            return host_threads.of_rank(1 if bound else every, every)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 
@@ -159,6 +162,23 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def ranks_of_stage(self) -> int:
         """The number of ranks of one pipeline rank, over all instances. They are next to each other."""
         return self.data_parallel_size * self.num_distributed_optimizer_instances
+
+    @property
+    def peers(self) -> list[int | None]:
+        """For each rank the one with which it exchanges messages, None for a stage that is left over. Stages are paired
+        from the first on, or from the second if otherwise no message would go from one node to another."""
+        even, odd = ([self._peer(rank, shift) for rank in range(self.world_size)] for shift in (0, 1))
+        cross, others_cross = (
+            any(p is not None and p // self.node_size != rank // self.node_size for rank, p in enumerate(found))
+            for found in (even, odd)
+        )
+        return odd if others_cross and not cross else even
+
+    def _peer(self, rank: int, shift: int) -> int | None:
+        stage, own = divmod(rank, self.ranks_of_stage)
+        other, pp = ((stage + shift) ^ 1) - shift, self.pipeline_model_parallel_size
+        other = other % pp if pp % 2 == 0 else other
+        return other * self.ranks_of_stage + own if 0 <= other < pp else None
 
     @property
     def parallel(self) -> Parallel:

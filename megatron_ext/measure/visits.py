@@ -97,8 +97,8 @@ def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
         return writers(options)
     if name in COLLECTIVES and options.nodes > 1:
         return [list(ranks[first : first + dp]) for first in ranks[::dp]]
-    if name == "p2p":  # with an odd number of pipeline ranks, the last one has no partner
-        return [[rank] for rank in ranks if (rank // options.ranks_of_stage) ^ 1 < options.pipeline_model_parallel_size]
+    if name == "p2p":  # with an odd number of pipeline ranks, one has no partner
+        return [[rank] for rank, peer in enumerate(options.peers) if peer is not None]
     return [[rank] for rank in ranks]
 
 

@@ -38,6 +38,7 @@ def test_threads_are_those_of_a_run(monkeypatch):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     assert Options(data_parallel_size=1).rank_threads == 14 and Options(data_parallel_size=4).rank_threads == 4
     assert Options(data_parallel_size=8, ranks_per_node=4).rank_threads == 4
+    assert Options(data_parallel_size=1, tensor_ranks=4).rank_threads == 4  # three more ranks train on the node
 
 
 def test_ranks_that_srun_has_bound_have_all_of_their_processors(monkeypatch):
@@ -82,3 +83,23 @@ def test_a_link_that_is_chosen_without_what_it_is_measured_by_is_refused(link, h
 def test_measure_refuses_compute_without_layers(tmp_path, capsys):
     assert cli.main(["measure", "--out", str(tmp_path / "t.json"), "--links", "compute"]) == 2
     assert "--links = 'compute': needs the script's arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "of_node", "pairs"),
+    [
+        (4, 1, 4, {(0, 1), (2, 3)}),  # one node
+        (4, 1, 2, {(1, 2), (0, 3)}),  # messages that leave a node go from odd stages to even ones
+        (4, 1, 1, {(0, 1), (2, 3)}),  # all leave it
+        (2, 2, 2, {(0, 2), (1, 3)}),
+        (4, 2, 4, {(2, 4), (3, 5), (0, 6), (1, 7)}),
+        (3, 1, 2, {(1, 2)}),
+        (3, 1, 3, {(0, 1)}),
+        (1, 2, 1, set()),
+    ],
+)
+def test_messages_between_nodes_are_measured_where_there_are_any(pp, dp, of_node, pairs):
+    options = Options(pipeline_model_parallel_size=pp, data_parallel_size=dp, ranks_per_node=of_node)
+    peers = options.peers
+    assert {tuple(sorted((rank, other))) for rank, other in enumerate(peers) if other is not None} == pairs
+    assert all(peers[other] == rank for rank, other in enumerate(peers) if other is not None)
