@@ -132,6 +132,12 @@ def of_experts(parallel: Parallel) -> int | None:
     return parallel.expert_dp if parallel.expert_dp != parallel.dp else None
 
 
+def tensor_ranks(options: Options, parallel: Parallel) -> int:
+    """Ranks of a node of the run for each rank that measures on a node: at most the tensor-parallel ranks."""
+    measuring = min(options.ranks_per_node or parallel.dp * parallel.pp, parallel.node_size)
+    return max(min(parallel.tensor_model_parallel_size, parallel.node_size // measuring), 1)
+
+
 def for_workload(options: Options, model) -> Options:
     """``options`` that measure everything that a plan for a checkout's model reads.
 
@@ -156,7 +162,7 @@ def for_workload(options: Options, model) -> Options:
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
         "sequence_parts": model.sequence_parts,
-        "tensor_ranks": workload.parallel.tensor_model_parallel_size,
+        "tensor_ranks": tensor_ranks(options, workload.parallel),
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

@@ -77,7 +77,7 @@ def _begin(backend: str, name: str):
         _stores.append(store)
         at = {"store": prefix(name, store), "rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=PATIENCE, **at)
-    except RuntimeError as error:
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
         why = f"not all ranks came to measure; one on another node may have been refused: {one_line(str(error), 300)}"
         raise InputError(why, field="WORLD_SIZE", value=int(os.environ["WORLD_SIZE"])) from None
     return prefix("megatron_ext", store)

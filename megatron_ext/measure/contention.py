@@ -216,8 +216,9 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
         return 0, True, True  # never posted
     if operation.name == "p2p":
-        of_stage = options.ranks_of_stage
-        return 1 + rank % of_stage + of_stage * (pp_rank // 2), pp_rank % 2 == 0, False
+        of_stage, peer = options.ranks_of_stage, options.peers[rank]
+        even = rank if pp_rank % 2 == 0 or peer is None else peer
+        return 1 + rank % of_stage + of_stage * (even // of_stage // 2), even == rank, False
     if isinstance(operation, Reduce):  # instances wait for each other as well
         return 1 + pp_rank, rank % options.ranks_of_stage == 0, False
     return 1 + fabric.data_group, dp_rank == 0, False

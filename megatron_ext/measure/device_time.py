@@ -8,7 +8,7 @@ takes. The spin is a power of two, so that ranks that issue about equally fast b
 
 Some calls wait for the stream themselves: a batch is copied from pageable memory, or the host reads how many tokens an
 expert gets. They also wait for the spin, so the host's time is not known, and each spin would be longer than the last.
-If the spin is over when a call returns, the next call of that key has no spin and gives the host's time alone.
+If such a call has been timed alone, without a spin, the host's time is that of this call.
 """
 
 import math
@@ -46,17 +46,17 @@ class DeviceTimer:
 
     def __init__(self):
         self._host: dict[Hashable, tuple[float, float]] = {}  # seconds that a call took, and until it had issued
-        self._device_us: dict[Hashable, float] = {}
-        self._too_short: set[Hashable] = set()  # keys whose last call outlasted its spin
+        self._alone: set[Hashable] = set()
 
-    def time(self, key: Hashable, call: Callable[[], float | None]) -> tuple[float, float]:
+    def time(self, key: Hashable, call: Callable[[], float | None], alone: bool = False) -> tuple[float, float]:
         """``(time on the device, time until issued)`` of ``call``, in microseconds. Returns when the device is done.
 
         Args:
             key: identifies the call. The first call of a key is a warm-up: the host's time is not known yet.
             call: may return the time at which it had issued its work (``perf_counter``), if it does more after that.
+            alone: without a spin, so that the host's time is right if the call waits for the stream. The time on the
+                device may then be that of the host.
         """
-        alone = key in self._too_short
         if not alone:
             spin(self.spin_seconds(key))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -64,17 +64,14 @@ class DeviceTimer:
         start = perf_counter()
         issued = call()
         done = perf_counter()
-        too_short = begin.query() and key in self._host and not alone
+        waited = begin.query() and key in self._alone  # or it was slow
         end.record()
         end.synchronize()
-        if too_short:
-            self._too_short.add(key)
-        else:
-            self._too_short.discard(key)
+        if alone or not waited:
             self._host[key] = done - start, (done if issued is None else issued) - start
-        if not alone:
-            self._device_us[key] = begin.elapsed_time(end) * 1e3
-        return self._device_us[key], self._host[key][1] * 1e6
+        if alone:
+            self._alone.add(key)
+        return begin.elapsed_time(end) * 1e3, self._host[key][1] * 1e6
 
     def spin_seconds(self, key: Hashable) -> float:
         """Seconds for which the stream is kept busy before the work of ``key``."""

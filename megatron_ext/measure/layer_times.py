@@ -108,12 +108,12 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     launches: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
-    def visit(kind: str, way: str) -> None:
+    def visit(kind: str, way: str, alone: bool) -> None:
         """Time all layers of a kind."""
         call = getattr(runners[kind], way)
         for _ in range(visits_of(runners[kind])):
             if timer is not None:
-                us, launch_us = timer.time(call, call)
+                us, launch_us = timer.time(call, call, alone)
                 launches[kind, way].append(launch_us)
             else:
                 start = perf_counter()
@@ -121,11 +121,11 @@ def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int 
                 us = (perf_counter() - start) * 1e6
             times[kind, way].append(us)
 
-    for _ in range(warmup + repeats):
+    for number in range(warmup + repeats):
         for kind in runners:
-            visit(kind, "forward")
+            visit(kind, "forward", number < warmup)
         for kind in reversed(list(runners)):
-            visit(kind, "backward")
+            visit(kind, "backward", number < warmup)
     rows = []
     for kind, runner in runners.items():
         warm, figures = warmup * visits_of(runner), {}

@@ -71,7 +71,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it route ``nvme`` is not measured.
         sequence_parts: parts that context parallelism divides a sequence into. The runners' layers have all of them.
-        tensor_ranks: tensor-parallel ranks of the run, of which one measures.
+        tensor_ranks: ranks of the run's node for each rank that measures, because of tensor parallelism.
         keep_path: file for results so far, until the measurement is complete; see kept_measurement.py.
         ranks_per_node: ranks that share a node; None means all ranks. A launcher sets it.
     """
@@ -126,7 +126,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # it may bind each rank
             bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
             every = self.node_size * self.tensor_ranks
-            return host_threads.of_rank(1 if bound else every, every)
+            return host_threads.of_rank(self.tensor_ranks if bound else every, every)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 

@@ -98,7 +98,9 @@ def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
     if name in COLLECTIVES and options.nodes > 1:
         return [list(ranks[first : first + dp]) for first in ranks[::dp]]
     if name == "p2p":  # with an odd number of pipeline ranks, one has no partner
-        return [[rank] for rank, peer in enumerate(options.peers) if peer is not None]
+        pairs = [(rank, peer) for rank, peer in enumerate(options.peers) if peer is not None]
+        crossing = [pair for pair in pairs if pair[0] // options.node_size != pair[1] // options.node_size]
+        return [[rank] for rank, _ in crossing or pairs]  # a plan waits for the slowest messages
     return [[rank] for rank in ranks]
 
 

@@ -103,10 +103,13 @@ class MeasuredTrace:
         return any(trace.outside[iteration - 1] for trace in self._ranks.values())
 
     def iteration_us(self, iteration: int) -> float:
-        """From the start of a rank's first step to the end of its optimizer step: the longest over ranks. The clocks of
-        several nodes are not compared."""
-        starts = {r: [e.start_us for e in t.thread[iteration] if e.lane == "compute"] for r, t in self._ranks.items()}
-        return max(trace.end_us(iteration) - starts[rank][0] for rank, trace in self._ranks.items())
+        """From the start of a node's first step to the end of its last optimizer step: the longest over nodes, whose
+        clocks are not compared."""
+        nodes: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for rank, trace in self._ranks.items():
+            start = next(event.start_us for event in trace.thread[iteration] if event.lane == "compute")
+            nodes[rank // self.parallel.node_size].append((start, trace.end_us(iteration)))
+        return max(max(end for _, end in spans) - min(start for start, _ in spans) for spans in nodes.values())
 
     def window(self, iteration: int) -> Window:
         """Everything that ran for one iteration; see :class:`Window`."""

@@ -89,6 +89,26 @@ def test_no_two_leaders_share_a_word(name, instances, sets):
     assert all(sum(leads for _, leads in members) == 1 for members in leaders.values())
 
 
+@pytest.mark.parametrize(
+    ("pp", "dp", "of_node"), [(4, 1, 4), (4, 1, 2), (4, 2, 4), (8, 2, 8), (3, 1, 2), (3, 1, 3), (5, 2, 4)]
+)
+def test_ranks_that_exchange_messages_share_a_word_and_one_of_them_leads(pp, dp, of_node):
+    """Also where those of the second and the third stage do, because these are on different nodes."""
+    options = Options(data_parallel_size=dp, pipeline_model_parallel_size=pp, ranks_per_node=of_node)
+    found = []
+    for rank in range(options.world_size):
+        fabric = SimpleNamespace(
+            options=options, rank=rank, pp_rank=rank // dp, data_group=rank // dp, dp_rank=rank % dp
+        )
+        word, leads, _ = control(fabric, object.__new__(KINDS["p2p"]))
+        found.append((word, leads))
+    members = {word: [rank for rank, (own, _) in enumerate(found) if own == word] for word, _ in found}
+    assert min(members) > 0 and max(members) <= options.world_size
+    for rank, peer in enumerate(options.peers):
+        assert members[found[rank][0]] == sorted({rank, rank if peer is None else peer})
+    assert all(sum(found[rank][1] for rank in ranks) == 1 for ranks in members.values())
+
+
 def test_no_transfer_is_larger_than_what_is_measured():
     """Shapes of a large model: one message between pipeline ranks is larger than the largest group."""
     large = SimpleNamespace(options=Options(hidden_size=12288, seq_length=8192, micro_batch_size=4, max_bytes=1 << 28))

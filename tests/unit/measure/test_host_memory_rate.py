@@ -112,7 +112,7 @@ def test_what_launching_a_layer_takes_is_kept_beside_what_the_device_takes(monke
     launches = iter([9.0] * 4 + [1.0, 3.0, 5.0, 7.0] * 3)  # the first micro-batch warms up
     monkeypatch.setattr(layer_times, "on_cuda", lambda: True)
     monkeypatch.setattr(
-        layer_times, "DeviceTimer", lambda: SimpleNamespace(time=lambda key, call: (100.0, next(launches)))
+        layer_times, "DeviceTimer", lambda: SimpleNamespace(time=lambda key, call, alone: (100.0, next(launches)))
     )
     (row,) = measure_compute({"transformer": Runner()}, 3, warmup=1)
     assert (row.forward_us, row.forward_launch_us, row.backward_launch_us) == (100.0, 2.0, 6.0)

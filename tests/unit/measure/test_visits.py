@@ -34,3 +34,9 @@ def test_every_replica_and_every_pipeline_pair_counts():
     pipeline = Options(data_parallel_size=2, pipeline_model_parallel_size=3, ranks_per_node=1)
     assert sets_of_ranks("gpu", pipeline) == [[0, 1], [2, 3], [4, 5]]
     assert sets_of_ranks("p2p", pipeline) == EACH  # the third pipeline rank has nobody to talk to
+
+
+def test_of_pipeline_pairs_those_between_nodes_count():
+    """A plan has one figure for messages, and waits for the slowest."""
+    options = Options(data_parallel_size=1, pipeline_model_parallel_size=8, ranks_per_node=4)
+    assert sets_of_ranks("p2p", options) == [[0], [3], [4], [7]]

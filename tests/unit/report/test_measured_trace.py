@@ -1,6 +1,7 @@
 """Reading a measured trace iteration by iteration."""
 
 import pytest
+from msgspec.structs import replace
 from planning_cases import make_workload
 from run_files import EPOCH_US, OPTIMIZER_US, PERIOD_US, STEP_US, change, make_events
 
@@ -76,7 +77,8 @@ def test_an_iteration_takes_as_long_where_clocks_of_nodes_differ(tmp_path):
     """Ranks 2 and 3 are on a node whose clock is 50 ms ahead."""
     events = make_events(PARALLEL, 4, issue_us=lambda i, rank: 1.0, wait_us=lambda i, rank: 0.0)
     ahead = [event._replace(start_us=event.start_us + 5e4 * (event.rank > 1)) for event in events]
-    plain, other = (MeasuredTrace(saved(tmp_path, each), PARALLEL, 4) for each in (events, ahead))
+    nodes = replace(PARALLEL, gpus_per_node=2)
+    plain, other = (MeasuredTrace(saved(tmp_path, each), nodes, 4) for each in (events, ahead))
     assert other.iteration_us(3) == plain.iteration_us(3)
     assert other.window(3).end_us > plain.window(3).end_us + 4e4  # these are drawn on one axis
 

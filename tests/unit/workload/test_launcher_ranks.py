@@ -8,7 +8,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.launcher_ranks import forget_single_task, ranks_on_this_node
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE")
+NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "RANK")
 
 
 @pytest.mark.parametrize(
@@ -16,8 +16,8 @@ NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "WORLD_SIZE")
     [
         ({}, None),
         ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "WORLD_SIZE": "8"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "WORLD_SIZE": "16"}, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8", "WORLD_SIZE": "8"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "RANK": "9"}, 8),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "RANK": "0"}, 8),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # a step that starts no ranks
     ],
 )
@@ -31,7 +31,7 @@ def test_ranks_of_a_node(monkeypatch, environment, ranks):
 
 def test_nodes_with_different_numbers_of_ranks_are_refused(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "23")
+    monkeypatch.setenv("RANK", "22")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),7")
     with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have the same number"):
         ranks_on_this_node()
@@ -45,4 +45,4 @@ def test_one_task_that_torchrun_did_not_start_is_not_launched(monkeypatch, more,
     for name, value in (task | more).items():
         monkeypatch.setenv(name, value)
     forget_single_task()
-    assert not any(name in os.environ for name in task) if forgotten else all(name in os.environ for name in task)
+    assert [name in os.environ for name in task] == [not forgotten, True, *[not forgotten] * 3]
