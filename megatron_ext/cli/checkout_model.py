@@ -134,7 +134,7 @@ def of_experts(parallel: Parallel) -> int | None:
 
 def tensor_ranks(options: Options, parallel: Parallel) -> int:
     """Ranks of a node of the run for each rank that measures on a node: at most the tensor-parallel ranks."""
-    measuring = min(options.ranks_per_node or parallel.dp * parallel.pp, parallel.node_size)
+    measuring = min(options.ranks_per_node or parallel.data_parallel_size * parallel.pp, parallel.node_size)
     return max(min(parallel.tensor_model_parallel_size, parallel.node_size // measuring), 1)
 
 

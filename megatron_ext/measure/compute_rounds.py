@@ -9,6 +9,7 @@ import msgspec
 
 from megatron_ext.cost.cost_table import Compute
 from megatron_ext.cost.environment import SEQUENCE_PARTS
+from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.layer_times import Runner, measure_compute, micro_batch_us
 from megatron_ext.runtime.objects import gather_objects
@@ -58,6 +59,7 @@ class ComputeRounds:
         self, fabric: Fabric, runners: Mapping[str, Runner], seconds: float, parts: int, report: Callable[[str], None]
     ):
         self._fabric, self._runners, self._report = fabric, runners, report
+        self._timer = DeviceTimer()  # of all rounds: some have no warm-up
         report("compute, once")
         if fabric.torch_device.type == "cuda":
             self._round(1, 0)  # the first use loads kernels and makes communicators: do not time it
@@ -70,7 +72,7 @@ class ComputeRounds:
 
     def _round(self, repeats: int, warmup: int) -> list[Compute]:
         self._fabric.barrier()
-        return measure_compute(self._runners, repeats, warmup=warmup)
+        return measure_compute(self._runners, repeats, warmup=warmup, timer=self._timer)
 
     def take(self, part: int) -> None:
         """Measure the rounds of one part."""

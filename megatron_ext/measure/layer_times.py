@@ -101,10 +101,12 @@ def on_cuda() -> bool:
     return has_cuda() and torch.cuda.is_initialized()
 
 
-def measure_compute(runners: Mapping[str, Runner], repeats: int, *, warmup: int = 2) -> list[Compute]:
+def measure_compute(
+    runners: Mapping[str, Runner], repeats: int, *, warmup: int = 2, timer: DeviceTimer | None = None
+) -> list[Compute]:
     """Median forward and backward of each kind, over ``repeats`` micro-batches through all of them:
-    forwards in the order given, then backwards in reverse."""
-    timer = DeviceTimer() if on_cuda() else None
+    forwards in the order given, then backwards in reverse. ``timer``: one for several calls, on a device."""
+    timer = (timer or DeviceTimer()) if on_cuda() else None
     times: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     launches: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 

@@ -91,7 +91,8 @@ def until_last(together: list[list[int]], us_of_ranks: Sequence[Sequence[float]]
 
 
 def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
-    """The sets of ranks of which the last rank counts when ``name`` is timed. A rank that takes no part is in none."""
+    """The sets of ranks of which the last rank counts when ``name`` is timed. A rank that takes no part is in none,
+    nor is one that exchanges pipeline messages within a node if others leave their node."""
     dp, ranks = options.data_parallel_size, range(options.world_size)
     if name in WRITES:
         return writers(options)

@@ -8,14 +8,15 @@ from megatron_ext.workload.parallel import Parallel
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "of_node", "measuring", "ranks"),
+    ("tp", "dp", "instances", "measuring", "ranks"),
     [
-        (1, 8, 8, None, 1),
-        (8, 2, 8, 1, 8),  # two nodes, one rank on each
-        (2, 8, 8, 4, 2),
-        (8, 8, 8, None, 1),  # all of them on one node here, one on each in training
+        (1, 8, 1, None, 1),
+        (8, 2, 1, 1, 8),  # two nodes, one rank on each
+        (2, 8, 1, 4, 2),
+        (8, 8, 1, None, 1),  # all of them on one node here, one on each in training
+        (4, 4, 2, None, 2),
     ],
 )
-def test_a_rank_has_the_part_of_a_node_that_it_has_in_training(tp, dp, of_node, measuring, ranks):
-    parallel = Parallel.of(dp=dp, tp=tp, gpus_per_node=of_node, microbatches=1)
+def test_a_rank_has_the_part_of_a_node_that_it_has_in_training(tp, dp, instances, measuring, ranks):
+    parallel = Parallel.of(dp=dp, tp=tp, gpus_per_node=8, instances=instances, microbatches=1)
     assert tensor_ranks(Options(data_parallel_size=dp, ranks_per_node=measuring), parallel) == ranks
