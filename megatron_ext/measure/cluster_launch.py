@@ -63,8 +63,9 @@ def meet(use_cuda: bool, threads: int):
 PATIENCE = timedelta(minutes=15)
 """How much later than the first of the ranks the last may come: each has imported, and described the model."""
 
-_stores = []
-"""Stores are kept alive because rank 0 may serve them, and ranks use them again."""
+_kept = []
+"""Stores are kept alive because rank 0 may serve them, and ranks use them again. Process groups are kept because
+PyTorch 2.6 hangs if Python frees one of gloo while the group's own thread frees a tensor."""
 
 
 def _begin(backend: str, name: str):
@@ -74,9 +75,10 @@ def _begin(backend: str, name: str):
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
     try:
         store, rank, world_size = next(iter(rendezvous("env://", timeout=PATIENCE)))
-        _stores.append(store)
+        _kept.append(store)
         at = {"store": prefix(name, store), "rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=PATIENCE, **at)
+        _kept.append(dist.group.WORLD)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         why = f"not all ranks came to measure; one on another node may have been refused: {one_line(str(error), 300)}"
         raise InputError(why, field="WORLD_SIZE", value=int(os.environ["WORLD_SIZE"])) from None
