@@ -65,7 +65,7 @@ PATIENCE = timedelta(minutes=15)
 
 _kept = []
 """Stores are kept alive because rank 0 may serve them, and ranks use them again. Process groups are kept because
-PyTorch 2.6 hangs if Python frees one of gloo while the group's own thread frees a tensor."""
+PyTorch 2.6 hangs if Python frees one while its own thread frees a tensor."""
 
 
 def _begin(backend: str, name: str):
