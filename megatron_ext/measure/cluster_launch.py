@@ -6,6 +6,7 @@ Every process calls :func:`run`; rank 0 has the result. If one of the processes 
 the others of its node; those of other nodes wait for :data:`PATIENCE`. Not yet run on more than one machine.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -64,8 +65,7 @@ PATIENCE = timedelta(minutes=15)
 """How much later than the first of the ranks the last may come: each has imported, and described the model."""
 
 _kept = []
-"""Stores are kept alive because rank 0 may serve them, and ranks use them again. Process groups are kept because
-PyTorch 2.6 hangs if Python frees one while its own thread frees a tensor."""
+"""Stores are kept alive because rank 0 may serve them, and ranks use them again."""
 
 
 def _begin(backend: str, name: str):
@@ -78,7 +78,6 @@ def _begin(backend: str, name: str):
         _kept.append(store)
         at = {"store": prefix(name, store), "rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=PATIENCE, **at)
-        _kept.append(dist.group.WORLD)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         why = f"not all ranks came to measure; one on another node may have been refused: {one_line(str(error), 300)}"
         raise InputError(why, field="WORLD_SIZE", value=int(os.environ["WORLD_SIZE"])) from None
@@ -97,6 +96,9 @@ def said_by_first(value):
 
     _begin(backends.HOST, "first")
     found = gather_objects(value)[0]
+    # Until the end: PyTorch 2.6 hangs if Python frees a group while its own thread frees a tensor.
+    _kept.append(dist.group.WORLD)
+    atexit.register(_kept.clear)
     dist.destroy_process_group()
     return found
 
