@@ -61,10 +61,12 @@ def test_rounds_of_all_ranks_count(monkeypatch):
 
 
 def test_no_round_begins_when_the_time_is_up(monkeypatch):
-    """Rounds that take longer than the first ones did."""
-    now = [0.0]
+    """Rounds that take longer than the first ones did. All have one timer: it knows from the first how long the host
+    takes, where later ones have no warm-up."""
+    now, timers = [0.0], set()
 
-    def measured(*args, **more):
+    def measured(*args, timer, **more):
+        timers.add(timer)
         now[0] += 1.0
         return [row(20.0)]
 
@@ -75,7 +77,7 @@ def test_no_round_begins_when_the_time_is_up(monkeypatch):
     rounds = ComputeRounds(fabric, {"a": SimpleNamespace()}, 1.0, 1, lambda what: None)
     rounds.end = now[0] + 5.5
     rounds.take(0)
-    assert now[0] == rounds.end + 0.5
+    assert now[0] == rounds.end + 0.5 and len(timers) == 1 and None not in timers
 
 
 def test_what_the_first_use_of_a_gpu_loads_is_no_length_of_a_round(monkeypatch):

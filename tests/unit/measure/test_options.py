@@ -52,6 +52,7 @@ def test_ranks_that_srun_has_bound_have_all_of_their_processors(monkeypatch):
     assert options.rank_threads == 2
     monkeypatch.setenv("RANK", "3")
     assert options.rank_threads == 14
+    assert Options(data_parallel_size=8, tensor_ranks=2).rank_threads == 7  # the processors of a tensor-parallel group
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert options.rank_threads == 2
 
