@@ -1,4 +1,4 @@
-"""Page-locked host memory of this process alone, of exactly the requested size.
+"""Page-locked host memory of this process alone, one element larger than requested.
 
 [Note: Why not torch's]
 ``torch.zeros(..., pin_memory=True)`` rounds every block up to a power of two bytes. Shards, gradients and optimizer
@@ -6,6 +6,11 @@ states in host memory would then take up to twice what the memory bill counts. (
 with ``pinned_max_round_threshold_mb``.) It also takes small pages, which one thread makes. Pages that a device copies
 to must not be replaced when the process forks, as data loaders do; :func:`block_pages.private` ensures this.
 Source: ATen, ``CachingHostAllocator.h``.
+
+[Note: Why an element more]
+A forked process finds zeros there. Before core_v0.17, forked processes write every checkpoint of format torch_dist.
+Megatron copies a tensor beforehand only if its storage is larger
+(``dist_checkpointing/strategies/filesystem_async.py``, ``_clone_if_needed``).
 
 [Note: Who unlocks]
 The last tensor of a block may be freed on any thread, and unlocking waits for the device with the driver's lock held.
@@ -34,9 +39,10 @@ def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
     unlock_unused(device)
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
-    memory = _memory(numel, dtype)
-    tensor = torch.frombuffer(memory, dtype=dtype)
-    device.pin(tensor)
+    memory = _memory(numel + 1, dtype)
+    whole = torch.frombuffer(memory, dtype=dtype)
+    device.pin(whole)
+    tensor = whole[:numel]
     weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory)).atexit = False
     return tensor
 
