@@ -175,6 +175,7 @@ class _Builder:
         if self.own.device is None:
             return None
         pool = MemoryPool(self.own.device)
+        self.closing.append(pool.close)
         for held in (*self.own.groups.values(), *({} if self.reducer is None else self.reducer.gradients).values()):
             pool.serve(held)
         return pool

@@ -41,7 +41,7 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
     Raises:
         InputError: the schedule cannot be read, is not valid, or is for other parallel sizes.
     """
-    global _run, _looked
+    global _run, _looked, ended
     _looked = True
     if check is not None and schedule is None:
         raise InputError("needs --user-defined-schedule", field="--user-defined-schedule-check", value=str(check))
@@ -49,6 +49,7 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
         why = "needs --user-defined-schedule" if schedule is None else "expected 0 or more iterations"
         raise InputError(why, field="--delayed-parameter-update", value=delay)
     _end_reading()
+    ended = False
     if schedule is None and trace is None:
         return None
     from megatron_ext.megatron.lifecycle import Run

@@ -14,6 +14,7 @@ Source: PyTorch, torch.cuda.MemPool and its issue 175015.
 """
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,9 +41,8 @@ class MemoryPool:
     """The pool of one rank. On the host, and on a device without such pools, memory comes from the usual allocator."""
 
     def __init__(self, device: Device):
-        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        self._too_old = device.kind == "cuda" and version < LEAST_TORCH
-        self._pool = _new_pool() if device.kind == "cuda" and not self._too_old else None
+        self._missing = _missing() if device.kind == "cuda" else None
+        self._pool = _new_pool() if device.kind == "cuda" and self._missing is None else None
         self._used = True
         self._bytes = self._peak = 0  # bytes in use now, and their maximum
 
@@ -81,7 +81,7 @@ class MemoryPool:
         first saves memory depends on the sizes. So both ways are tried and the smaller pool is kept.
         """
         if self._pool is None:
-            return _no_pool(f"PyTorch {torch.__version__} makes no") if self._too_old else None
+            return self._missing and _no_pool(self._missing)
         torch.cuda.empty_cache()
         self._bytes = self._peak = 0
         try:
@@ -103,6 +103,11 @@ class MemoryPool:
         peak, taken = self._peak / 1e9, taken / 1e9
         return f"the pool of whole groups and gradients has {taken:.2f} GB, for a peak of {peak:.2f} GB"
 
+    def close(self) -> None:
+        """Give the pool up; what is still in use stays. Otherwise the last reference could go with the model, while
+        another run allocates from its own pool, and torch ends the process then."""
+        self._pool = None
+
     def _take(self, rehearsal: Callable[[], None], first_bytes: int) -> int:
         """Begin a new pool with a block of ``first_bytes``; returns the bytes that the pool takes from the device."""
         self._pool = None
@@ -122,6 +127,14 @@ class MemoryPool:
                 return
             reserved = torch.cuda.memory_reserved()
             rehearsal()
+
+
+def _missing() -> str | None:
+    """Why there is no pool, as the begin of a line; None if there may be one."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH:
+        return f"PyTorch {torch.__version__} makes no"
+    given = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    return "with backend:cudaMallocAsync PyTorch makes no" if "cudaMallocAsync" in given else None
 
 
 def _no_pool(why: str) -> str:

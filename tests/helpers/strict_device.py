@@ -18,6 +18,7 @@ import _thread
 import contextlib
 import sys
 import threading
+import weakref
 from concurrent.futures import Future, wait
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -44,6 +45,11 @@ SLEEP_CYCLES = 1.5e9
 
 class _Pool:
     """In place of a pool of device memory."""
+
+    alive = weakref.WeakSet()
+
+    def __init__(self):
+        self.alive.add(self)
 
 
 class _Mode(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Before core_v0.17 forked processes write every checkpoint of format torch_dist. They do not see page-locked memory."""
+"""Before core_v0.17 forked processes write checkpoints of format torch_dist. They do not see page-locked memory."""
 
 import pytest
 import torch

@@ -65,6 +65,22 @@ def test_an_error_is_shown_before_its_rank_ends_the_run_and_may_wait_for_others(
     assert ended == [shown]
 
 
+def test_a_run_that_was_kept_open_does_not_take_the_next_one_along(schedule_path, monkeypatch):
+    monkeypatch.setattr(hooks, "ended", False)
+    ended = []
+    monkeypatch.setattr(hooks.atexit, "register", ended.append)
+    first = hooks.configure(schedule_path)
+    monkeypatch.setattr(first, "finish", lambda read_later: True)
+    monkeypatch.setattr(first, "close", lambda: ended.append("first"))
+    hooks.finish()
+    second = hooks.configure(schedule_path)
+    at_exit, said = ended
+    assert said == "first" and not hooks.ended
+    monkeypatch.setattr(second, "close", lambda: ended.append("second"))
+    at_exit()  # in the middle of the second run
+    assert len(ended) == 2
+
+
 @pytest.mark.parametrize(
     "text, said",
     [

@@ -69,6 +69,28 @@ def test_a_run_says_that_its_torch_is_too_old_for_a_pool(monkeypatch):
     assert memory_pool.MemoryPool(Mock(kind="cpu")).fill(lambda: None) is None
 
 
+def test_a_run_says_that_torchs_other_allocator_has_no_pool(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "MemPool", Mock(side_effect=RuntimeError("does not yet support")))
+    said = memory_pool.MemoryPool(Mock(kind="cuda")).fill(lambda: None)
+    assert said is not None and said.startswith("with backend:cudaMallocAsync PyTorch makes no pool")
+
+
+def test_a_pool_ends_with_its_run(monkeypatch):
+    """A later end, with the model, could fall into the allocation of another run's pool."""
+    ended = []
+
+    class Pool:
+        def __del__(self):
+            ended.append(self)
+
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    pool = memory_pool.MemoryPool(Mock(kind="cuda"))
+    assert not ended
+    pool.close()
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "words"),
     [
