@@ -95,12 +95,13 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
     wanted = with_sizes(options, script)
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:
-        why = f"measuring needs {wanted.world_size} processes, pipeline x data parallel: start one per tensor-parallel "
-        raise InputError(f"{why}group, and give --data-parallel-size", field="WORLD_SIZE", value=int(launched))
+        why = f"measuring needs {wanted.world_size} processes, as many as train: tensor x pipeline x data parallel"
+        raise InputError(why, field="WORLD_SIZE", value=int(launched))
     wanted.check()
 
 
 SAID = ("hidden_size", "seq_length", "micro_batch_size", "pipeline_model_parallel_size", "data_parallel_size")
+SAID += ("tensor_model_parallel_size",)
 """Options of ``measure`` that a script's arguments also give."""
 
 
@@ -132,12 +133,6 @@ def of_experts(parallel: Parallel) -> int | None:
     return parallel.expert_dp if parallel.expert_dp != parallel.dp else None
 
 
-def tensor_ranks(options: Options, parallel: Parallel) -> int:
-    """Ranks of a node of the run for each rank that measures on a node: at most the tensor-parallel ranks."""
-    measuring = min(options.ranks_per_node or parallel.data_parallel_size * parallel.pp, parallel.node_size)
-    return max(min(parallel.tensor_model_parallel_size, parallel.node_size // measuring), 1)
-
-
 def for_workload(options: Options, model) -> Options:
     """``options`` that measure everything that a plan for a checkout's model reads.
 
@@ -162,7 +157,7 @@ def for_workload(options: Options, model) -> Options:
         "optimizer_on_host": workload.optimizer.on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
         "sequence_parts": model.sequence_parts,
-        "tensor_ranks": tensor_ranks(options, workload.parallel),
+        "tensor_model_parallel_size": workload.parallel.tensor_model_parallel_size,
     }
     if options.modules is None:
         require_known_layers(model.layer_options, workload)

@@ -92,6 +92,7 @@ def option(name: str, *short: str, help: str | None = None):
 @click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several curves.")
 @option("data_parallel_size", "--dp")
 @option("pipeline_model_parallel_size", "--pp")
+@option("tensor_model_parallel_size", "--tp")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @option("min_bytes", help="Smallest whole group.")
 @option("max_bytes", help="Largest whole group.")

@@ -72,7 +72,7 @@ class Preparation:
 
     def _places(self) -> list[str]:
         """The option that says how many ranks a node has, if a launcher says so and the arguments do not."""
-        local = (ranks_on_this_node() or 0) * self.script.sizes.tensor_model_parallel_size
+        local = ranks_on_this_node()
         return [f"--gpus-per-node={local}"] if local and self.script.ours.gpus_per_node is None else []
 
     def _say(self, text: str) -> None:

@@ -1,12 +1,14 @@
 """One table made from several: for example links from the cluster and compute from one GPU."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import msgspec
 
 from megatron_ext.cost.cost_table import CostTable, Curve, ExpertCurves, Metadata, Source, check, part_named, with_parts
 from megatron_ext.cost.curve import has_points
+from megatron_ext.cost.environment import INSTANCES, TENSOR
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.route import ROUTES
 
@@ -101,9 +103,10 @@ def _spans_nodes(table: CostTable) -> bool | None:
     sizes = table.metadata.world_sizes or {}
     names = ("data_parallel_size", "pipeline_model_parallel_size", "ranks_per_node")
     data, pipeline, node = (sizes.get(name) for name in names)
+    others = [sizes.get(name, 1) for name in (TENSOR, INSTANCES)]
     if not isinstance(data, int) or not isinstance(pipeline, int) or not isinstance(node, int):
         return None
-    return data * pipeline > node
+    return data * pipeline * prod(size for size in others if isinstance(size, int)) > node
 
 
 def has(value) -> bool:

@@ -16,7 +16,8 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import ITEM_BYTES, Workload, fingerprint
 
 INSTANCES = "num_distributed_optimizer_instances"
-USUAL = {INSTANCES: 1, NUMA_NODES: 1}
+TENSOR = "tensor_model_parallel_size"
+USUAL = {INSTANCES: 1, NUMA_NODES: 1, TENSOR: 1}
 """Values of a table that does not have these fields, such as a table of an earlier release."""
 
 PARTS = ("hardware", "software", "world_sizes")
@@ -26,16 +27,15 @@ SEQUENCE_PARTS = "sequence_parts"
 
 
 def world_sizes(parallel: Parallel) -> dict[str, int]:
-    """The sizes of a run that its costs depend on. ``data_parallel_size`` is the size of one instance of the optimizer.
-    One rank of every tensor-parallel group measures a table (besides experts the program knows no other parallelism),
-    so only these ranks of a node are counted."""
+    """The sizes of a run that its costs depend on; ``data_parallel_size`` is that of one instance of the optimizer."""
     experts = {"expert_data_parallel_size": parallel.expert_dp} if parallel.expert_dp != parallel.dp else {}
     return {
         **experts,
         "data_parallel_size": parallel.dp,
         INSTANCES: parallel.instances,
         "pipeline_model_parallel_size": parallel.pp,
-        "ranks_per_node": max(min(parallel.node_size, parallel.world_size) // parallel.tensor_model_parallel_size, 1),
+        TENSOR: parallel.tensor_model_parallel_size,
+        "ranks_per_node": min(parallel.node_size, parallel.world_size),
     }
 
 

@@ -7,7 +7,7 @@ from statistics import median
 import msgspec
 
 from megatron_ext.cost import cost_table
-from megatron_ext.cost.environment import INSTANCES
+from megatron_ext.cost.environment import world_sizes
 from megatron_ext.formats.facts import RANKS_PER_DEVICE, shared_device
 from megatron_ext.measure import scaled_sizes
 from megatron_ext.measure.compute_rounds import ROUNDS
@@ -58,16 +58,10 @@ ALGORITHMS = {
 def assemble_table(options: Options, raw: dict) -> cost_table.CostTable:
     """Build and check the table from :func:`megatron_ext.measure.local_launch.run`'s result."""
     here, curves, sharing = environment(options.device), raw["curves"], raw.get(RANKS_PER_DEVICE, 1)
-    world_sizes = {
-        "data_parallel_size": options.data_parallel_size,
-        INSTANCES: options.num_distributed_optimizer_instances,
-        "pipeline_model_parallel_size": options.pipeline_model_parallel_size,
-        "ranks_per_node": options.node_size,
-    }
-    if options.expert_data_parallel_size is not None:
-        world_sizes["expert_data_parallel_size"] = options.expert_data_parallel_size
+    experts = options.expert_data_parallel_size
+    sizes = world_sizes(options.parallel) | ({"expert_data_parallel_size": experts} if experts is not None else {})
     compute = raw.get("compute", {})
-    of_experts = cost_table.ExpertCurves(ranks=options.expert_data_parallel_size or 1)
+    of_experts = cost_table.ExpertCurves(ranks=experts or 1)
     table = cost_table.CostTable(
         schema_version=cost_table.SCHEMA_VERSION,
         kind="cost_table",
@@ -75,7 +69,7 @@ def assemble_table(options: Options, raw: dict) -> cost_table.CostTable:
             created_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             hardware={**here["hardware"], **({RANKS_PER_DEVICE: sharing} if sharing > 1 else {})},
             software=here["software"],
-            world_sizes=world_sizes,
+            world_sizes=sizes,
             model=compute.get("model"),
             source=cost_table.Source(program="megatron-ext measure", options=options.facts()),
             notes=(*notes(raw), *_notes_of_options(options)),
@@ -124,9 +118,6 @@ def _notes_of_options(options: Options) -> Iterator[str]:
     if options.nodes == 0 and "internode" in options.links:
         uneven = "the nodes do not hold equally many ranks of every data-parallel group"
         yield f"publish.internode: not measured: {uneven}"
-    if options.tensor_ranks > 1:
-        shared = "shared the node's drive, memory, network cards and PCIe switches with fewer ranks than in training"
-        yield f"routes: 1 of {options.tensor_ranks} ranks measured, and {shared}"
     if options.sequence_parts > 1:
         timed = f"timed on whole sequences and divided by {options.sequence_parts} context-parallel ranks"
         yield f"compute: layers were {timed}; the exchange of keys and values is not in them"

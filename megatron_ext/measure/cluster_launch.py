@@ -36,7 +36,9 @@ def with_nodes(options: Options) -> Options:
 
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != options.world_size:
-        raise InputError(f"--dp and --pp ask for {options.world_size} ranks", field="WORLD_SIZE", value=world_size)
+        raise InputError(
+            f"--dp, --pp and --tp ask for {options.world_size} ranks", field="WORLD_SIZE", value=world_size
+        )
     return msgspec.structs.replace(options, ranks_per_node=ranks_on_this_node() or world_size).check()
 
 

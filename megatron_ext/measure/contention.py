@@ -212,7 +212,7 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
     options, pp_rank, dp_rank, rank = fabric.options, fabric.pp_rank, fabric.dp_rank, fabric.rank
     if isinstance(operation, Internode):  # the counterparts wait for each other
         first = min(operation.exchange.dp_ranks)
-        return 1 + rank - dp_rank + first, dp_rank == first, False
+        return 1 + rank + (first - dp_rank) * options.tensor_model_parallel_size, dp_rank == first, False
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
         return 0, True, True  # never posted
     if operation.name == "p2p":
@@ -220,7 +220,8 @@ def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
         even = rank if pp_rank % 2 == 0 or peer is None else peer
         return 1 + rank % of_stage + of_stage * (even // of_stage // 2), even == rank, False
     if isinstance(operation, Reduce):  # instances wait for each other as well
-        return 1 + pp_rank, rank % options.ranks_of_stage == 0, False
+        first = rank % options.ranks_of_stage % options.tensor_model_parallel_size
+        return 1 + pp_rank * options.ranks_of_stage + first, rank % options.ranks_of_stage == first, False
     return 1 + fabric.data_group, dp_rank == 0, False
 
 

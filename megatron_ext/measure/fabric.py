@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.board import Board, SharedBoard, StoreBoard
 from megatron_ext.measure.options import MIB, Options
-from megatron_ext.runtime import backends, block_pages, free_host_memory, own_device, shared_block
+from megatron_ext.runtime import backends, block_pages, free_host_memory, host_threads, own_device, shared_block
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.objects import gather_objects
 
@@ -55,14 +55,15 @@ class Fabric:
     def __init__(self, options: Options, rank: int, block: int, board: Board | None = None):
         self.options, self.rank, self.world_size = options, rank, options.world_size
         dp, of_stage = options.data_parallel_size, options.ranks_of_stage
-        # Megatron's default order tp-cp-ep-dp-pp: data-parallel ranks are neighbours, as are those of an instance.
-        self.data_group, self.dp_rank = divmod(rank, dp)
+        self.data_group, self.dp_rank = options.data_place(rank)
         self.pp_rank, stages = rank // of_stage, range(options.pipeline_model_parallel_size)
         self.node, self.local_rank = divmod(rank, options.node_size)
         use_cuda = options.uses_cuda()
         self.torch_device = own_device.take(self.local_rank) if use_cuda else torch.device("cpu")
         nodes = -(-self.world_size // options.node_size)
         self.ranks_per_device = own_device.tell_nccl(self.torch_device, nodes) if use_cuda else 1
+        if use_cuda:
+            self.take_processors()
         self.device = device_of(torch.empty(0, device=self.torch_device))
         self.arena_bytes = self.fitting_arena()
         self._map = mmap.mmap(block, shared_bytes(options))
@@ -80,13 +81,22 @@ class Fabric:
             for ranks in (dp, sharers)
         )
         self.data, self.data_busy = (self._own_group(data, backend) for _ in range(2))
-        self.experts = self._own_group(experts, backend) if sharers < dp else self.data
+        self.experts = self._own_group(experts, backend) if sharers != dp else self.data
         pipes = [range(first, self.world_size, of_stage) for first in range(of_stage)]
         self.pipe, self.pipe_busy = (self._own_group(pipes, backend) if len(stages) > 1 else None for _ in range(2))
-        across = [range(s * of_stage + i, (s + 1) * of_stage, dp) for s in stages for i in range(dp)]
+        own = options.parallel.of_instance
+        across = [range(s * of_stage + i, (s + 1) * of_stage, own) for s in stages for i in range(own)]
         self.instances, self.instances_busy = (
-            self._own_group(across, backend) if of_stage > dp else None for _ in range(2)
+            self._own_group(across, backend) if of_stage > own else None for _ in range(2)
         )
+
+    def take_processors(self) -> None:
+        """Bind this rank to its device's NUMA node, and use its share of the processors there, as a run does. srun may
+        have given each rank processors of its own. Collective."""
+        host_threads.bind(host_threads.numa_node(self.torch_device))
+        nodes = gather_objects(place := (self.node, os.sched_getaffinity(0)))
+        if self.options.threads is None:
+            torch.set_num_threads(host_threads.of_rank(nodes.count(place), self.options.node_size))
 
     def _own_group(self, lists: list[range], backend: str) -> dist.ProcessGroup:
         """Make all groups (every rank has to) and return the group that this rank is in."""
@@ -119,13 +129,12 @@ class Fabric:
         """The node's host copy of this data-parallel group, float32, shared by its ranks."""
         if self._host is None:
             size = self.arena_bytes
-            groups = {place // self.options.data_parallel_size for place in self._ranks_of_node()}
+            group_of = {place: self.options.data_place(place)[0] for place in self._ranks_of_node()}
+            groups = {*group_of.values()}
             free_host_memory.require(len(groups) * size, f"host copies of groups of {size} bytes")
             offset = _control_bytes(self.options) + self.data_group * size
             self._host = torch.frombuffer(self._map, dtype=torch.float32, count=size // 4, offset=offset)
-            mates = [
-                place for place in self._ranks_of_node() if place // self.options.data_parallel_size == self.data_group
-            ]
+            mates = [place for place, group in group_of.items() if group == self.data_group]
             self.barrier()
             start = perf_counter()
             block_pages.make_pages(self._map, mates.index(self.rank), len(mates), region=(offset, size))
@@ -186,9 +195,9 @@ class Fabric:
     def shard(self, whole: torch.Tensor, ranks: int | None = None) -> torch.Tensor:
         """This rank's shard among the data-parallel ranks, or among the ``ranks`` of them that hold the same experts: a
         view of ``whole`` as in Megatron's buckets."""
-        of_all = self.options.data_parallel_size
-        numel = whole.numel() // (ranks or of_all)
-        return whole.narrow(0, self.dp_rank * (ranks or of_all) // of_all * numel, numel)
+        ranks, of_all = ranks or self.options.data_parallel_size, self.options.parallel.of_instance
+        numel = whole.numel() // ranks
+        return whole.narrow(0, self.rank % of_all // (of_all // ranks) * numel, numel)
 
 
 def shared_fabric(options: Options, rank: int, exchange: Callable[[object], list], store, everyone, *, field: str):

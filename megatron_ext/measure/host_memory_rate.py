@@ -44,8 +44,7 @@ class CopyBack(TimedHostCopy):
 
 def processors_of_rank(fabric: Fabric) -> int:
     """Processors of this rank's part of its node."""
-    ranks = fabric.options.node_size * fabric.options.tensor_ranks
-    share = cgroups.processor_quota(os.cpu_count() or 1) // ranks
+    share = cgroups.processor_quota(os.cpu_count() or 1) // fabric.options.node_size
     return max(min(len(os.sched_getaffinity(0)), share), 1)
 
 

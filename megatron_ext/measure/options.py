@@ -42,7 +42,7 @@ MOST_OVER = 1.2
 """A measurement may take this many times the time that was asked for, once its ranks have started."""
 
 
-RANKS = ("data_parallel_size", "pipeline_model_parallel_size")
+RANKS = ("data_parallel_size", "pipeline_model_parallel_size", "tensor_model_parallel_size")
 SHAPE = ("hidden_size", "seq_length", "micro_batch_size")
 
 
@@ -50,8 +50,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Options of one measurement.
 
     Attributes:
-        data_parallel_size, num_distributed_optimizer_instances, pipeline_model_parallel_size: ranks of the run; the
-            first counts one instance. All of them are started, so that the node is as busy as in the run.
+        data_parallel_size, num_distributed_optimizer_instances, pipeline_model_parallel_size,
+        tensor_model_parallel_size: ranks of the run; the first counts one instance. All of them are started, so that
+            the node is as busy as in the run.
         expert_data_parallel_size: ranks that share the shards of the same experts, if they are not the data-parallel
             ranks.
         whole_part: the part of ``max_rank_bytes`` that the rank has as whole parameters. ``max_rank_bytes`` counts
@@ -71,7 +72,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         optimizer_on_host: the optimizer steps in host memory, as with ``--optimizer-cpu-offload``.
         nvme_path: a directory on the drive; without it route ``nvme`` is not measured.
         sequence_parts: parts that context parallelism divides a sequence into. The runners' layers have all of them.
-        tensor_ranks: ranks of the run's node for each rank that measures, because of tensor parallelism.
         keep_path: file for results so far, until the measurement is complete; see kept_measurement.py.
         ranks_per_node: ranks that share a node; None means all ranks. A launcher sets it.
     """
@@ -79,6 +79,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     data_parallel_size: int = 2
     num_distributed_optimizer_instances: int = 1
     pipeline_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = 1
     expert_data_parallel_size: int | None = None
     whole_part: float = 1.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -99,7 +100,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nvme_path: str | None = None
     ranks_per_node: int | None = None
     sequence_parts: int = 1
-    tensor_ranks: int = 1
     keep_path: str | None = None
 
     @property
@@ -117,16 +117,13 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def rank_threads(self) -> int:
-        """The number of processor threads of one rank."""
+        """The number of processor threads of one rank, if all ranks of a node share its processors."""
         if self.threads is not None:
             return self.threads
         if self.uses_cuda():
             from megatron_ext.runtime import host_threads
 
-            of_srun = "RANK" in os.environ and "LOCAL_WORLD_SIZE" not in os.environ  # it may bind each rank
-            bound = of_srun and os.environ.get("SLURM_CPUS_PER_TASK") == str(len(os.sched_getaffinity(0)))
-            every = self.node_size * self.tensor_ranks
-            return host_threads.of_rank(self.tensor_ranks if bound else every, every)
+            return host_threads.of_rank(self.node_size, self.node_size)
         said = os.environ.get("OMP_NUM_THREADS", "")
         return int(said) if said.isdecimal() and int(said) else 1
 
@@ -151,17 +148,24 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def largest_shards(self) -> int:
         """Bytes of dense parameters with shards as large as those of the largest group, which may be one of experts."""
-        return self.max_bytes * self.data_parallel_size // (self.expert_data_parallel_size or self.data_parallel_size)
+        dp = self.data_parallel_size
+        return self.max_bytes * dp // min(self.expert_data_parallel_size or dp, dp)
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that measure: data-parallel size, times pipeline size, times instances."""
+        """The number of ranks that measure, as many as train."""
         return self.ranks_of_stage * self.pipeline_model_parallel_size
 
     @property
     def ranks_of_stage(self) -> int:
         """The number of ranks of one pipeline rank, over all instances. They are next to each other."""
-        return self.data_parallel_size * self.num_distributed_optimizer_instances
+        return self.data_parallel_size * self.num_distributed_optimizer_instances * self.tensor_model_parallel_size
+
+    def data_place(self, rank: int) -> tuple[int, int]:
+        """(number of the data-parallel group of ``rank``, its place in it). The order is Megatron's, tp-cp-ep-dp-pp."""
+        instance, own = divmod(rank, self.parallel.of_instance)
+        dp_rank, tp_rank = divmod(own, self.tensor_model_parallel_size)
+        return instance * self.tensor_model_parallel_size + tp_rank, dp_rank
 
     @property
     def peers(self) -> list[int | None]:
@@ -185,7 +189,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The run's ranks on their nodes."""
         return Parallel(
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            data_parallel_size=self.ranks_of_stage,
+            data_parallel_size=self.data_parallel_size * self.num_distributed_optimizer_instances,
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
             num_distributed_optimizer_instances=self.num_distributed_optimizer_instances,
             num_microbatches=1,
             gpus_per_node=self.node_size,
@@ -219,8 +224,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         }.get(link, True)
 
     def rounded(self, size_bytes: int) -> int:
-        """Bytes of the bucket that holds ``size_bytes`` of float32: Megatron pads to lcm(DP, 128) elements."""
-        step = math.lcm(self.data_parallel_size, 128) * 4
+        """Bytes of the bucket that holds ``size_bytes`` of float32: Megatron pads to lcm(DP, 128) elements. Experts may
+        be sharded among another number of ranks."""
+        step = math.lcm(self.data_parallel_size, self.expert_data_parallel_size or 1, 128) * 4
         return -(-size_bytes // step) * step
 
     @staticmethod
@@ -239,8 +245,9 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if (value := getattr(self, name)) is not None and value < 1:
                 raise option_error(name, "must be at least 1", value)
         self._check_largest()
-        if self.data_parallel_size % (self.expert_data_parallel_size or 1):
-            why = "ranks that share the same experts do not divide it: one rank per tensor-parallel group measures"
+        of_instance = self.parallel.of_instance
+        if of_instance % (self.expert_data_parallel_size or 1):
+            why = f"ranks that share the same experts do not divide the {of_instance} ranks of a stage"
             raise option_error("data_parallel_size", f"{self.expert_data_parallel_size} {why}", self.data_parallel_size)
         if (self.max_rank_bytes or 0) < 0:
             raise option_error("max_rank_bytes", "must not be negative", self.max_rank_bytes)

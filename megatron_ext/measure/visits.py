@@ -93,11 +93,12 @@ def until_last(together: list[list[int]], us_of_ranks: Sequence[Sequence[float]]
 def sets_of_ranks(name: str, options: Options) -> list[list[int]]:
     """The sets of ranks of which the last rank counts when ``name`` is timed. A rank that takes no part is in none,
     nor is one that exchanges pipeline messages within a node if others leave their node."""
-    dp, ranks = options.data_parallel_size, range(options.world_size)
+    ranks = range(options.world_size)
     if name in WRITES:
         return writers(options)
     if name in COLLECTIVES and options.nodes > 1:
-        return [list(ranks[first : first + dp]) for first in ranks[::dp]]
+        stages = range(options.pipeline_model_parallel_size)
+        return [list(members) for stage in stages for members in options.parallel.replicas(stage)]
     if name == "p2p":  # with an odd number of pipeline ranks, one has no partner
         pairs = [(rank, peer) for rank, peer in enumerate(options.peers) if peer is not None]
         crossing = [pair for pair in pairs if pair[0] // options.node_size != pair[1] // options.node_size]
@@ -110,5 +111,5 @@ def writers(options: Options) -> list[list[int]]:
     may have different numbers of them (``nodes_of_replicas`` refuses that)."""
     found = {}
     for rank in range(options.world_size):
-        found.setdefault((rank // options.data_parallel_size, rank // options.node_size), []).append(rank)
+        found.setdefault((options.data_place(rank)[0], rank // options.node_size), []).append(rank)
     return list(found.values())

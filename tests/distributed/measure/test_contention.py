@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from megatron_ext.runtime.worker import Worker
 
 OPTIONS = Options(data_parallel_size=2, pipeline_model_parallel_size=2, max_bytes=1 << 16)
 INSTANCES = Options(data_parallel_size=2, num_distributed_optimizer_instances=2, max_bytes=1 << 16)
+TENSOR = Options(data_parallel_size=2, tensor_model_parallel_size=2, max_bytes=1 << 16)
 
 
 def rank_program(options: Options, names, rank: int, block: int, port: int, queue) -> None:
@@ -67,20 +69,24 @@ def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, 
 
 
 @pytest.mark.parametrize(
-    ("name", "instances", "sets"),
-    [("gpu", 1, 8), ("p2p", 1, 4 * 32), ("publish", 1, 64), ("gpu", 2, 16), ("reduce", 2, 8), ("publish", 2, 128)],
+    ("name", "instances", "tp", "sets"),
+    [
+        *[("gpu", 1, 1, 8), ("p2p", 1, 1, 4 * 32), ("publish", 1, 1, 64)],
+        *[("gpu", 2, 1, 16), ("reduce", 2, 1, 8), ("publish", 2, 1, 128)],
+        *[("gpu", 1, 4, 32), ("reduce", 1, 4, 32), ("reduce", 2, 4, 32), ("p2p", 1, 4, 4 * 32), ("publish", 1, 4, 64)],
+    ],
 )
-def test_no_two_leaders_share_a_word(name, instances, sets):
+def test_no_two_leaders_share_a_word(name, instances, tp, sets):
     """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing, or of each instance."""
-    dp = 32 // instances
+    dp = 32 // instances // tp
     options = Options(data_parallel_size=dp, pipeline_model_parallel_size=8, ranks_per_node=8)
-    options = replace(options, num_distributed_optimizer_instances=instances)
+    options = replace(options, num_distributed_optimizer_instances=instances, tensor_model_parallel_size=tp)
     leaders = {}
     for rank in range(options.world_size):
-        places = dict(pp_rank=rank // 32, data_group=rank // dp, dp_rank=rank % dp)
-        fabric = SimpleNamespace(options=options, rank=rank, **places)
+        group, dp_rank = options.data_place(rank)
+        fabric = SimpleNamespace(options=options, rank=rank, pp_rank=rank // 32, data_group=group, dp_rank=dp_rank)
         operation = object.__new__(KINDS[name] if name != "publish" else PublishAcross)
-        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % 8, dp, 8)))
+        operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % (8 // tp), dp, 8 // tp)))
         word, leads, alone = control(fabric, operation)
         assert not alone and word > 0
         members = leaders.setdefault(word, [])
@@ -173,6 +179,12 @@ def test_instances_of_the_optimizer_reduce_equally_often():
     with counted(INSTANCES, "gpu", "reduce") as found:
         assert len({found[rank]["reduce"] for rank in range(4)}) == 1 and found[0]["reduce"] > 2
         assert found[0]["gpu"] == found[1]["gpu"] > 2 and found[2]["gpu"] == found[3]["gpu"] > 2
+
+
+def test_tensor_parallel_ranks_gather_among_their_own():
+    with counted(TENSOR, "gpu", "reduce") as found:
+        for name, first in product(("gpu", "reduce"), (0, 1)):
+            assert found[first][name] == found[first + 2][name] > 2
 
 
 @pytest.mark.parametrize("name", ["gpu", "reduce"])

@@ -99,6 +99,7 @@ def test_environment_is_stored(run):
         "data_parallel_size": 2,
         "num_distributed_optimizer_instances": 1,
         "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 1,
         "ranks_per_node": 4,
     }
     assert metadata.software["backend"] == "gloo" and metadata.hardware["processors"] >= 1
@@ -213,7 +214,7 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path, capsys, mo
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert cli.main(["measure", "--out", str(tmp_path / "T.json")]) == 2
-    assert "WORLD_SIZE = 3: --dp and --pp ask for 2 ranks" in capsys.readouterr().err
+    assert "WORLD_SIZE = 3: --dp, --pp and --tp ask for 2 ranks" in capsys.readouterr().err
 
 
 def rank_processes(parent: int) -> list[int]:

@@ -77,7 +77,7 @@ training_check.check, training_check.CASES = check, training_check.CASES[:3]
 
 
 def test_checks_that_hang_or_die_cost_their_own_line(doctor):
-    code, said, error = doctor("--nproc", 1, "--check-seconds", 10, "--seconds", 300, before=FAULTS)
+    code, said, error = doctor("--nproc", 1, "--check-seconds", 20, "--seconds", 300, before=FAULTS)
     assert code == 1, error
     found = {finding["check"]: finding for finding in said["findings"]}
     failed = {name: finding for name, finding in found.items() if finding["status"] == "fail"}

@@ -58,8 +58,8 @@ def test_the_nodes_of_memory_and_emulated_links_belong_to_a_machine():
     assert environment_differences(emulated, {"software": {}}) == []  # the machine is not compared
 
 
-def test_tensor_parallel_ranks_are_not_counted():
-    """A table is measured by one rank of every tensor-parallel group."""
+def test_tensor_parallel_ranks_are_counted():
+    """All of them measure."""
 
     def differing(measured_on: int, **sizes):
         parallel = Parallel(
@@ -76,17 +76,18 @@ def test_tensor_parallel_ranks_are_not_counted():
         there = {
             "data_parallel_size": parallel.dp,
             "pipeline_model_parallel_size": parallel.pp,
+            "tensor_model_parallel_size": 2,
             "ranks_per_node": measured_on,
         }
         model_of = {"dtype": "float32", "seq_length": 128, "micro_batch_size": 1, "hidden_size": 64}
         return run_differences(Metadata(world_sizes=there, model=model_of), work)
 
-    nodes = dict(tensor_model_parallel_size=8, data_parallel_size=8, pipeline_model_parallel_size=1, gpus_per_node=8)
-    assert differing(1, **nodes) == []  # eight nodes, one rank of each group on a node
-    half = dict(tensor_model_parallel_size=2, data_parallel_size=8, pipeline_model_parallel_size=1, gpus_per_node=8)
-    assert differing(8, **half) == ["world_sizes.ranks_per_node: table 8, here 4"] and differing(4, **half) == []
+    sizes = dict(tensor_model_parallel_size=2, data_parallel_size=8, pipeline_model_parallel_size=1, gpus_per_node=8)
+    assert differing(4, **sizes) == ["world_sizes.ranks_per_node: table 4, here 8"] and differing(8, **sizes) == []
+    other = sizes | {"tensor_model_parallel_size": 4}
+    assert differing(8, **other) == ["world_sizes.tensor_model_parallel_size: table 2, here 4"]
     # Without sequence parallelism every rank sends the whole message.
-    assert differing(4, tensor_model_parallel_size=2, data_parallel_size=2, pipeline_model_parallel_size=2) == []
+    assert differing(8, tensor_model_parallel_size=2, data_parallel_size=2, pipeline_model_parallel_size=2) == []
 
 
 def test_environment():

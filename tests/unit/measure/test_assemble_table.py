@@ -37,12 +37,6 @@ def test_context_parallel_ranks_each_compute_a_part_of_a_sequence():
     assert any("divided by 4 context-parallel ranks" in note for note in part.metadata.notes)
 
 
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_table_says_that_fewer_ranks_shared_a_node_than_in_training(ranks):
-    table = assemble_table.assemble_table(Options(tensor_ranks=ranks), {"curves": {}})
-    assert any(f"1 of {ranks} ranks measured" in note for note in table.metadata.notes) == (ranks > 1)
-
-
 def test_both_ways_of_the_host_s_step_and_the_device_s_are_in_the_table():
     def curve(us):
         point = {"p95_us": 2 * us, "samples": 5, "medians_us": [us], "passes": 1}

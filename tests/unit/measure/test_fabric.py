@@ -56,3 +56,20 @@ def test_the_tensors_of_a_step_fit_this_rank_s_part_of_what_is_free(monkeypatch)
     assert own.has_room(4 * GIB, 0) and not own.has_room(5 * GIB, 0)
     own.torch_device = torch.device("cpu")  # where all is host memory
     assert own.has_room(2 * GIB, 2 * GIB) and not own.has_room(2 * GIB, 3 * GIB)
+
+
+@pytest.mark.parametrize(("others", "threads"), [([{0, 1, 2, 3}, {4, 5, 6, 7}], 2), ([{4, 5, 6, 7}] * 2, 4)])
+def test_a_rank_has_its_share_of_the_processors_that_it_is_bound_to(monkeypatch, others, threads):
+    """srun may have given each rank processors of its own, however it was told to."""
+    own = rank(monkeypatch, replace(OPTIONS, data_parallel_size=3), total=GIB)
+    own.node, said, bound = 0, [], []
+    as_ranks_do(monkeypatch, lambda place: [place, *((0, cores) for cores in others), (1, place[1])])
+    monkeypatch.setattr(fabric_file.os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
+    monkeypatch.setattr(fabric_file.torch, "set_num_threads", said.append)
+    monkeypatch.setattr(fabric_file.host_threads, "numa_node", lambda device: 1)
+    monkeypatch.setattr(fabric_file.host_threads, "bind", bound.append)
+    own.take_processors()
+    assert said == [threads] and bound == [1]
+    own.options = replace(own.options, threads=7)  # the user's own
+    own.take_processors()
+    assert said == [threads]

@@ -6,7 +6,6 @@ import numpy
 import pytest
 import torch
 from gathered import as_ranks_do
-from msgspec.structs import replace
 
 from megatron_ext.cost.cost_table import Compute, Launches
 from megatron_ext.measure import host_memory_rate
@@ -31,9 +30,6 @@ def test_a_rank_adds_with_its_part_of_the_node_s_processors(monkeypatch):
     monkeypatch.setattr(host_memory_rate.os, "sched_getaffinity", lambda _: range(6))
     counts = [host_memory_rate.processors_of_rank(fabric_of(ranks)) for ranks in (1, 4, 16)]
     assert counts == [6, 2, 1]
-    fabric = fabric_of(2)
-    fabric.options = replace(fabric.options, tensor_ranks=2)  # two more ranks train on the node
-    assert host_memory_rate.processors_of_rank(fabric) == 2
 
 
 def test_what_threads_and_copies_move_counts_together(monkeypatch):

@@ -4,11 +4,13 @@ import os
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megatron_ext.cli import main as cli
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure import measure
 from megatron_ext.measure.options import Options
+from megatron_ext.workload.parallel import Parallel
 
 HUGE = 10**25
 
@@ -38,23 +40,7 @@ def test_threads_are_those_of_a_run(monkeypatch):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     assert Options(data_parallel_size=1).rank_threads == 14 and Options(data_parallel_size=4).rank_threads == 4
     assert Options(data_parallel_size=8, ranks_per_node=4).rank_threads == 4
-    assert Options(data_parallel_size=1, tensor_ranks=4).rank_threads == 4  # three more ranks train on the node
-
-
-def test_ranks_that_srun_has_bound_have_all_of_their_processors(monkeypatch):
-    """Not those that torchrun starts in a step of Slurm, nor ours in a batch script: they share the step's."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
-    monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
-    options = Options(data_parallel_size=8)
-    assert options.rank_threads == 2
-    monkeypatch.setenv("RANK", "3")
-    assert options.rank_threads == 14
-    assert Options(data_parallel_size=8, tensor_ranks=2).rank_threads == 7  # the processors of a tensor-parallel group
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert options.rank_threads == 2
+    assert Options(data_parallel_size=1, tensor_model_parallel_size=4).rank_threads == 4
 
 
 def test_a_missing_package_that_training_needs_is_said_before_measuring(monkeypatch, capsys):
@@ -84,6 +70,27 @@ def test_a_link_that_is_chosen_without_what_it_is_measured_by_is_refused(link, h
 def test_measure_refuses_compute_without_layers(tmp_path, capsys):
     assert cli.main(["measure", "--out", str(tmp_path / "t.json"), "--links", "compute"]) == 2
     assert "--links = 'compute': needs the script's arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tp", "instances"), [(1, 1), (2, 1), (2, 2), (8, 1)])
+def test_ranks_are_placed_as_in_training(tp, instances):
+    """All ranks of tensor-parallel groups measure, so the links of a node are shared as in training."""
+    options = Options(data_parallel_size=4, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2)
+    options = replace(options, num_distributed_optimizer_instances=instances)
+    parallel = Parallel.of(pp=2, dp=4 * instances, tp=tp, instances=instances, microbatches=1)
+    sets = [members for stage in range(2) for members in parallel.replicas(stage)]
+    assert options.world_size == parallel.world_size == 4 * tp * instances * 2
+    for rank in range(options.world_size):
+        group, place = options.data_place(rank)
+        assert sets[group][place] == rank
+
+
+def test_experts_may_have_more_sharers_than_other_parameters():
+    """Experts that are not cut by tensor parallelism are sharded over its ranks as well."""
+    options = Options(data_parallel_size=2, tensor_model_parallel_size=2, expert_data_parallel_size=4).check()
+    assert options.largest_shards == options.max_bytes
+    with pytest.raises(InputError, match="3 ranks that share the same experts do not divide the 4 ranks of a stage"):
+        replace(options, expert_data_parallel_size=3).check()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ def test_writers_are_the_ranks_of_a_group_on_a_node():
     assert writers(TWO_NODES) == [[0, 1], [2, 3]]
     assert writers(Options(data_parallel_size=2, pipeline_model_parallel_size=2)) == [[0, 1], [2, 3]]
     assert writers(Options(data_parallel_size=4, ranks_per_node=1)) == EACH
+    assert writers(Options(data_parallel_size=2, tensor_model_parallel_size=2)) == [[0, 2], [1, 3]]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,8 @@ def test_the_last_rank_counts_for_writes_and_between_nodes(name, one_node, two_n
 def test_every_replica_and_every_pipeline_pair_counts():
     pipeline = Options(data_parallel_size=2, pipeline_model_parallel_size=3, ranks_per_node=1)
     assert sets_of_ranks("gpu", pipeline) == [[0, 1], [2, 3], [4, 5]]
+    tensor = Options(data_parallel_size=2, tensor_model_parallel_size=2, ranks_per_node=2)
+    assert sets_of_ranks("gpu", tensor) == [[0, 2], [1, 3]]
     assert sets_of_ranks("p2p", pipeline) == EACH  # the third pipeline rank has nobody to talk to
 
 
