@@ -46,10 +46,11 @@ def hosted_groups(workload: Workload, blocks: Blocks, order: int = 0) -> frozens
     )
     chosen: set[int] = set()
     # Staging slots are pinned as well: reserve bytes for them if they may be used.
-    reserve = workload.limits.nvme_slots * (workload.limits.nvme_slot_bytes or 0) * workload.parallel.node_size
+    slot_bytes = workload.limits.nvme_slot_bytes if workload.limits.nvme_slots else None
+    staged = {g for g, group in enumerate(groups) if slot_bytes is not None and group.bytes <= slot_bytes}
     for group in sorted(every, key=keys[order % 4]):
         chosen.add(group)
-        if max(pinned_need(workload, groups, chosen)) + reserve > limit:
+        if max(pinned_need(workload, groups, chosen, staged)) > limit:
             chosen.remove(group)
     return frozenset(chosen)
 

@@ -38,9 +38,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.runtime.node_groups import NodeGroups
-
-IN_FLIGHT = 2
-"""Exchanges that may be in flight at once."""
+from megatron_ext.schedule.footprint import PUBLISHED_AT_ONCE as IN_FLIGHT
 
 
 class Arriving(NamedTuple):

@@ -3,9 +3,13 @@
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.nodes import copies_of_nobody, pinned_bytes_of_nodes
+from megatron_ext.workload.nodes import copies_of_nobody, nodes_spanned, pinned_bytes_of_nodes
+from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ON_DRIVE, ON_HOST
 from megatron_ext.workload.workload import Workload
+
+PUBLISHED_AT_ONCE = 2
+"""Groups whose shards are on their way to other nodes, or to the drive, at the same time."""
 
 
 def over_limit(needs: Iterable[int], limit: int | None) -> Iterator[tuple[int, int, int]]:
@@ -56,6 +60,11 @@ def slot_bytes(schedule: Schedule, pp_rank: int) -> int:
     return (schedule.limits.nvme_slot_bytes or max(staged)) if staged else 0
 
 
+def bounce_bytes(group: Group, parallel: Parallel) -> int:
+    """Bytes of a rank's buffers through which a group's shards go to the drive, if it has no host copy."""
+    return PUBLISHED_AT_ONCE * group.bytes // group.ranks * nodes_spanned(parallel, group.pp_rank, group.ranks)
+
+
 def pinned_host_bytes(schedule: Schedule) -> list[int]:
     """Bytes of pinned host memory that a schedule needs on each node."""
     hosted, staged = ({entry.group for entry in schedule.publish if copy in entry.to} for copy in (ON_HOST, ON_DRIVE))
@@ -66,14 +75,18 @@ def pinned_need(
     of: Schedule | Workload, groups: Sequence[Group], hosted: Container[int], staged: Container[int] = ()
 ) -> list[int]:
     """Bytes of pinned host memory on each node: one host copy of every ``hosted`` group, the staging slots of ranks
-    with ``staged`` groups, and shards that rest in host memory."""
+    with ``staged`` groups, the buffers through which shards go only to the drive (those of other nodes are not pinned),
+    and shards that rest in host memory.
+    """
     parallel, limits = of.parallel, of.limits
-    copies, slot_sizes, of_ranks = copies_of_nobody(parallel), [0] * parallel.pp, [0] * parallel.pp
+    copies, slot_sizes, bounced, of_ranks = copies_of_nobody(parallel), *([0] * parallel.pp for _ in range(3))
     for index, group in enumerate(groups):
         rank = group.pp_rank
         copies[group.ranks][rank] += group.bytes if index in hosted else 0
         of_ranks[rank] += group.bytes // group.ranks if group.shard_rests == "host" else 0
         if index in staged:
             slot_sizes[rank] = limits.nvme_slot_bytes or max(slot_sizes[rank], group.bytes)
-    of_ranks = [held + limits.nvme_slots * size for held, size in zip(of_ranks, slot_sizes)]
+            bounced[rank] = max(bounced[rank], 0 if index in hosted else bounce_bytes(group, parallel))
+    sizes = zip(of_ranks, slot_sizes, bounced)
+    of_ranks = [held + limits.nvme_slots * slot + bounce for held, slot, bounce in sizes]
     return pinned_bytes_of_nodes(parallel, copies, of_ranks)

@@ -34,7 +34,7 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.schedule import host_slots
 from megatron_ext.schedule.bill_by_step import Moment, moments
-from megatron_ext.schedule.footprint import slot_bytes
+from megatron_ext.schedule.footprint import bounce_bytes, slot_bytes
 from megatron_ext.schedule.group_facts import members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
@@ -270,14 +270,15 @@ def states_on_drive_bytes(groups: Iterable[Group], workload: Workload) -> int:
 
 def _copies(schedule: Schedule, pp_rank: int, states_on_drive: int) -> tuple[dict[str, int], int]:
     """One rank's part of the node's host copies, its staging slots, and its part of the bytes on the drive."""
-    parallel = schedule.parallel
+    parallel, bounced = schedule.parallel, 0
     copies = {where: dict.fromkeys((parallel.dp, parallel.expert_dp), 0) for where in (ON_HOST, ON_DRIVE)}
     for entry in schedule.publish:
         group = schedule.groups[entry.group]
         if group.pp_rank == pp_rank:
             for destination in entry.to:
                 copies[destination][group.ranks] += group.bytes
-    slots = slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots
+            bounced = max(bounced, 0 if ON_HOST in entry.to else bounce_bytes(group, parallel))
+    slots = slot_bytes(schedule, pp_rank) * schedule.limits.nvme_slots + bounced
     own = {
         where: sum(size // ranks_of_copy(parallel, pp_rank, ranks) for ranks, size in sizes.items())
         for where, sizes in copies.items()

@@ -235,7 +235,9 @@ class Timing:
             parts.append(("internode", crossing_bytes(size_bytes, nodes)))
         elif nodes > 1 and parts:
             self.leave_out("publish.internode")
-        return sum(self._estimate(f"publish.{name}", part).us for name, part in parts)
+        # Each node's ranks write the whole group to the node's drive; the curve has their own shards.
+        times = {"nvme": nodes}
+        return sum(self._estimate(f"publish.{name}", part).us * times.get(name, 1) for name, part in parts)
 
     def reduce_us(self, size_bytes: int) -> float:
         """Microseconds of reducing one group's gradients; 0 without such a curve. A group smaller than the smallest

@@ -1,13 +1,23 @@
 """Bytes that a schedule promises, against small schedules counted by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 from planning_cases import make_workload
 
 from megatron_ext.planner.assemble import Freed, Placed, assemble
 from megatron_ext.planner.stock import groups_of
-from megatron_ext.schedule.footprint import actions_in_order, device_peaks, over_limit, pinned_host_bytes, slot_bytes
+from megatron_ext.schedule.footprint import (
+    actions_in_order,
+    bounce_bytes,
+    device_peaks,
+    over_limit,
+    pinned_host_bytes,
+    slot_bytes,
+)
 from megatron_ext.workload.bucket_rules import layer_buckets
+from megatron_ext.workload.parallel import Parallel
 
 ONE = dict(pp=1, vp=1, dp=2, microbatches=1, order="no_pipeline", layers=3)
 
@@ -64,9 +74,18 @@ def test_a_slot_is_as_large_as_the_largest_staged_group_or_as_its_limit_says():
     )
     size = schedule.groups[0].bytes
     assert slot_bytes(staged, 0) == size
-    assert pinned_host_bytes(staged) == [2 * 2 * size]  # two slots of each of two replicas
+    # Two slots of each of two replicas, whose shards pass through two buffers.
+    assert pinned_host_bytes(staged) == [2 * 2 * size + 2 * size]
+    both = replace(staged, publish=tuple(replace(entry, to=("cpu", "nvme")) for entry in staged.publish))
+    assert pinned_host_bytes(both) == [2 * 2 * size + 3 * size]
     larger = replace(staged, limits=replace(staged.limits, nvme_slot_bytes=3 * size))
-    assert slot_bytes(larger, 0) == 3 * size and pinned_host_bytes(larger) == [2 * 2 * 3 * size]
+    assert slot_bytes(larger, 0) == 3 * size and pinned_host_bytes(larger) == [2 * 2 * 3 * size + 2 * size]
+
+
+def test_shards_of_other_nodes_pass_to_the_drive_as_well():
+    group = SimpleNamespace(bytes=1 << 20, ranks=8, pp_rank=0)
+    sizes = [bounce_bytes(group, Parallel.of(dp=8, gpus_per_node=ranks, microbatches=1)) for ranks in (8, 4, 1)]
+    assert sizes == [2 << 17, 4 << 17, 16 << 17]
 
 
 def test_a_shard_that_rests_on_the_host_is_pinned_by_its_rank():

@@ -163,3 +163,17 @@ def test_reads_of_states_are_not_free_where_the_copy_is_as_slow_as_the_whole_rou
         for cpu in (None, (20.0, 2e3))
     ]
     assert reads[1] == pytest.approx(reads[0]) and reads[0] > (1 << 20) / 2e3
+
+
+def test_the_drive_of_each_node_gets_the_shards_of_all_nodes():
+    """The curve has a rank's own shard."""
+    us = {}
+    for nodes in (1, 2, 4):
+        shape = dict(pp=1, vp=1, dp=8, order="no_pipeline")
+        work = make_workload(**shape)
+        work = replace(work, parallel=replace(work.parallel, gpus_per_node=8 // nodes))
+        table = make_table(work, nvme=(10.0, 1e3), publish=(0.0, 2e4))
+        publish = replace(table.publish, internode=line(0.0, 1e9))
+        us[nodes] = Timing(work, replace(table, publish=publish)).publish_us(0, ("nvme",), 1 << 20)
+    assert us[1] == pytest.approx((1 << 20) / 2e4)
+    assert [us[nodes] / us[1] for nodes in us] == pytest.approx([1, 2, 4], rel=1e-3)
