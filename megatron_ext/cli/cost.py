@@ -7,7 +7,7 @@ import click
 import msgspec
 
 from megatron_ext.cli import hidden_devices
-from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.output import emit, fp8_lines, json_option
 from megatron_ext.cli.table_check import ALLOW, naming_files
 from megatron_ext.cost import (
     combine_tables,
@@ -177,7 +177,7 @@ def cost_estimate(
     cost_table.save(out, table)
     notes = list(table.metadata.notes)
     said = f"wrote {out} (megatron-ext cost show prints every curve)"
-    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([said, *notes]))
+    emit(as_json, {"cost_table": out, "notes": notes}, "\n".join([said, *notes, *fp8_lines(megatron_options)]))
 
 
 @cost_group.command("hardware")

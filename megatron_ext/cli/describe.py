@@ -5,7 +5,7 @@ import os
 import click
 from msgspec import structs, to_builtins
 
-from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.output import emit, fp8_lines, json_option
 from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.formats import json_files, rank_memory
 from megatron_ext.formats.errors import InputError
@@ -58,8 +58,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     lines = [showing.text(described, out), *(f"memory {held}" for held in held_by)]
     if not described.counts_activations:
         lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
-    if any(option.startswith("--fp8-format") for option in megatron_options):
-        lines.append("not counted: fp8 copies of weights, up to 2 bytes per parameter in Transformer Engine")
+    lines += fp8_lines(megatron_options)
     most = max(held.device_total_bytes for held in memory) / 2**30
     lines.append(f"verdict: stock Megatron holds {most:.2f} GiB on the device of the rank that holds most")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))

@@ -7,7 +7,7 @@ from itertools import chain
 
 import click
 
-from megatron_ext.cli.output import emit, json_option
+from megatron_ext.cli.output import emit, fp8_lines, json_option
 from megatron_ext.cli.script_command import BareScriptCommand
 from megatron_ext.formats import json_files
 
@@ -68,6 +68,8 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     problem = fit_problem_of(request)
     if problem.passed_over:
         click.echo(f"{verb}: unknown here and ignored: {', '.join(problem.passed_over)}", err=True)
+    for line in fp8_lines(megatron_options):
+        click.echo(f"{verb}: {line}", err=True)
     found = answer(request, problem)
     if len(request.words) > len(megatron_options):
         added = " ".join(request.words[len(megatron_options) :])

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 
 import click
 import msgspec
@@ -26,3 +27,11 @@ def emit(as_json: bool, payload: dict, text: str) -> None:
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on standard output.")
+
+
+def fp8_lines(megatron_options: Sequence[str]) -> list[str]:
+    """A line that says what estimates do not count, if a script's options train in fp8."""
+    if not any(option.startswith("--fp8-format") for option in megatron_options):
+        return []
+    copies = "fp8 copies of weights, up to 2 bytes per parameter in Transformer Engine"
+    return [f"not counted: {copies}; estimated times are those of 16 bits"]

@@ -40,11 +40,14 @@ def _notes(planned, work) -> dict[str, str | None]:
     from megatron_ext import planner
     from megatron_ext.cost.device_reserve import reserve_note
     from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
+    from megatron_ext.schedule.memory_bill import host_bytes_of_nodes
 
+    limit = work.limits.host_bytes
+    near = limit is not None and max(host_bytes_of_nodes(planned, work)) > limit / 2
     return {
         "search_note": planner.search_note(planned),
         "step_note": planner.step_note(planned),
-        "limit_note": LIMIT_UNKNOWN if work.limits.host_bytes is not None else None,
+        "limit_note": LIMIT_UNKNOWN if near else None,
         "reserve_note": None if work.limits.device_bytes is None else reserve_note(work),
     }
 

@@ -31,6 +31,7 @@ def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
     limit = workload.limits.host_bytes
     short = "" if limit is None or at_most <= limit else f", {at_most - limit} bytes more than limits.host_bytes"
     return (
-        "the whole parameters exceed limits.device_bytes, so they are built, loaded, evaluated and saved group by "
-        f"group; while they are built, loaded or saved, a node also holds copies of {taken} bytes in host memory{short}"
+        "all parameters together do not fit onto the device, next to what else it holds, so they are built, loaded, "
+        "evaluated and saved group by group; while they are built, loaded or saved, a node also holds copies of "
+        f"{taken / GIB:.2f} GiB in host memory{short}"
     )

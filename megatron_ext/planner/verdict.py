@@ -101,6 +101,10 @@ class Verdict(NamedTuple):
         return self.figures["helps"] is not False or not without
 
 
+ITSELF = "this plan"
+"""The name of the best plan by all-gathers alone, if it is the plan that is compared."""
+
+
 class Comparison(NamedTuple):
     """The plans that a plan is compared with. A plan is given by its name, its schedule and its iteration time.
 
@@ -159,7 +163,7 @@ def _or_itself(best: tuple[str, Schedule, float], planned: Schedule) -> tuple[st
     """The best plan by all-gathers alone: ``planned`` if it uses all-gathers alone and is as fast as ``best``."""
     us = planned.predicted.iteration_time_us if planned.predicted is not None else inf
     alone = all(action.route == ALL_GATHER for action in planned.unshards)
-    return ("this plan", planned, us) if alone and us <= best[2] else best
+    return (ITSELF, planned, us) if alone and us <= best[2] else best
 
 
 def _stepped_alike(name: str, schedule: Schedule, workload: Workload, timing: Timing) -> tuple[str, Schedule, float]:
@@ -212,7 +216,7 @@ def conclusion_of(figures: dict) -> str:
     if figures["answer"] is None:
         return needed or "none, there is nothing to compare with"
     other = figures["compared_with"]
-    if needed and other in STOCK_RULES:  # it does not fit
+    if needed and (other in STOCK_RULES or other.endswith(f"({ITSELF})")):  # stock does not fit, or nothing else does
         return needed
     over = "its gain" if needed else f"its gain over {other}"
     said = {

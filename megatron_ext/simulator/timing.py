@@ -224,20 +224,18 @@ class Timing:
         Between nodes each byte crosses the network once per node that lacks it. A missing ``publish.internode`` curve
         is named in ``left_out``; planning refuses such a table.
         """
-        parts = []
+        parts, nodes = [], self.crosses_nodes[pp_rank]
         for destination in destinations:
             if self.costs.offers_publish(destination):
-                parts.append((destination, size_bytes))
+                # Each node's ranks write the whole group to the node's drive; the curve has their own shards.
+                parts.append((destination, size_bytes, 1 if destination == ON_HOST else nodes))
             else:
                 self.leave_out(f"publish.{destination}")
-        nodes = self.crosses_nodes[pp_rank]
         if nodes > 1 and parts and self.costs.offers_publish("internode"):
-            parts.append(("internode", crossing_bytes(size_bytes, nodes)))
+            parts.append(("internode", crossing_bytes(size_bytes, nodes), 1))
         elif nodes > 1 and parts:
             self.leave_out("publish.internode")
-        # Each node's ranks write the whole group to the node's drive; the curve has their own shards.
-        times = {"nvme": nodes}
-        return sum(self._estimate(f"publish.{name}", part).us * times.get(name, 1) for name, part in parts)
+        return sum(self._estimate(f"publish.{name}", part).us * times for name, part, times in parts)
 
     def reduce_us(self, size_bytes: int) -> float:
         """Microseconds of reducing one group's gradients; 0 without such a curve. A group smaller than the smallest

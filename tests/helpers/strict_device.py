@@ -18,7 +18,6 @@ import _thread
 import contextlib
 import sys
 import threading
-import weakref
 from concurrent.futures import Future, wait
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -28,7 +27,7 @@ from strict_collectives import Collectives
 from strict_copies import DearCopies
 from strict_engine import Engine, where
 from strict_kernels import Kernels
-from strict_memory import Memory, tensors_in
+from strict_memory import Memory, Pool, tensors_in
 from strict_runtime import Runtime
 from strict_streams import Event, StreamHandle, driver, on
 from symmetric_stand_in import SymmetricStandIn
@@ -41,15 +40,6 @@ MEGATRONS_OWN = "hybrid_optimizer.py:"  # which copies parameters back from page
 
 SLEEP_CYCLES = 1.5e9
 """Of ``torch.cuda._sleep``, a second."""
-
-
-class _Pool:
-    """In place of a pool of device memory."""
-
-    alive = weakref.WeakSet()
-
-    def __init__(self):
-        self.alive.add(self)
 
 
 class _Mode(TorchDispatchMode):
@@ -224,7 +214,7 @@ class StrictDevice:
             "device": lambda device: contextlib.nullcontext(),
             "synchronize": lambda device=None: engine.synchronize(None, "torch.cuda.synchronize"),
             "_sleep": self._sleep,
-            "MemPool": _Pool,
+            "MemPool": Pool,
             "use_mem_pool": contextlib.contextmanager(lambda pool: (yield)),  # torch 2.15 reads its __wrapped__
             "empty_cache": lambda: None,
             "memory_reserved": lambda: 0,

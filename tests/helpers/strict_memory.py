@@ -33,6 +33,15 @@ class Region:
         self.begin, self.end, self.key, self.start, self.locked = begin, end, key, start, locked
 
 
+class Pool:
+    """In place of a pool of device memory."""
+
+    alive = weakref.WeakSet()
+
+    def __init__(self):
+        self.alive.add(self)
+
+
 class Memory:
     """All memory that one rank has told of.
 

@@ -177,7 +177,7 @@ def lines(found: Found, said: FitVerdict) -> list[str]:
         *_equal_lines(found),
         *_way_lines(found),
         *_given_lines(found, said),
-        f"memory: {rank_memory.text(winner.memory)}",
+        f"memory of the fastest (*): {rank_memory.text(winner.memory)}",
         *([] if winner.planned else [QUICK]),
     ]
 

@@ -33,9 +33,10 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
 
     picture, out = tmp_path / "fit.png", tmp_path / "out"
     asked = ["fit", "--hardware", "l40s", "--fix", "recompute,zero-stage", "--picture", str(picture), "--out", str(out)]
-    words = ["--json", "--", *MODEL, *BATCH]
+    words = ["--json", "--", *MODEL, *BATCH, "--fp8-format", "hybrid"]
     assert command([*asked, *words]) == 0
     said, text = capsys.readouterr()
+    assert text.startswith("fit: not counted: fp8 copies of weights") and "times are those of 16 bits" in text
     found = json.loads(said)
     (winner, *fewer) = found["frontier"]
     assert found["estimated"] and winner["options"]["--zero-stage"] == "1"

@@ -12,13 +12,15 @@ from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.workload import workload
 from megatron_ext.workload.workload import Limits
 
+NARROW = Limits(host_bytes=300_000)
 
-@pytest.mark.parametrize("limits", [Limits(), Limits(host_bytes=1 << 40), Limits(device_bytes=1 << 40)])
+
+@pytest.mark.parametrize("limits", [Limits(), NARROW, Limits(host_bytes=1 << 40), Limits(device_bytes=1 << 40)])
 def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     work = replace(make_workload(pp=1, vp=1, microbatches=2, order="no_pipeline"), limits=limits)
     paths = {name: str(tmp_path / f"{name}.json") for name in ("w", "t", "s")}
     workload.save(paths["w"], work)
-    cost.save(paths["t"], make_table(work, **WHOLE))
+    cost.save(paths["t"], make_table(work, cpu=(1.0, 1e5), **WHOLE))
     files = ["--workload", paths["w"], "--cost-table", paths["t"], "--out", paths["s"]]
     assert cli.main(["plan", *files, "--explain", "no.such.parameter"]) == 2
     assert "--explain = 'no.such.parameter': no such group" in capsys.readouterr().err
@@ -38,6 +40,7 @@ def test_the_last_lines_say_what_to_do(tmp_path, capsys, limits):
     assert fastest == f"fastest: {said_of}" and without["by"].startswith("stock Megatron with")
     held = figures["host_bytes_per_node"] if first[1] == "this schedule" else without["host_bytes"]
     assert host == f"host memory: {held / 2**30:.2f} GiB per node"
-    assert (LIMIT_UNKNOWN in said) == (limits.host_bytes is not None)
+    near = limits.host_bytes is not None and figures["host_bytes_per_node"] > limits.host_bytes / 2
+    assert (LIMIT_UNKNOWN in said) == near == (limits == NARROW)
     beside = "beyond the memory bill a device needs 0.9 GB for CUDA, 0.0 GB in a layer, and NCCL buffers"
     assert (beside in said) == (limits.device_bytes is not None)

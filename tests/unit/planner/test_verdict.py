@@ -264,6 +264,8 @@ def test_a_verdict_says_first_that_nothing_fits_without_a_plan(answer):
     assert answer is None or f". Compared with other: {answer}" in said
     of_stock = conclusion_of({**figures, "compared_with": OVERLAPPED, "without_plan": without})
     assert of_stock == "needed, because without a plan these settings do not fit"  # stock Megatron does not fit
+    itself = {"compared_with": "the best plan by all-gathers alone (this plan)"}
+    assert conclusion_of({**figures, **itself, "without_plan": without}) == of_stock
     assert "needed" not in conclusion_of({**figures, "without_plan": {**without, "refused": None}})
 
 
