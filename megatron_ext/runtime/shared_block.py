@@ -60,8 +60,8 @@ def share_file(
         if descriptor is not None:
             os.close(descriptor)
         raise InputError(
-            f"memory of process {pid} cannot be shared: {failure}; ranks of one node must share a process "
-            "namespace and a user",
+            f"memory of process {pid} cannot be shared: {failure}; ranks of one node must have consecutive numbers "
+            "(srun: --distribution=block) and share a process namespace and a user",
             field=field,
         )
     assert descriptor is not None
