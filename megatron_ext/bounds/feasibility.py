@@ -41,8 +41,8 @@ def check_fits(workload: Workload) -> None:
             raise InputError(said, field="limits.whole_parameter_bytes", value=limit)
 
 
-def check_limits(workload: Workload) -> Workload:
-    """Return the workload, or raise InputError that names the field if its limits contradict each other."""
+def check_limits(workload: Workload) -> None:
+    """Raise InputError that names the field if the workload's limits contradict each other."""
     limits = workload.limits
     check, slot_bytes = Checker(), limits.nvme_slot_bytes
     if slot_bytes is not None and not limits.nvme_slots:
@@ -54,7 +54,6 @@ def check_limits(workload: Workload) -> Workload:
     if limits.pinned_host_bytes is not None and staging > limits.pinned_host_bytes:
         said = f"the staging slots of a node's {ranks} ranks alone need {staging} bytes"
         check.refuse(said, "limits.pinned_host_bytes", limits.pinned_host_bytes)
-    return workload
 
 
 def largest_layers(workload: Workload) -> list[int]:

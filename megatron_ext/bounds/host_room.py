@@ -52,9 +52,10 @@ def with_host_room(workload: Workload) -> Workload:
     pinned = left if limits.pinned_host_bytes is None else min(left, limits.pinned_host_bytes)
     workload = workload.with_limits(pinned_host_bytes=pinned)
     try:
-        return check_limits(workload)
+        check_limits(workload)
     except InputError:
         return workload.with_limits(nvme_slots=0, nvme_slot_bytes=None)
+    return workload
 
 
 def pinned_limit(workload: Workload, groups: Sequence[Group], states_in_memory: bool = False) -> int | None:

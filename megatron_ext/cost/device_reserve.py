@@ -13,9 +13,9 @@ tensors, the bill is within 1.2 % of that value, and at most 0.16 GB below, whic
 
 ``nccl_bytes``: each communicator has buffers for each channel and neighbour: 10 MiB for all protocols
 (NVIDIA/nccl#1685) for the one neighbour from which a ring receives. There are 32 channels between NVLink devices (same
-source), and 4 are assumed otherwise. Megatron uses one communicator each for data, tensor and pipeline parallelism, one
-for tied embeddings, and one for the norm of the whole model. With experts on several ranks there are three more: among
-these ranks, among the parts of an expert, and among the ranks that share them.
+source), and 4 are assumed otherwise. Megatron uses one communicator each for data, tensor, context and pipeline
+parallelism, one for tied embeddings, and one for the norm of the whole model. With experts on several ranks there are
+three more: among these ranks, among the parts of an expert, and among the ranks that share them.
 
 If ``measure`` has run on a GPU, its table has the bytes that the device held outside of PyTorch's blocks. They replace
 ``context_bytes`` and ``nccl_bytes``.
@@ -27,8 +27,6 @@ kRoundLarge), which is one MiB on average for each whole group and gradient.
 reserved than allocated (16,726 and 15,006 MB, pytorch/pytorch#40989). This share is applied to activations only,
 because groups are in a pool (runtime/memory_pool.py).
 """
-
-from typing import NamedTuple
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.hardware_sheet import HardwareSheet
@@ -43,21 +41,6 @@ CONNECTION_BYTES = 10 << 20
 NVLINK_CHANNELS, OTHER_CHANNELS = 32, 4
 ROUNDING_BYTES = 1 << 20
 FRAGMENTS = 16726 / 15006 - 1
-
-
-class Reserve(NamedTuple):
-    """Bytes of one device by kind; see the note above."""
-
-    context_bytes: int
-    library_bytes: int
-    temporary_bytes: int
-    nccl_bytes: int
-    rounding_bytes: int
-    fragment_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self)
 
 
 def temporary_bytes(workload: Workload) -> int:
@@ -79,9 +62,10 @@ def device_reserve(
     layers: int,
     activation_bytes: int,
     within_layer: int = 0,
+    context_parallel: int = 1,
     table: CostTable | None = None,
-) -> Reserve:
-    """The reserve of one rank.
+) -> int:
+    """The reserve of one rank in bytes.
 
     Args:
         table: measured on the device. Context and NCCL are taken from it, if it has them.
@@ -90,16 +74,10 @@ def device_reserve(
         within_layer: result of :func:`temporary_bytes`.
     """
     sizes = [parallel.dp, parallel.instances, parallel.tensor_model_parallel_size, parallel.world_size]
-    sizes += [parallel.pp, parallel.pp]  # pipeline parallelism, and tied embeddings
+    sizes += [parallel.pp, parallel.pp, context_parallel]  # pipeline parallelism, tied embeddings, and context
     sizes += [parallel.ep, parallel.etp, parallel.expert_dp] if parallel.ep > 1 else []
     communicators = len([size for size in sizes if size > 1])
     channels = OTHER_CHANNELS if sheet.nvlink is None else NVLINK_CHANNELS
     measured = None if table is None else table.set_up.beside_allocator_bytes
-    return Reserve(
-        measured or CONTEXT_BYTES,
-        LIBRARY_BYTES,
-        within_layer,
-        0 if measured else communicators * channels * CONNECTION_BYTES,
-        2 * layers * ROUNDING_BYTES,
-        int(FRAGMENTS * activation_bytes),
-    )
+    beside = measured or CONTEXT_BYTES + communicators * channels * CONNECTION_BYTES
+    return beside + LIBRARY_BYTES + within_layer + 2 * layers * ROUNDING_BYTES + int(FRAGMENTS * activation_bytes)

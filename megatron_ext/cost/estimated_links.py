@@ -66,8 +66,9 @@ class SheetLinks:
         assert network is not None
         return Line(network.hop_us.value, 1e6 / network.bytes_per_s.value / network.efficiency.value)
 
-    def ring(self, ranks: int, nodes: int) -> Line:
-        """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole group."""
+    def ring(self, ranks: int, nodes: int, cards: int = 0) -> Line:
+        """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole group. ``cards``: network
+        cards through which it leaves a node; by default those of all its ranks there, each in a ring of NCCL's."""
         if ranks == 1:  # a copy within the device
             device = self.sheet.device
             return Line(device.kernel_us.value, 2e6 / device.memory_bytes_per_s.value / device.memory_efficiency.value)
@@ -76,7 +77,7 @@ class SheetLinks:
             peer = self._peer()
             us, slowest = us + peer.us * (ranks - nodes), peer.us_per_byte * (ranks - 1) / ranks
         if nodes > 1:
-            network, cards = self._network(), max(ranks // nodes, 1)
+            network, cards = self._network(), cards or max(ranks // nodes, 1)
             us, slowest = us + network.us * (nodes - 1), max(slowest, network.us_per_byte * (ranks - 1) / ranks / cards)
         return Line(us, slowest)
 
@@ -113,9 +114,10 @@ class SheetLinks:
         return self.ring(self.parallel.etp, -(-self.parallel.etp // self.ranks_per_node))
 
     def sequence_gather(self, ranks: int) -> Line:
-        """Keys and values of the context-parallel ranks gathered on each of them, by the bytes of all."""
+        """Keys and values of the context-parallel ranks gathered on each of them, by the bytes of all. They go around
+        one ring, which leaves a node through the card of one rank."""
         tp = self.parallel.tensor_model_parallel_size
-        return self.ring(ranks, -(-tp * ranks // self.ranks_per_node))
+        return self.ring(ranks, -(-tp * ranks // self.ranks_per_node), cards=1)
 
     def tensor_all_reduce(self) -> Line:
         """All-reduce of an activation over the tensor-parallel ranks, by its bytes."""
@@ -173,9 +175,14 @@ class SheetLinks:
         us = self.sheet.collective_us.value + network.us * (self.nodes - 1)
         return Line(us, network.us_per_byte / max(self.parallel.dp // self.nodes, 1))
 
-    def contention(self) -> tuple[Contention, ...]:
-        """Slowdowns of activities by each other: from the links that they share, or else from the sheet."""
-        sheet, given = self.sheet, self.sheet.disturbance
+    def contention(self, exchanged: float = 0.0) -> tuple[Contention, ...]:
+        """Slowdowns of activities by each other: from the links that they share, or else from the sheet.
+
+        Args:
+            exchanged: share of compute in which ranks exchange activations over the host link. Next to a transfer that
+                shares this link evenly, compute and the transfer take longer by this share.
+        """
+        sheet, given, longer = self.sheet, self.sheet.disturbance, 1 + exchanged
         during_copy, network = given.collective_beside_copy.value, sheet.network
         crosses, on_host_link = self.nodes > 1, sheet.nvlink is None and self.parallel.dp > self.nodes
         during_collective = 1.0
@@ -192,7 +199,10 @@ class SheetLinks:
                 ("cpu", collective, during_collective),
                 (collective, "publish", publishing),
                 ("publish", collective, 2.0 if crosses or on_host_link else 1.0),
-                ("compute", collective, given.compute_beside_collective.value),
+                ("compute", collective, given.compute_beside_collective.value * (longer if on_host_link else 1.0)),
             ]
-        rows += [("compute", copy, given.compute_beside_copy.value) for copy in ("cpu", "publish", "nvme")]
+        rows += [("compute", copy, given.compute_beside_copy.value * longer) for copy in ("cpu", "publish")]
+        rows.append(("compute", "nvme", given.compute_beside_copy.value))
+        shared = ("cpu", "publish", *(("gpu", "reduce") if on_host_link else ()))
+        rows += [(transfer, "compute", longer) for transfer in shared if exchanged]
         return tuple(Contention(measured=a, busy=b, slowdown=max(by, 1.0)) for a, b, by in rows if by < inf)

@@ -5,6 +5,7 @@ estimated (``metadata.synthetic``). `megatron-ext cost combine` replaces its par
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 
 from msgspec.structs import replace
 
@@ -76,7 +77,7 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
                 internode=curve(lambda e: e.links.between_nodes()),
             ),
             group_overhead=cost_table.GroupOverhead(call_us=sheet.call_us.value),
-            contention=middle.links.contention(),
+            contention=middle.links.contention(_exchanged(sheet, workload, batch, dtype)),
             compute=tuple(map(_with_p95, middle.compute(), slow.compute())),
             p2p=curve(lambda e: e.links.p2p()) or (),
             reduce=curve(lambda e: e.reduce(parallel.dp)),
@@ -222,6 +223,17 @@ class _Estimates:
         for kind, times in kinds.items():
             rows.append(_row((sum(column) / len(times) for column in zip(*times)), layer_kind=kind))
         return rows
+
+
+def _exchanged(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, dtype: str) -> float:
+    """The share of compute in which ranks exchange activations over the host link: what compute saves if collectives on
+    this link take no time for their bytes."""
+    link = sheet.host_link
+    efficiency = replace(link.collective_efficiency, value=inf)
+    boundless = replace(sheet, host_link=replace(link, collective_efficiency=efficiency))
+    rows = (_Estimates(each, workload, batch, dtype).compute()[: len(workload.chunks)] for each in (sheet, boundless))
+    us, least_us = (sum(row.forward_us + row.backward_us for row in each) for each in rows)
+    return 1 - least_us / us
 
 
 def _row(times: Iterable[float], **place) -> cost_table.Compute:

@@ -14,7 +14,8 @@
   tokens, and the overlap of a shared expert with this.
 * With context parallelism, a rank's queries need the keys and values of whole sequences. These go around the ring of
   context-parallel ranks while scores are computed. The backward sends them once more, with their gradients.
-* Tensor parallelism adds two all-reduces of an activation to a layer's forward, and two to its backward.
+* Tensor parallelism adds all-reduces of an activation to a layer's forward and to its backward: one each for attention
+  and for an MLP or a shared expert. Other experts get a rank's part of the sequence and add none.
 Recomputing adds forward work to the backward.
 """
 
@@ -100,7 +101,7 @@ def recomputed_work(
             continue
         own = [p for p in used if any(part in p.name for part in MODULES.get(module, ()))]
         part = forward_work(kind, own, batch, tp, share)
-        reduced = part.reduced_bytes[:1] if module in ("mlp", "moe") else ()
+        reduced = part.reduced_bytes[:1] if module == "mlp" or _has_shared_expert(own) else ()
         again = again.plus(part._replace(reduced_bytes=reduced))
     return again
 
@@ -160,8 +161,13 @@ def forward_work(
         total = total._replace(exchanged_bytes=float(size))
     if tp > 1 and used:
         message = float(batch.tokens * (hidden or used[0].shape[-1]) * ITEM_BYTES[used[0].dtype])
-        total = total._replace(reduced_bytes=(message,) * (2 if kind in (None, "transformer", "moe") else 1))
+        twice = kind in (None, "transformer") or (kind == "moe" and _has_shared_expert(used))
+        total = total._replace(reduced_bytes=(message,) * (2 if twice else 1))
     return total
+
+
+def _has_shared_expert(used: list[Parameter]) -> bool:
+    return any("shared_experts." in parameter.name for parameter in used)
 
 
 def _work_of_experts(used: list[Parameter], hidden: int, batch: MicroBatch, share: ExpertsShare | None) -> Work:

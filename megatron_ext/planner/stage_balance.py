@@ -21,7 +21,7 @@ from megatron_ext.cost.estimates import STEP
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import kind_of
-from megatron_ext.workload.workload import Chunk, Parameter, Workload
+from megatron_ext.workload.workload import Parameter, Workload
 
 LETTERS = {"embedding": "E", "transformer": "t", "moe": "t", "output": "L"}
 """Megatron's letters by kind of layer.
@@ -51,7 +51,6 @@ class Balanced(NamedTuple):
     stage_us: tuple[float, ...]
     present_us: tuple[float, ...]
     layout: str
-    workload: Workload
 
 
 def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) -> Balanced:
@@ -70,8 +69,7 @@ def balance(workload: Workload, table: CostTable, *, extrapolate: bool = False) 
             value=workload.limits.whole_parameter_bytes,
         )
     present, now = (stage_costs(each, cost) for each in ([len(c.layer_kinds) for c in workload.chunks], counts))
-    moved = _with_placement(workload, cost.layers, counts)
-    return Balanced(counts, now, present, layout_text(cost.layers, counts), moved)
+    return Balanced(counts, now, present, layout_text(cost.layers, counts))
 
 
 def _model_layers(workload: Workload, timing: Timing) -> list[ModelLayer]:
@@ -184,21 +182,3 @@ def layout_text(layers: Sequence[ModelLayer], counts: Sequence[int]) -> str:
         texts.append(re.sub(r"t{2,}", lambda match: f"t*{len(match[0])}", letters))
         first += count
     return "|".join(texts)
-
-
-def _with_placement(workload: Workload, layers: Sequence[ModelLayer], counts: Sequence[int]) -> Workload:
-    """The workload with its layers moved. ``decoder.layers.N`` are numbered from 0 within each chunk."""
-    pp, chunks, first = workload.parallel.pp, [], 0
-    for stage, count in enumerate(counts):
-        parameters, transformers = [], 0
-        for number, layer in enumerate(layers[first : first + count]):
-            for parameter in layer.parameters:
-                name = re.sub(r"\blayers\.\d+\.", f"layers.{transformers}.", parameter.name)
-                parameters.append(msgspec.structs.replace(parameter, name=name, layer=number))
-            transformers += layer.kind in ("transformer", "moe")
-        kinds = tuple(layer.kind for layer in layers[first : first + count])
-        chunks.append(
-            Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=tuple(parameters), layer_kinds=kinds)
-        )
-        first += count
-    return msgspec.structs.replace(workload, chunks=tuple(chunks))

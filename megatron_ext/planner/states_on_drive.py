@@ -1,5 +1,6 @@
 """Optimizer states on the drive, as few as ``limits.host_bytes`` asks for."""
 
+from collections import Counter
 from itertools import product
 
 from msgspec.structs import replace
@@ -76,13 +77,12 @@ def _moved(
 ) -> Schedule:
     """The schedule with the states of the groups ``chosen`` on the drive. Slots have up to ``most`` bytes, but at least
     room for the largest parameter. By default there are as many slots as fit into an eighth of the bytes of these
-    states, from ``FEW_SLOTS`` to ``STATE_SLOTS``."""
-    groups = list(schedule.groups)
+    states on the rank that has most of them, from ``FEW_SLOTS`` to ``STATE_SLOTS``."""
+    groups, of_ranks, moments = list(schedule.groups), Counter(), len(workload.optimizer.moment_dtypes)
     for index in chosen:
-        groups[index] = replace(groups[index], states_rest="nvme")
-    largest = max(largest_region(groups[index], workload) for index in chosen)
-    moments = len(workload.optimizer.moment_dtypes)
-    in_all = sum(region_bytes(groups[i].bytes // groups[i].ranks // 2, moments) for i in chosen)
+        groups[index] = group = replace(groups[index], states_rest="nvme")
+        of_ranks[group.pp_rank] += region_bytes(group.bytes // group.ranks // 2, moments)
+    largest, in_all = max(largest_region(groups[index], workload) for index in chosen), max(of_ranks.values())
     size = max(largest, min(most, in_all // (8 * STATE_SLOTS) // SECTOR_BYTES * SECTOR_BYTES))
     slots = slots or min(max(in_all // (8 * size), FEW_SLOTS), STATE_SLOTS)
     return replace(schedule, groups=tuple(groups), state_slots=StateSlots(slots=slots, slot_bytes=size))

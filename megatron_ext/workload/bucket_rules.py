@@ -13,17 +13,11 @@ LEAST_BUCKET, BUCKET_OF_A_RANK = 40_000_000, 1_000_000
 """In elements. Megatron fills a bucket up to the larger of the first, and the second times the data-parallel size."""
 
 
-def stock_buckets(chunk: Chunk, data_parallel_size: int, elements: int | None = None) -> list[list]:
-    """Parameters of a chunk as Megatron buckets them without a schedule, in execution order.
-
-    Args:
-        elements: Megatron's ``bucket_size``; None is its default.
-    """
+def stock_buckets(chunk: Chunk, data_parallel_size: int) -> list[list]:
+    """Parameters of a chunk as Megatron buckets them without a schedule, in execution order."""
     if chunk.pp_rank or chunk.model_chunk_id:
         return buckets(chunk)
-    if elements is None:
-        elements = max(LEAST_BUCKET, BUCKET_OF_A_RANK * data_parallel_size)
-    found = []
+    found, elements = [], max(LEAST_BUCKET, BUCKET_OF_A_RANK * data_parallel_size)
     for members in buckets(chunk):
         parts, numel = [[]], 0
         for parameter in reversed(members):

@@ -11,6 +11,9 @@ from itertools import groupby
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.workload import Parameter, Workload, group_bytes, load, optimizer_bytes
 
+MOST_SIZES = 8
+"""Of likely groups."""
+
 
 def largest_group_bytes(workload: Workload) -> int:
     """Bytes of the largest chunk as one group: nothing larger is gathered at once."""
@@ -45,7 +48,7 @@ def parameter_bytes(workload: Workload) -> int:
     return max(held, key=held.__getitem__)
 
 
-def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
+def likely_group_bytes(workload: Workload) -> list[int]:
     """Sizes that groups will often have: one layer of each kind, and one chunk. Gathers are measured at these sizes as
     well, because a cost read between other sizes may be off: shards that are a power of two apart, as those of weights
     often are, share sets of a processor's caches (megatron_ext/measure/size_grid.py)."""
@@ -54,7 +57,7 @@ def likely_group_bytes(workload: Workload, at_most: int = 8) -> list[int]:
         layers = groupby(chunk.parameters, key=lambda parameter: parameter.layer)
         parts = [chunk.parameters, *(tuple(layer) for _, layer in layers)]
         found |= {group_bytes(kind, workload.parallel) for part in parts for kind in _by_kind(part)}
-    return sorted(found, reverse=True)[:at_most][::-1]
+    return sorted(found)[-MOST_SIZES:]
 
 
 if __name__ == "__main__":

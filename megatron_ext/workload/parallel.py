@@ -155,10 +155,9 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def num_nodes(self) -> int:
         return -(-self.world_size // self.node_size)
 
-    def global_rank(self, pp_rank: int, dp_rank: int, tp_rank: int = 0) -> int:
-        """Global rank in Megatron's default order ``tp-cp-ep-dp-pp``."""
-        tp = self.tensor_model_parallel_size
-        return (pp_rank * self.data_parallel_size + dp_rank) * tp + tp_rank
+    def global_rank(self, pp_rank: int, dp_rank: int) -> int:
+        """Global rank of the first tensor-parallel rank, in Megatron's default order ``tp-cp-ep-dp-pp``."""
+        return (pp_rank * self.data_parallel_size + dp_rank) * self.tensor_model_parallel_size
 
     def check_place(self, pp_rank: int, model_chunk_id: int, *, file=None, field: str, error=InputError) -> None:
         """Raise ``error`` if there is no such pipeline rank or model chunk; it names the entry below ``field``."""

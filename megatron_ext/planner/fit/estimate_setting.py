@@ -31,7 +31,7 @@ from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import GptShape
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import EXPERTS, Workload
+from megatron_ext.workload.workload import EXPERTS, Workload, optimizer_bytes
 
 PROVEN_STEPS = 1024
 """Up to this many steps times layers of a stage, the full lower bound is computed; above, only the bound of compute."""
@@ -157,8 +157,7 @@ def bound_us(workload: Workload, timing: Timing) -> float:
         found = max(found, around + parallel.num_microbatches * sum(map(sum, work[rank])))
     if workload.optimizer.on_host:
         return found
-    ranks = (sum(chunk.bytes for chunk in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
-    return found + max(map(timing.optimizer_us, ranks))
+    return found + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in range(parallel.pp))
 
 
 def quick_choice(

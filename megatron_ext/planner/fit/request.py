@@ -77,8 +77,8 @@ class FitProblem(NamedTuple):
         layers = max(sum(c.num_layers for c in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
         activations = max(activation_peaks(workload), default=0)
         how = {"layers": layers, "activation_bytes": activations, "table": self.costs.table}
-        how |= {"within_layer": temporary_bytes(workload)}
-        return self.most_bytes - device_reserve(self.sheet, parallel, **how).total_bytes
+        how |= {"within_layer": temporary_bytes(workload), "context_parallel": setting.batch.context_parallel}
+        return self.most_bytes - device_reserve(self.sheet, parallel, **how)
 
     @property
     def most_bytes(self) -> int:

@@ -1,4 +1,6 @@
-"""What would fit if nothing fits: bytes, another GPU, or more nodes."""
+"""What would fit if nothing fits: bytes, another GPU, or more of them."""
+
+from math import inf
 
 from msgspec.structs import replace
 
@@ -10,8 +12,8 @@ from megatron_ext.planner.fit.request import FitProblem
 from megatron_ext.planner.fit.search_settings import NothingFits
 from megatron_ext.planner.fit.setting import Setting
 
-MORE_NODES = (2, 4, 8)
-"""Multiples of the number of nodes that are tried."""
+MORE_GPUS = (2, 4, 8)
+"""Multiples of the number of GPUs that are tried."""
 
 
 def explained(problem: FitProblem, error: NothingFits) -> InputError:
@@ -21,32 +23,36 @@ def explained(problem: FitProblem, error: NothingFits) -> InputError:
     words = [more]
     gpus = _devices(problem, error.least, error.need_bytes)
     words += [f"a GPU with more memory ({', '.join(gpus)})"] if gpus and not limited else []
-    nodes = _nodes(problem, error.least)
-    words += [f"{nodes} times as many nodes"] if nodes else []
+    times = _times(problem, error.least)
+    words += [f"{times} times as many GPUs"] if times else []
     where = {"field": error.field, "value": error.value} if limited else {"field": "--hardware"}
     return InputError(f"{error.message}; what would fit: {', or '.join(words)}", **where)
 
 
 def _devices(problem: FitProblem, setting: Setting, need: int) -> list[str]:
-    """Names of sheets whose device has room for ``need`` bytes, the smallest devices first."""
+    """Names of sheets whose device has more memory and room for ``need`` bytes, the smallest devices first."""
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
-    found, layer = [], temporary_bytes(setting.workload(problem.limits))
+    found, layer, cp = [], temporary_bytes(setting.workload(problem.limits)), setting.batch.context_parallel
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
-        layers = setting.shape.layers
-        reserve = device_reserve(sheet, setting.parallel, layers=layers, activation_bytes=0, within_layer=layer)
-        if need + reserve.total_bytes <= sheet.device.memory_bytes.value:
+        layers, memory = setting.shape.layers, sheet.device.memory_bytes.value
+        reserve = device_reserve(
+            sheet, setting.parallel, layers=layers, activation_bytes=0, within_layer=layer, context_parallel=cp
+        )
+        if problem.most_bytes < memory >= need + reserve:
             found.append(name)
     return found[:3]
 
 
-def _nodes(problem: FitProblem, setting: Setting) -> int | None:
-    """The factor by which the number of nodes has to grow so that the setting fits, with data-parallel ranks that
-    divide the batch; None if no factor works."""
-    for times in MORE_NODES:
+def _times(problem: FitProblem, setting: Setting) -> int | None:
+    """The factor by which the number of GPUs has to grow so that the setting fits, with data-parallel ranks that
+    divide the batch; None if no factor works. Without a network all GPUs are on one node."""
+    sheet = problem.sheet
+    most = sheet.gpus_per_node if sheet is not None and sheet.network is None else inf
+    for times in MORE_GPUS:
         parallel, batch = setting.parallel, setting.batch
         dp = parallel.data_parallel_size * times
         count, rest = divmod(setting.samples * batch.context_parallel, batch.micro_batch_size * dp)
-        if rest or not count:
+        if rest or not count or setting.parallel.world_size * times > most:
             continue
         more = setting._replace(parallel=replace(parallel, data_parallel_size=dp, num_microbatches=count))
         try:

@@ -10,20 +10,22 @@ from test_gpt_shapes import by_arithmetic
 from training import run_warm
 from variations import some
 
-from megatron_ext.workload.bucket_rules import stock_buckets
+from megatron_ext.workload import bucket_rules
 
 ELEMENTS = 9_000
 """Of a bucket: two or three to a layer."""
 
 
 @pytest.mark.parametrize("name", some(("tied-recompute", "fp32"), 1))
-def test_buckets_of_the_first_stage(megatron_tree, name):
+def test_buckets_of_the_first_stage(megatron_tree, monkeypatch, name):
+    monkeypatch.setattr(bucket_rules, "LEAST_BUCKET", ELEMENTS)
+    monkeypatch.setattr(bucket_rules, "BUCKET_OF_A_RANK", ELEMENTS)
     (chunk,) = by_arithmetic([*MODELS[name], "--data-parallel-size", "1"]).chunks
     program = [sys.executable, str(HELPERS / "bucket_names.py"), str(ELEMENTS), *MODELS[name]]
     answer = run_warm([*program, "--data-parallel-size", "1"])
     assert answer.returncode == 0, answer.stderr
     theirs = json.loads(answer.stdout.splitlines()[-1])
-    ours = [sorted(p.name for p in part) for part in stock_buckets(chunk, 1, ELEMENTS)]
+    ours = [sorted(p.name for p in part) for part in bucket_rules.stock_buckets(chunk, 1)]
     assert ours == theirs["buckets"][::-1] and len(ours) > 4
     check_gathers(len(ours), theirs["synchronous"], theirs["overlapped"])
 

@@ -218,7 +218,6 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     words = [*MODEL, "--num-layers", "96", "--hidden-size", "4096", *BATCH, "--zero-stage", "3"]
     said = refused(capsys, "--hardware", "rtx4090", "--fix", "zero-stage,optimizer-cpu-offload", "--", *words)
     assert said.count("GiB) (") == 0
-    assert "or 2 times as many nodes" in said or "or 4 times as many nodes" in said
     said = refused(capsys, "--hardware", "l40s", "--", *MODEL, *BATCH, "--limit-device-bytes", "1000")
     assert "--limit-device-bytes = 1000: nothing fits" in said and "what would fit: --limit-device-bytes " in said
 

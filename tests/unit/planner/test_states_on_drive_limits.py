@@ -22,8 +22,8 @@ from megatron_ext.workload.state_layout import GRADIENT_SLOTS
 from megatron_ext.workload.workload import Limits, Parameter
 
 
-def on_host(layers=12, **limits):
-    work = make_workload(pp=1, vp=1, dp=2, order="no_pipeline", hidden=64, layers=layers, **limits)
+def on_host(layers=12, pp=1, order="no_pipeline", **limits):
+    work = make_workload(pp=pp, vp=1, dp=2, order=order, microbatches=8, hidden=64, layers=layers, **limits)
     return replace(work, optimizer=OptimizerSettings(on_host=True))
 
 
@@ -229,13 +229,13 @@ def test_narrow_gradients_of_states_on_the_drive_become_wide_on_the_device():
     assert narrow_gradient_bytes(own, delayed) == max(largest_gradient(group, narrow) for group in own)
 
 
-def test_a_drive_has_several_reads_and_writes_waiting_where_the_states_are_many():
+def test_a_drive_has_several_reads_and_writes_waiting_where_the_states_of_a_rank_are_many():
     numbers = []
-    for layers in (12, 64):
-        work = on_host(layers=layers)
+    for shape in ({"layers": 12}, {"layers": 64}, {"layers": 12, "pp": 2, "order": "1f1b"}):
+        work = on_host(**shape)
         schedule = plan(work, table(work), policy="all-gpu")
         half = replace(work, limits=replace(work.limits, host_bytes=host_bytes_of_nodes(schedule, work)[0] // 2))
         slots = with_states_on_drive(schedule, half).state_slots
         assert slots is not None
         numbers.append(slots.slots)
-    assert numbers == [FEW_SLOTS, STATE_SLOTS]
+    assert numbers == [FEW_SLOTS, STATE_SLOTS, FEW_SLOTS]

@@ -1,6 +1,6 @@
 """Which sizes a measurement is told, from what will be trained."""
 
-from megatron_ext.workload.measured_sizes import largest_group_bytes, likely_group_bytes
+from megatron_ext.workload.measured_sizes import MOST_SIZES, largest_group_bytes, likely_group_bytes
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Chunk, Parameter, Workload, check, group_bytes
 
@@ -42,5 +42,6 @@ def test_one_layer_of_each_kind_and_one_chunk():
 
 def test_the_largest_where_there_are_too_many_and_none_without_parameters():
     work = workload([(number + 1) << 12 for number in range(20)], [])
-    assert likely_group_bytes(work, at_most=3) == likely_group_bytes(work, at_most=99)[-3:]
+    found, of_chunk = likely_group_bytes(work), largest_group_bytes(work)
+    assert len(found) == MOST_SIZES and found[-2:] == [20 << 14, of_chunk]
     assert likely_group_bytes(workload([], [])) == []

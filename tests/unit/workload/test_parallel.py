@@ -32,7 +32,7 @@ def test_shards_lie_over_megatrons_instances(pp, dp, tp, ep, instances):
         cut = [own[i : i + ranks] for own in generator.get_ranks("dp") for i in range(0, whole, ranks)]
         assert whole == ranks * instances
         assert sorted(list(own) for pp_rank in range(pp) for own in sizes.replicas(pp_rank, ranks)) == sorted(cut)
-    assert sizes.world_size == pp * dp * tp and sizes.global_rank(pp - 1, dp - 1, tp - 1) == sizes.world_size - 1
+    assert sizes.world_size == pp * dp * tp and sizes.global_rank(pp - 1, dp - 1) == sizes.world_size - tp
 
 
 @pytest.mark.parametrize("ep, said", [(1, "does not divide the 6 data-parallel"), (3, "the 2 expert-data-parallel")])
@@ -41,10 +41,10 @@ def test_instances_that_do_not_divide_the_ranks_are_refused(ep, said):
         Parallel.of(dp=6, ep=ep, microbatches=6, instances=4 if ep == 1 else 3).check()
 
 
-def test_a_rank_is_in_the_set_of_its_tensor_parallel_rank():
+def test_a_rank_is_in_the_set_of_the_first_tensor_parallel_rank():
     sizes = Parallel.of(pp=2, dp=3, tp=2, microbatches=4)
-    for pp_rank, dp_rank, tp_rank in ((0, 2, 1), (1, 0, 1), (1, 2, 0)):
-        assert sizes.replicas(pp_rank)[tp_rank][dp_rank] == sizes.global_rank(pp_rank, dp_rank, tp_rank)
+    for pp_rank, dp_rank in ((0, 2), (1, 0), (1, 2)):
+        assert sizes.replicas(pp_rank)[0][dp_rank] == sizes.global_rank(pp_rank, dp_rank)
 
 
 def test_experts_that_do_not_divide_the_ranks_are_refused_in_megatrons_words():

@@ -333,6 +333,13 @@ def test_every_machine_has_room_beside_the_reserve():
         assert 0.85 * sheet.device.memory_bytes.value < room < sheet.device.memory_bytes.value, (tp, dp)
 
 
+def test_ranks_that_share_sequences_need_room_for_their_communicator():
+    problem = fit_problem_of(request(SMALL, hardware="h100-nvlink"))
+    one, work = problem.space.given, problem.space.given.workload(Limits())
+    two = one._replace(batch=one.batch._replace(context_parallel=2))
+    assert problem.room(one, work) - problem.room(two, work) == 32 * (10 << 20)
+
+
 def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypatch):
     words = [*SMALL, "--num-layers", "2", "--limit-device-bytes", str(120 << 20), "--limit-host-bytes"]
     fixed = ("micro-batch-size", "zero-stage")

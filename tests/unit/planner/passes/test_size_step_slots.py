@@ -54,7 +54,7 @@ def test_without_a_step_on_the_host_there_are_no_slots():
     assert plan(replace(tiny, optimizer=work.optimizer), costs).step_slots is None
 
 
-@pytest.mark.parametrize(("part", "slots"), [(0.7, 4), (0.4, 2), (0.2, None)])
+@pytest.mark.parametrize(("part", "slots"), [(0.7, 4), (0.4, 2), (0.12, None)])
 def test_where_host_memory_is_short_there_are_few_slots_or_none(part, slots):
     """Slots that take more than they save are none: of few states in host memory, or of none."""
     work, table = case()
