@@ -18,8 +18,6 @@ from megatron.core.optimizer import distrib_optimizer
 from ran_again import ran_again
 from random_rows import Rows
 
-from megatron_ext.megatron.releases import ramps_up
-
 RAMP = [4, 4, 8]
 """As --rampup-batch-size takes it."""
 STEPS = ((0, 4), (4, 8), (12, 12))
@@ -152,6 +150,8 @@ def ramping(example):
 
     def built(args):
         sizes = args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        from megatron_ext.megatron.releases import ramps_up  # old code, which old_code.py trains with, has no such file
+
         if ramps_up():
             args.rampup_batch_size = RAMP
             calculator.init_num_microbatches_calculator(dist.get_rank(), RAMP, *sizes)
