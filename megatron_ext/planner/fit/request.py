@@ -73,12 +73,16 @@ class FitProblem(NamedTuple):
         reserve."""
         if self.limits.device_bytes is not None or self.sheet is None:
             return self.most_bytes
+        return self.most_bytes - self.reserve(setting, workload, self.sheet)
+
+    def reserve(self, setting: Setting, workload: Workload, sheet: HardwareSheet) -> int:
+        """Device bytes beyond the bill on a machine with this data sheet."""
         parallel = setting.parallel
         layers = max(sum(c.num_layers for c in workload.chunks_of_rank(rank)) for rank in range(parallel.pp))
         activations = max(activation_peaks(workload), default=0)
         how = {"layers": layers, "activation_bytes": activations, "table": self.costs.table}
         how |= {"within_layer": temporary_bytes(workload), "context_parallel": setting.batch.context_parallel}
-        return self.most_bytes - device_reserve(self.sheet, parallel, **how)
+        return device_reserve(sheet, parallel, **how)
 
     @property
     def most_bytes(self) -> int:

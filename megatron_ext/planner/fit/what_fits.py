@@ -5,7 +5,6 @@ from math import inf
 from msgspec.structs import replace
 
 from megatron_ext.cost import hardware_sheet
-from megatron_ext.cost.device_reserve import device_reserve, temporary_bytes
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.fit.estimate_setting import least_bytes
 from megatron_ext.planner.fit.request import FitProblem
@@ -32,13 +31,12 @@ def explained(problem: FitProblem, error: NothingFits) -> InputError:
 def _devices(problem: FitProblem, setting: Setting, need: int) -> list[str]:
     """Names of sheets whose device has more memory and room for ``need`` bytes, the smallest devices first."""
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
-    found, layer, cp = [], temporary_bytes(setting.workload(problem.limits)), setting.batch.context_parallel
+    work, ranks, found = setting.workload(problem.limits), setting.parallel.world_size, []
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
-        layers, memory = setting.shape.layers, sheet.device.memory_bytes.value
-        reserve = device_reserve(
-            sheet, setting.parallel, layers=layers, activation_bytes=0, within_layer=layer, context_parallel=cp
-        )
-        if problem.most_bytes < memory >= need + reserve:
+        joined = sheet.network is not None or ranks <= sheet.gpus_per_node
+        if joined and problem.most_bytes < sheet.device.memory_bytes.value >= need + problem.reserve(
+            setting, work, sheet
+        ):
             found.append(name)
     return found[:3]
 

@@ -35,11 +35,20 @@ def test_a_device_with_as_much_memory_is_not_one_with_more():
     assert "a GPU with more memory (gh200, h100-500w-rdma, h200-nvlink)" in text
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-def test_another_device_needs_room_for_the_communicator_of_context_parallel_ranks(cp):
+@pytest.mark.parametrize("over", [0, 1])
+def test_another_device_needs_room_for_all_that_the_bill_does_not_count(over):
+    """Gaps between activations, and the communicator of context-parallel ranks."""
     sheet, words = hardware_sheet.load("gh200"), [*LARGE, "--context-parallel-size", "2"]
-    setting = fit_problem_of(Request(hardware="a100-rdma", words=tuple(words))).space.given
-    how = {"layers": 30, "activation_bytes": 0, "within_layer": temporary_bytes(setting.workload(Limits()))}
-    reserve = device_reserve(sheet, setting.parallel, context_parallel=cp, **how)
-    need = int(sheet.device.memory_bytes.value) - reserve
-    assert ("gh200" in said("a100-rdma", need, words)) == (cp == 2)
+    problem = fit_problem_of(Request(hardware="a100-rdma", words=tuple(words)))
+    setting = problem.space.given
+    work = setting.workload(Limits())
+    reserve = problem.reserve(setting, work, sheet)
+    how = {"layers": 30, "within_layer": temporary_bytes(work), "context_parallel": 2}
+    assert reserve > device_reserve(sheet, setting.parallel, activation_bytes=0, **how)
+    assert ("gh200" in said("a100-rdma", int(sheet.device.memory_bytes.value) - reserve + over, words)) == (not over)
+
+
+def test_of_several_nodes_another_device_is_one_with_a_network():
+    text = said("h100-rdma", 90_000_000_000, nodes=4)
+    assert "h200-rdma" in text and "h200-nvlink" not in text
+    assert "h200-nvlink" in said("h100-rdma", 90_000_000_000)
