@@ -56,8 +56,8 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     memory = _stock_memory(described)
     held_by = (f"rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}" for rank, held in enumerate(memory))
     lines = [showing.text(described, out), *(f"memory {held}" for held in held_by)]
-    if not described.counts_activations:
-        lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
+    if missing := showing.not_counted(described):
+        lines.append(f"{missing}: this model cannot run without data here{who_counts(refused)}")
     if any(option.startswith("--fp8-format") for option in megatron_options):
         lines.append("not counted: fp8 copies of weights, up to 2 bytes per parameter in Transformer Engine")
     most = max(held.device_total_bytes for held in memory) / 2**30
