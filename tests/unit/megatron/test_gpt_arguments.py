@@ -85,7 +85,7 @@ def test_a_batch_that_is_decreased_leaves_the_rest_out():
 
 @pytest.mark.parametrize("name", "mtp-num-layers pipeline-model-parallel-layout q-lora-rank".split())
 def test_one_of_a_kind_is_not_none(name):
-    with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters or the order of steps"):
+    with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters, what layers save or the order"):
         ignored_options.parse([f"--{name}", "1"])
 
 
