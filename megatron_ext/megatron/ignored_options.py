@@ -37,14 +37,8 @@ FLAGS = """
     reset-position-ids rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
     use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
-    use-sharp verify-integrity adlr-autoresume calc-ft-timeouts ckpt-convert-update-legacy-dist-opt-format
-    disable-bf16-reduced-precision-matmul disable-straggler-on-startup enable-experimental enable-ft-package
-    init-method-xavier-uniform inprocess-restart load-main-params-from-ckpt log-loss-scale-to-tensorboard manual-gc-eval
-    moe-extended-tp moe-per-layer-logging moe-router-enable-expert-bias moe-router-force-load-balancing
-    moe-router-fusion moe-shared-expert-overlap no-align-grad-reduce no-align-param-gather
-    no-barrier-with-level-1-timing no-gradient-reduce-div-fusion no-initialization no-one-logger
-    no-overlap-p2p-communication no-pin-cpu-grads no-pin-cpu-params override-opt-param-scheduler record-memory-history
-    trust-remote-code use-checkpoint-opt-param-scheduler use-dist-ckpt use-torch-optimizer-for-cpu-offload
+    use-sharp verify-integrity moe-extended-tp moe-router-enable-expert-bias moe-shared-expert-overlap
+    override-opt-param-scheduler use-checkpoint-opt-param-scheduler use-dist-ckpt
 """.split()
 """Options without a value."""
 
@@ -68,12 +62,7 @@ VALUES = """
     timing-log-option tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples train-sync-interval
     wandb-entity wandb-exp-name wandb-project wandb-save-dir weight-decay weight-decay-incr-style wgrad-deferral-limit
     user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace metrics-path progress-bar
-    delayed-parameter-update adlr-autoresume-interval app-tag-run-name app-tag-run-version data-args-path
-    ddp-num-buckets dist-ckpt-workers distributed-timeout-seconds-after-init embedding-init-method-std fp4-recipe
-    logging-level memory-snapshot-path moe-router-bias-update-rate moe-router-group-topk
-    moe-router-num-groups moe-router-topk-scaling-factor moe-token-drop-policy moe-z-loss-coeff
-    nccl-communicator-config-path non-persistent-ckpt-type num-dataset-builder-threads persistent-save-interval
-    rope-scaling-factor rope-type rotary-scaling-factor tokenizer-metadata
+    delayed-parameter-update moe-router-group-topk moe-router-num-groups moe-z-loss-coeff persistent-save-interval
 """.split()
 """Options with one value."""
 
@@ -96,12 +85,12 @@ _CHANGE = """
     hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model kv-lora-rank linear-attention-freq
     memory-efficient-layer-norm mlp-chunks-for-training=1 model-parallel-size moe-apply-probs-on-input
     moe-input-jitter-eps moe-latent-size moe-layer-recompute moe-paged-stash moe-shared-expert-gate
-    moe-use-legacy-grouped-gemm mtp-hybrid-override-pattern mtp-num-layers multi-latent-attention no-rope-freq
+    moe-use-legacy-grouped-gemm mtp-num-layers multi-latent-attention no-rope-freq
     num-microbatches-with-partial-activation-checkpoints openai-gelu padded-vocab-size pipeline-model-parallel-layout
     pipeline-model-parallel-split-rank q-lora-rank qk-l2-norm quick-geglu relative-attention-num-buckets
-    retro-add-retriever softmax-type=vanilla spec tensor-parallel-num-weight-shards=1 use-checkpoint-args
-    use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-kitchen use-legacy-models
-    use-mp-args-from-checkpoint-args use-transformer-engine-op-fuser yaml-cfg
+    softmax-type=vanilla spec tensor-parallel-num-weight-shards=1 use-checkpoint-args use-grouped-gemm-for-dense-mlp
+    use-grouped-gemm-for-shared-expert use-legacy-models use-mp-args-from-checkpoint-args
+    use-transformer-engine-op-fuser yaml-cfg
 """.replace("-", "_").split()
 REFUSED = {name: [neutral] for name, _, neutral in (option.partition("=") for option in _CHANGE)}
 """Options that change parameters, which rank holds them, what layers save or the order of steps, and the values that

@@ -69,8 +69,8 @@ class Found(NamedTuple):
         """The script's arguments with the winner's options, without those of :meth:`ours`, and without those that were
         ignored because no list names them, unless ``unknown``."""
         add, take_out = self.launch_of(self.fit.winner.setting)
-        without = [] if unknown else self.problem.passed_over
-        return with_changes(self.request.words, add, [*take_out, *self.ours(), *without])
+        take_out += [*self.ours(), *([] if unknown else self.problem.passed_over)]
+        return with_changes(self.request.words, add, take_out)
 
     def text(self, choice) -> str:
         """A text for the setting of a choice or of stock Megatron. Parallel sizes are included if they are searched."""

@@ -149,6 +149,10 @@ def refused(capsys, *arguments: str) -> str:
             "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
         ),
         (
+            ["--hardware", "l40s", "--gpus", "6", "--", *MODEL, *BATCH, "--tensor-model-parallel-size", "4"],
+            "--gpus = 6: gives 6 GPUs; the parallel sizes need",
+        ),
+        (
             ["--hardware", "l40s", "--", *MODEL[:-3], *MODEL[-2:], *BATCH, "--num-experts", "8"],
             "--num-experts = 8: without --disable-bias-linear it is not known what experts with biases save; use `des",
         ),
