@@ -32,23 +32,18 @@ def planning_inputs(*, workload_required: bool = True):
 
 
 def table_differences(table, work, this_machine: bool, allow_differences: bool, *, file) -> list[str]:
-    """What differs between the table's environment and the run. Allowed differences are printed on standard error,
-    and of which chunks neither table nor workload has the activations.
+    """What differs between the table's environment and the run. Allowed differences are printed on standard error.
 
     Raises:
         InputError: something differs and is not allowed.
     """
     from megatron_ext.cost import environment
-    from megatron_ext.cost.activations import with_activations
-    from megatron_ext.workload.workload_text import not_counted
 
     found = environment.run_differences(table.metadata, work)
     if this_machine:
         found += environment.environment_differences(table.metadata, hidden_devices.this_machine())
     for line in environment.refuse(found, allow=allow_differences, file=file, how=ALLOW):
         click.echo(f"{file}: measured in another environment: {line}", err=True)
-    if missing := not_counted(with_activations(work, table)):
-        click.echo(f"{missing}; leave room for them in --limit-device-bytes of describe", err=True)
     return found
 
 

@@ -38,11 +38,9 @@ FLAGS = """
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
     use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
     use-sharp verify-integrity moe-extended-tp moe-router-enable-expert-bias moe-shared-expert-overlap
-    override-opt-param-scheduler use-checkpoint-opt-param-scheduler use-dist-ckpt
+    override-opt-param-scheduler use-checkpoint-opt-param-scheduler use-dist-ckpt init-by-name no-overlap-param-gather
 """.split()
-"""Options without a value."""
-
-FLAGS += ["init-by-name", "no-overlap-param-gather"]  # only in examples/pretrain_gpt_hybrid.py
+"""Options without a value. Only examples/pretrain_gpt_hybrid.py has the last two."""
 
 VALUES = """
     adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval ckpt-format ckpt-step
@@ -82,10 +80,9 @@ _CHANGE = """
     expert-tensor-parallel-num-weight-shards=1 first-last-layers-bf16 fp32-residual-connection fp4-format
     freeze-all-layers fused-residual-rmsnorm glu-linear-offset=0.0 heterogeneous-layers-config-encoded-json
     heterogeneous-layers-config-path hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern
-    hybrid-mlp-ratio hybrid-override-pattern is-hybrid-model kv-lora-rank linear-attention-freq
-    memory-efficient-layer-norm mlp-chunks-for-training=1 model-parallel-size moe-apply-probs-on-input
-    moe-input-jitter-eps moe-latent-size moe-layer-recompute moe-paged-stash moe-shared-expert-gate
-    moe-use-legacy-grouped-gemm mtp-num-layers multi-latent-attention no-rope-freq
+    hybrid-override-pattern kv-lora-rank memory-efficient-layer-norm mlp-chunks-for-training=1 model-parallel-size
+    moe-apply-probs-on-input moe-input-jitter-eps moe-latent-size moe-layer-recompute moe-paged-stash
+    moe-shared-expert-gate moe-use-legacy-grouped-gemm mtp-num-layers multi-latent-attention no-rope-freq
     num-microbatches-with-partial-activation-checkpoints openai-gelu padded-vocab-size pipeline-model-parallel-layout
     pipeline-model-parallel-split-rank q-lora-rank qk-l2-norm quick-geglu relative-attention-num-buckets
     softmax-type=vanilla spec tensor-parallel-num-weight-shards=1 use-checkpoint-args use-grouped-gemm-for-dense-mlp
