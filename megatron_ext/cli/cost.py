@@ -62,16 +62,13 @@ def cost_show(table_path: str, as_json: bool) -> None:
 @json_option
 def cost_check(table_path: str, workload_path, this_machine, device: str, allow_differences, as_json: bool) -> None:
     """Refuse a table that was measured on other hardware or software, for other world sizes or another model."""
-    table, here, model_differs = cost_table.load(table_path), {}, []
-    if workload_path:
-        work = workload.load(workload_path)
-        here["world_sizes"] = environment.world_sizes(work.parallel)
-        model_differs = environment.model_differences(table.metadata, work)
-    if this_machine:
-        here |= hidden_devices.this_machine(device)
-    if not here:
+    table, found = cost_table.load(table_path), []
+    if not workload_path and not this_machine:
         raise InputError("nothing to compare with: give --workload or --this-machine", file=table_path)
-    found = environment.environment_differences(table.metadata, here) + model_differs
+    if workload_path:
+        found = environment.run_differences(table.metadata, workload.load(workload_path))
+    if this_machine:
+        found += environment.environment_differences(table.metadata, hidden_devices.this_machine(device))
     environment.refuse(found, allow=allow_differences, file=table_path, how=ALLOW)
     emit(as_json, {"differences": found}, "\n".join(found) or "the table holds for this environment")
 

@@ -34,8 +34,8 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     from megatron_ext.workload import workload
     from megatron_ext.workload import workload_text as showing
 
-    refused = None
-    warnings.simplefilter("ignore", UserWarning)  # Megatron warns of packages that only training needs
+    refused, taken = None, {}
+    warnings.simplefilter("ignore")  # Megatron warns of packages that only training needs, torch of its old functions
     json_files.check_writable(out)
     if checkout:
         from megatron_ext.cli.checkout_model import refuse_script, why_not_measured
@@ -45,26 +45,32 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
         script = script_arguments.read(megatron_options)
         refuse_script(script, "describe")
         if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
-            click.echo("describe: not given, taken to be: --data-parallel-size 1", err=True)
+            taken["--data-parallel-size"] = 1
         model = describe_from_checkout.describe_command_line(checkout, megatron_options, entry)
         described, refused = model.workload, why_not_measured(model)
     elif entry:
         raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     else:
-        described = _of_known_options(megatron_options)
+        described, taken = _of_known_options(megatron_options)
+    if described.parallel.gpus_per_node is None and described.parallel.world_size > 1:
+        taken["--gpus-per-node"] = described.parallel.world_size
+    if taken:
+        said = ", ".join(f"{option} {value}" for option, value in taken.items())
+        click.echo(f"describe: not given, taken to be: {said}", err=True)
     workload.save(out, described)
     memory = _stock_memory(described)
     held_by = (f"rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}" for rank, held in enumerate(memory))
     lines = [showing.text(described, out), *(f"memory {held}" for held in held_by)]
-    if not described.counts_activations:
-        lines.append(f"activations are not counted: this model cannot run without data here{who_counts(refused)}")
+    if missing := showing.not_counted(described):
+        lines.append(f"{missing}: this model cannot run without data here{who_counts(refused)}")
     lines += fp8_lines(megatron_options)
     most = max(held.device_total_bytes for held in memory) / 2**30
     lines.append(f"verdict: stock Megatron holds {most:.2f} GiB on the device of the rank that holds most")
     emit(as_json, {"workload": out, **showing.summary(described), "memory": to_builtins(memory)}, "\n".join(lines))
 
 
-def _of_known_options(megatron_options) -> Workload:
+def _of_known_options(megatron_options) -> tuple[Workload, dict]:
+    """The workload, and the values that were taken for options that are not given."""
     from megatron_ext.megatron import cpu_compat, engine_modules, ignored_options, script_arguments
 
     given = script_arguments.read(megatron_options).transformer_impl
@@ -80,11 +86,7 @@ def _of_known_options(megatron_options) -> Workload:
         raise InputError(
             f"there is no package {error.name} here: give --checkout, or run in an environment with megatron-core"
         ) from None
-    taken = ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
-    if taken:
-        said = ", ".join(f"{option} {value}" for option, value in taken.items())
-        click.echo(f"describe: not given, taken to be: {said}", err=True)
-    return described
+    return described, ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
 
 
 def who_counts(refused: str | None) -> str:

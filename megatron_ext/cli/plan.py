@@ -36,8 +36,9 @@ def _workload(path: str | None, checkout: str | None, entry: str | None, words, 
     return describe_command_line(checkout, words, entry).workload
 
 
-def _notes(planned, work) -> dict[str, str | None]:
+def _notes(planned, work, table) -> dict[str, str | None]:
     from megatron_ext import planner
+    from megatron_ext.cost.activations import missing_activations
     from megatron_ext.cost.device_reserve import reserve_note
     from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
     from megatron_ext.schedule.memory_bill import host_bytes_of_nodes
@@ -45,6 +46,7 @@ def _notes(planned, work) -> dict[str, str | None]:
     limit = work.limits.host_bytes
     near = limit is not None and max(host_bytes_of_nodes(planned, work)) > limit / 2
     return {
+        "activations_note": missing_activations(work, table),
         "search_note": planner.search_note(planned),
         "step_note": planner.step_note(planned),
         "limit_note": LIMIT_UNKNOWN if near else None,
@@ -130,7 +132,7 @@ def plan(
         planned, reasons = found.schedule, {group: planner.explain(found, group) for group in explained}
         judged, ramp, delay = _judged(work, table, planned, extrapolate, cost_table)
     schedules.save(out, [*ramp, planned]) if ramp else schedule.save(out, planned)
-    notes = _notes(planned, work) | {"ramp_note": planner.ramp_note(ramp)}
+    notes = _notes(planned, work, table) | {"ramp_note": planner.ramp_note(ramp)}
     notes["delay_note"] = delay.text() if delay is not None else None
     more = [planner.set_up_line(planned, work, table), planner.never_whole_line(planned, work), *notes.values()]
     figures = {"schedule": out, "policy": policy, "verdict": judged.text} | judged.figures | notes

@@ -226,7 +226,7 @@ def prepare(
     """
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
-        script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(*found.ours()))
+        script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(unknown=True))
     steps = Preparation(
         checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
     )

@@ -20,6 +20,7 @@ def simulate(
 ) -> None:
     """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
+    from megatron_ext.cost.activations import missing_activations
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
     from megatron_ext.planner.last_lines import ComparedRun, by_time, last_lines, training_by
@@ -52,7 +53,7 @@ def simulate(
         traces.save(trace, result.events, about=about)
     figures = {"by": by, "order": work.parallel.order, **result.as_json(), "interval": interval and interval._asdict()}
     lines = [f"by           {by}", f"order        {work.parallel.order}", result.as_text()]
-    lines += [interval.text()] if interval else []
+    lines += filter(None, (missing_activations(work, table), interval and interval.text()))
     known = f"{result.iteration_time_us / 1e3:.3f} ms by {by}"
     if interval:
         known = f"{interval.low_us / 1e3:.3f} to {interval.high_us / 1e3:.3f} ms by {by}, because figures are missing"

@@ -4,6 +4,7 @@ import msgspec
 
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.workload.workload import Chunk, Workload
+from megatron_ext.workload.workload_text import not_counted
 
 
 def with_activations(workload: Workload, table: CostTable) -> Workload:
@@ -25,3 +26,9 @@ def with_activations(workload: Workload, table: CostTable) -> Workload:
         )
 
     return msgspec.structs.replace(workload, chunks=tuple(map(measured, workload.chunks))) if rows else workload
+
+
+def missing_activations(workload: Workload, table: CostTable) -> str | None:
+    """A line about chunks whose activations neither ``workload`` nor ``table`` has; None if there are none."""
+    missing = not_counted(with_activations(workload, table))
+    return missing and f"{missing}; leave room for them in --limit-device-bytes of describe"

@@ -44,7 +44,7 @@ class SheetLinks:
         self.sheet, self.parallel = sheet, parallel
         self.ranks_per_node = min(parallel.node_size, parallel.world_size)
         if self.ranks_per_node > sheet.gpus_per_node:
-            said = f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node)"
+            said = f"the machine has {sheet.gpus_per_node} GPUs on a node (give --gpus-per-node to describe)"
             raise InputError(said, field="parallel.gpus_per_node", value=self.ranks_per_node)
         if parallel.num_nodes > 1 and sheet.network is None:
             said = f"{sheet.title} has no network; cost hardware NAME --template > FILE makes a sheet with one"

@@ -227,7 +227,7 @@ def _check(sheet: HardwareSheet, path) -> HardwareSheet:
     checker.at_least(1, sheet.gpus_per_node, "gpus_per_node")
     for field, figure in figures(sheet):
         low, high = figure.ends
-        for name, value in (("low", low), ("value", figure.value), ("high", high)):
+        for name, value in (("value", figure.value), ("low", low), ("high", high)):
             checker.positive(value, f"{field}.{name}")
             if not 1e-12 <= value <= 1e18:
                 checker.refuse("is not plausible: expected 1e-12 to 1e18", f"{field}.{name}", value)

@@ -36,7 +36,7 @@ class RankFailed(RuntimeError):
 
 def flag(name: str) -> str:
     """An option's name on the command line; ``name`` is its name in Python."""
-    return "--" + name.replace("_", "-")
+    return "--use-nccl-ub" if name == "nccl_ub" else "--" + name.replace("_", "-")
 
 
 def option_error(name: str, why: str, value: object = ...) -> InputError:

@@ -118,6 +118,8 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
             built = gpt_model.build_chunks(args, config)
         # If it were passed to the constructor, Megatron would set environment variables.
         vars(config)["attention_backend"] = SimpleNamespace(name=getattr(args, "attention_backend", None))
+        if args.transformer_impl != "local" and batch_of(args).loss_fusion == "te":
+            vars(config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
         # Precision wrappers convert every parameter.
         return [
             with_saved_bytes(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)

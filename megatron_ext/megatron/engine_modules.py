@@ -23,7 +23,7 @@ from torch.nn import functional as F
 VERSION = "2.8.0"
 """The version that the stand-in reports, from which Megatron decides which arguments modules take."""
 
-PARTS = ("distributed", "fp8", "ops", "optimizers", "permutation", "router", "tensor")
+PARTS = ("cross_entropy", "distributed", "fp8", "ops", "optimizers", "permutation", "router", "tensor")
 PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
@@ -320,6 +320,12 @@ def _operation(name: str) -> type:
     return torch.nn.Sequential if name == "Sequential" else torch.nn.Module
 
 
+def parallel_cross_entropy(logits, labels, *how):
+    """The loss of every token. As much as ``logits`` is saved: the kernel writes their gradient over them."""
+    loss = lambda logits: F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none")
+    return SavesInputs.apply(loss, logits).view(labels.shape)
+
+
 def fused_adam(params, exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype, use_decoupled_grad, **options):
     """Never called: Megatron reads the names of its arguments, for --use-precision-aware-optimizer."""
 
@@ -335,6 +341,7 @@ def install() -> None:
     vars(sys.modules["transformer_engine"])["__version__"] = VERSION
     fill(".common.recipe", DelayedScaling=DelayedScaling)
     fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing, fp8_model_init=nothing)
+    fill(".pytorch.cross_entropy", parallel_cross_entropy=parallel_cross_entropy)
     fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
     fill(".pytorch.optimizers", FusedAdam=fused_adam)
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)

@@ -41,11 +41,11 @@ def check(args) -> None:
         InputError: naming the option and its value.
     """
     experts, whole = args.num_experts, args.sequence_parallel or args.tensor_model_parallel_size == 1
-    sizes = [name for name, how in OPTIONS.items() if how.get("type") is int]
+    sizes, ep = [name for name, how in OPTIONS.items() if how.get("type") is int], args.expert_model_parallel_size
     for name, wrong, why in (
         *((name, getattr(args, name) is not None and getattr(args, name) < 1, "must be at least 1") for name in sizes),
-        ("expert_model_parallel_size", not experts and args.expert_model_parallel_size > 1, "needs --num-experts"),
-        ("num_experts", (experts or 0) % args.expert_model_parallel_size, "does not divide into expert-parallel ranks"),
+        ("expert_model_parallel_size", not experts and ep > 1, "needs --num-experts"),
+        ("num_experts", (experts or 0) % max(ep, 1), f"does not divide into {ep} expert-parallel ranks"),
         ("moe_router_topk", experts and args.moe_router_topk > experts, f"there are {experts} experts"),
         ("moe_layer_freq", len(pattern(args)) != args.num_layers, f"the model has {args.num_layers} layers"),
         ("sequence_parallel", experts and not whole, "is needed for experts with tensor parallelism"),

@@ -199,6 +199,8 @@ def _check_stages(args) -> None:
         name = "num_layers_per_virtual_pipeline_stage"
         if vp is not None:
             _refuse(args, name, f"means the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
+        if args.num_layers % pp:
+            _refuse(args, "num_layers", f"does not divide into {pp} pipeline ranks")
         if args.num_layers % (pp * per_stage):
             _refuse(args, name, f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
         vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
@@ -217,15 +219,15 @@ def layers_of_stages(args) -> list[int]:
     """
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
     first, last, embedding, loss = (getattr(args, name, None) or 0 for name in UNEVEN)
-    if pp == 1 and (first or last or embedding or loss):
-        name = next(name for name in UNEVEN if getattr(args, name, None))
-        _refuse(args, name, "needs --pipeline-model-parallel-size of at least 2")
+    given = [name for name in UNEVEN if getattr(args, name, None)]
+    if pp == 1 and given:
+        _refuse(args, given[0], "needs --pipeline-model-parallel-size of at least 2")
     if (first or last) and (embedding or loss):
-        name = UNEVEN[0] if first else UNEVEN[1]
-        _refuse(args, name, "cannot be combined with --account-for-embedding-in-pipeline-split or -loss-")
+        _refuse(args, given[0], "cannot be combined with --account-for-embedding-in-pipeline-split or -loss-")
     between, ranks = args.num_layers - first - last + embedding + loss, pp - bool(first) - bool(last)
     if between < 0 or (ranks == 0 and between) or (ranks and between % (ranks * vp)) or first % vp or last % vp:
-        _refuse(args, "num_layers", f"does not divide into {pp * vp} stages")
+        left = f"; with {', '.join(map(flag, given))}: {between} layers for {ranks} pipeline ranks" if given else ""
+        _refuse(args, "num_layers", f"does not divide into {pp * vp} stages{left}")
     of_ranks = [between // ranks if ranks else 0] * pp
     of_ranks[0], of_ranks[-1] = first or of_ranks[0], last or of_ranks[-1]
     found = [of_ranks[stage % pp] // vp for stage in range(pp * vp)]

@@ -37,11 +37,10 @@ FLAGS = """
     reset-position-ids rotary-interleaved skip-train squared-relu te-rng-tracker test-mode tp-comm-overlap
     use-checkpoint-opt_param-scheduler use-cpu-initialization use-distributed-optimizer use-flash-attn use-mcore-models
     use-persistent-ckpt-worker use-precision-aware-optimizer use-pytorch-profiler use-ring-exchange-p2p use-rope-scaling
-    use-sharp verify-integrity
+    use-sharp verify-integrity moe-extended-tp moe-router-enable-expert-bias moe-shared-expert-overlap
+    override-opt-param-scheduler use-checkpoint-opt-param-scheduler use-dist-ckpt init-by-name no-overlap-param-gather
 """.split()
-"""Options without a value."""
-
-FLAGS += ["init-by-name", "no-overlap-param-gather"]  # only in examples/pretrain_gpt_hybrid.py
+"""Options without a value. Only examples/pretrain_gpt_hybrid.py has the last two."""
 
 VALUES = """
     adam-beta1 adam-beta2 adam-eps async-strategy check-weight-hash-across-dp-replicas-interval ckpt-format ckpt-step
@@ -61,7 +60,7 @@ VALUES = """
     timing-log-option tp-comm-bootstrap-backend tp-comm-overlap-cfg train-iters train-samples train-sync-interval
     wandb-entity wandb-exp-name wandb-project wandb-save-dir weight-decay weight-decay-incr-style wgrad-deferral-limit
     user-defined-schedule user-defined-schedule-nvme-path user-defined-schedule-trace metrics-path progress-bar
-    delayed-parameter-update
+    delayed-parameter-update moe-router-group-topk moe-router-num-groups moe-z-loss-coeff persistent-save-interval
 """.split()
 """Options with one value."""
 
@@ -74,16 +73,25 @@ LISTS = (
 TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids legacy_tokenizer".split()
 """Options that decide the size of the vocabulary, and so the size of two parameters."""
 
-REFUSED = """
-    attention-output-gate context-parallel-size decoder-num-layers encoder-num-layers
-    encoder-pipeline-model-parallel-size encoder-tensor-model-parallel-size experimental-attention-variant
-    first-last-layers-bf16 fp32-residual-connection fp4-format heterogeneous-layers-config-encoded-json
+_CHANGE = """
+    activation-func-clamp-value attention-output-gate batch-size checkpoint-activations context-parallel-size=1
+    decoder-num-layers decoder-seq-length delay-wgrad-compute encoder-num-layers encoder-pipeline-model-parallel-size=1
+    encoder-seq-length encoder-tensor-model-parallel-size=1 experimental-attention-variant
+    expert-tensor-parallel-num-weight-shards=1 first-last-layers-bf16 fp32-residual-connection fp4-format
+    freeze-all-layers fused-residual-rmsnorm glu-linear-offset=0.0 heterogeneous-layers-config-encoded-json
     heterogeneous-layers-config-path hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern
-    kv-lora-rank mtp-num-layers multi-latent-attention pipeline-model-parallel-layout pipeline-model-parallel-split-rank
-    q-lora-rank relative-attention-num-buckets spec tensor-parallel-num-weight-shards use-checkpoint-args
-    use-legacy-models yaml-cfg
+    hybrid-override-pattern kv-lora-rank memory-efficient-layer-norm mlp-chunks-for-training=1 model-parallel-size
+    moe-apply-probs-on-input moe-input-jitter-eps moe-latent-size moe-layer-recompute moe-paged-stash
+    moe-shared-expert-gate moe-use-legacy-grouped-gemm mtp-num-layers multi-latent-attention no-rope-freq
+    num-microbatches-with-partial-activation-checkpoints openai-gelu padded-vocab-size pipeline-model-parallel-layout
+    pipeline-model-parallel-split-rank q-lora-rank qk-l2-norm quick-geglu relative-attention-num-buckets
+    softmax-type=vanilla spec tensor-parallel-num-weight-shards=1 use-checkpoint-args use-grouped-gemm-for-dense-mlp
+    use-grouped-gemm-for-shared-expert use-legacy-models use-mp-args-from-checkpoint-args
+    use-transformer-engine-op-fuser yaml-cfg
 """.replace("-", "_").split()
-"""Options that change parameters, which rank holds them, or the order of steps."""
+REFUSED = {name: [neutral] for name, _, neutral in (option.partition("=") for option in _CHANGE)}
+"""Options that change parameters, which rank holds them, what layers save or the order of steps, and the values that
+change nothing: with one rank of a kind all is as without the option; one layer of a kind is not."""
 
 DESCRIBES = "describe", "fit", "cost estimate"
 """Verbs that support ranks which share sequences, because they neither time nor train a layer."""
@@ -174,19 +182,19 @@ def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Let ``parser`` accept the options above; :func:`check_other_options` refuses some of them."""
     group = parser.add_argument_group("Megatron's other options")
     known = set(parser._option_string_actions)
-    judged = [*REFUSED, *BATCH, *NEUTRAL]
+    judged = {flag(name): name for name in (*REFUSED, *BATCH, *NEUTRAL)}
     options: tuple[tuple[Iterable[str], dict[str, Any]], ...] = (
         (map("--{}".format, FLAGS), {"action": "store_true"}),
         (map("--{}".format, VALUES), {}),
         (map("--{}".format, LISTS), {"nargs": "+"}),
         (map(flag, TOKENIZER), {"nargs": "?", "const": True}),
-        (map(flag, judged), {"nargs": "*"}),
+        (judged, {"nargs": "*"}),
     )
     for names, how in options:
         for option in names:
             if option not in known:
                 known.add(option)
-                group.add_argument(option, default=argparse.SUPPRESS, **how)
+                group.add_argument(option, dest=judged.get(option), default=argparse.SUPPRESS, **how)
     return parser
 
 
@@ -200,10 +208,8 @@ def check_other_options(args, verb: str = "describe") -> None:
     _refuse_neutral(given)
     how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
     for name in [name for name in REFUSED if name != gpt_arguments.CONTEXT or verb not in DESCRIBES]:
-        # One rank of a kind is the same as without the option; one layer of a kind is not.
-        without = (None, ["1"]) if name.endswith(("parallel_size", "weight_shards")) else (None,)
-        if given.get(name) not in without:
-            _refuse(given, name, f"changes parameters or the order of steps; {how}")
+        if given.get(name) not in (None, REFUSED[name]):
+            _refuse(given, name, f"changes parameters, what layers save or the order of steps; {how}")
         given.pop(name, None)
     if verb == "fit" and args.num_experts and "no_bias_swiglu_fusion" in vars(args):
         why = f"it is not known what experts save if their activation is not fused; {_CHECKOUT[verb]}"

@@ -35,7 +35,7 @@ class Saved(NamedTuple):
 
 DECIDES = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend"),
+    *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend", "cross_entropy_fusion_impl"),
 )
 """Settings of Megatron's TransformerConfig that decide what is saved and what is recomputed."""
 

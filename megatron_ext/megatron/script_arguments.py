@@ -51,7 +51,7 @@ class ScriptArguments(NamedTuple):
         if not text.isdecimal() or not int(text):
             raise InputError("expected the number of processes", field="WORLD_SIZE", value=text)
         if int(text) % self.replica_size:
-            said = f"is not a multiple of a replica's {self.replica_size} ranks (pipeline x tensor x context)"
+            said = f"is no multiple of a replica's {self.replica_size} ranks (PP x TP x CP); give --data-parallel-size"
             raise InputError(said, field="WORLD_SIZE", value=int(text))
         return int(text)
 

@@ -59,8 +59,9 @@ def _kept_by_layer(kind: str, shape, batch, parallel: Parallel) -> KeptBytes:
     if kind == "embedding":  # tokens; with tensor parallelism also a copy, and a mask of those that other ranks look up
         own = (9 if shape.positions else 1) * batch.tokens if tp > 1 else 0
         return KeptBytes(8 * batch.tokens + masks + own)
-    if kind == "output":  # inputs of the norm and of the matrix, the 32-bit softmax, labels and a mask of other ranks'
-        return KeptBytes(2 * between + 4 * batch.tokens * shape.vocab // tp + moments + 9 * batch.tokens)
+    if kind == "output":  # inputs of norm and matrix; the 32-bit softmax, labels and a mask of other ranks', or logits
+        loss = item * shape.vocab // tp if batch.loss_fusion == "te" else 4 * shape.vocab // tp + 9
+        return KeptBytes(2 * between + batch.tokens * loss + moments)
     width, groups = shape.heads * shape.head_dim, shape.query_groups * shape.head_dim
     # Number of tensors as wide as the MLP: the inputs of the second matrix and of the activation function. One that is
     # not fused also keeps both factors of its output.

@@ -8,9 +8,8 @@ from megatron_ext.formats.errors import InputError
 
 def forget_single_task() -> None:
     """Forget the launcher's variables if there is one task and torchrun has not started it. Container images and
-    Kubernetes set them for a job of one task, too (enroot's hook for PyTorch, PyTorchJob); nobody has started ranks.
-    WORLD_SIZE stays: one process trains unless an option says more."""
-    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    Kubernetes set them for a job of one task, too (enroot's hook for PyTorch, PyTorchJob); nobody has started ranks."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if os.environ.get("WORLD_SIZE") == "1" and "MASTER_ADDR" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ:
         for name in names:
             os.environ.pop(name, None)

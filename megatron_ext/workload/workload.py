@@ -168,11 +168,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ramp: tuple[int, ...] = ()
     keeps_gradients: bool = False
 
-    @property
-    def counts_activations(self) -> bool:
-        """Whether the bytes that autograd saves are known for every chunk with parameters."""
-        return all(chunk.activation_bytes for chunk in self.chunks if chunk.parameters)
-
     def chunk(self, pp_rank: int, model_chunk_id: int) -> Chunk:
         """The chunk of a stage. Chunks are stored sorted by (model_chunk_id, pp_rank)."""
         return self.chunks[model_chunk_id * self.parallel.pp + pp_rank]

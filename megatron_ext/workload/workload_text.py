@@ -15,6 +15,14 @@ def summary(workload: Workload) -> dict:
     }
 
 
+def not_counted(workload: Workload) -> str | None:
+    """Text that says of which chunks with parameters the activations are not known; None if they are known of all."""
+    chunks = [chunk for chunk in workload.chunks if chunk.parameters]
+    missing = [f"rank {each.pp_rank} chunk {each.model_chunk_id}" for each in chunks if not each.activation_bytes]
+    of = f" of {', '.join(missing)}" if len(missing) < len(chunks) else ""
+    return f"activations{of} are not counted" if missing else None
+
+
 def text(workload: Workload, path) -> str:
     """The workload in one line for people."""
     figures, p = summary(workload), workload.parallel

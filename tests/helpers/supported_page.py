@@ -10,6 +10,7 @@ import public_scripts
 from places import ROOT
 
 from megatron_ext.checkout.patchset import manifest
+from megatron_ext.formats.errors import flag
 from megatron_ext.megatron import refusals
 from megatron_ext.workload import whole_gradients
 
@@ -47,7 +48,7 @@ def _table(heads: list[str], rows) -> list[str]:
 
 
 def _option(name: str) -> str:
-    return f"`--{name.replace('_', '-')}`"
+    return f"`{flag(name)}`"
 
 
 def _models() -> list[str]:

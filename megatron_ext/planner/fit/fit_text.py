@@ -135,7 +135,7 @@ def _gain(found: Found, said: FitVerdict) -> tuple[str, float, float, float, str
 
 def as_text(found: Found, said: FitVerdict) -> str:
     """Text for one screen, with the answer at its end."""
-    words = shlex.join(found.words(*found.ours()))
+    words = shlex.join(found.words())
     commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
     said_by = (f"    {command}" for command in commands)
     return "\n".join([*lines(found, said), "", "planned by:", *said_by, "", *said.lines(found)])

@@ -65,10 +65,12 @@ class Found(NamedTuple):
         add = {name: value for name, value in (add | dict.fromkeys(NEEDED, "")).items() if value or name not in there}
         return add, [name for name in take_out if name in there]
 
-    def words(self, *without: str) -> tuple[str, ...]:
-        """The script's arguments with the winner's options and without the options ``without``."""
+    def words(self, unknown: bool = False) -> tuple[str, ...]:
+        """The script's arguments with the winner's options, without those of :meth:`ours`, and without those that were
+        ignored because no list names them, unless ``unknown``."""
         add, take_out = self.launch_of(self.fit.winner.setting)
-        return with_changes(self.request.words, add, [*take_out, *without])
+        take_out += [*self.ours(), *([] if unknown else self.problem.passed_over)]
+        return with_changes(self.request.words, add, take_out)
 
     def text(self, choice) -> str:
         """A text for the setting of a choice or of stock Megatron. Parallel sizes are included if they are searched."""
@@ -85,7 +87,7 @@ class Found(NamedTuple):
     def commands(self) -> list[str]:
         """Shell commands that plan the winner."""
         batch, ours = self.fit.winner.setting.batch, self.ours()
-        words = self.words(*ours)
+        words = self.words()
         estimate = (
             f"megatron-ext cost estimate --hardware {self.request.hardware} --workload workload.json --out "
             f"cost_table.json -- {shlex.join(words)}"

@@ -188,9 +188,8 @@ def _parse(words: tuple[str, ...], request: Request, sheet: HardwareSheet | None
             raise
         # `fit` starts no processes: here the numbers are GPUs that the user gave.
         reason = error.message.replace("processes", "GPUs").replace("is not a multiple", "need a multiple")
-        raise InputError(
-            f"gives {world} GPUs; the parallel sizes {reason}", field="--nodes", value=request.nodes
-        ) from None
+        by = ("--nodes", request.nodes) if request.world_size is None else ("--gpus", request.world_size)
+        raise InputError(f"gives {world} GPUs; the parallel sizes {reason}", field=by[0], value=by[1]) from None
 
 
 def with_changes(words: tuple[str, ...], add: dict[str, str], take_out: list[str]) -> tuple[str, ...]:

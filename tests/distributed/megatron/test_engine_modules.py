@@ -55,6 +55,7 @@ SAVE_MORE = {
     "attention dropout": "--attention-dropout 0.1",
     "hidden dropout": "--hidden-dropout 0.1",
     "norms": "--qk-layernorm",
+    "fused loss": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
 }
 UNFUSED = "--attention-backend unfused --recompute-granularity selective"
 FULL = "--tensor-model-parallel-size 2 --recompute-granularity full --recompute-method"

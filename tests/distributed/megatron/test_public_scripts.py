@@ -22,6 +22,7 @@ from megatron_ext.megatron.describe_from_checkout import describe_command_line
 from megatron_ext.megatron.gpt_arguments import batch_of, parallel_of, shape_of
 from megatron_ext.megatron.ignored_options import parse
 from megatron_ext.workload.gpt_shapes import gpt_workload
+from megatron_ext.workload.workload_text import not_counted
 
 OF_THE_CHECKOUT = ("pretrain_mamba.py", "pretrain_t5.py", "pretrain_bert.py")
 """Entry scripts that a clone has and the package has not."""
@@ -67,7 +68,7 @@ def test_a_public_script_is_described_and_planned(clone, script):
         return
     workload = describe_command_line(clone, options, entry).workload
     # Only a clone's script builds layers that predict further tokens.
-    assert workload.counts_activations or ("--mtp-num-layers" in options and not MIRROR)
+    assert not_counted(workload) is None or ("--mtp-num-layers" in options and not MIRROR)
     assert bool(workload.ramp) == ("--rampup-batch-size" in options)
     kinds = {kind for chunk in workload.chunks for kind in chunk.layer_kinds}
     table = made_up_table()

@@ -30,6 +30,7 @@ from megatron_ext.schedule import validate
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload.bucket_layout import shard_numels
 from megatron_ext.workload.workload import Workload
+from megatron_ext.workload.workload_text import not_counted
 
 SIZES = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
     --micro-batch-size 1 --global-batch-size 8 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
@@ -75,7 +76,7 @@ class Trainer:
         replicas = PROCESSES // cut // (1 + ("--context-parallel-size" in options))
         own = ["--data-parallel-size", str(replicas), "--zero-stage", str(zero_stage)]
         workload = describe_command_line(tree, [*self.options, *own]).workload
-        assert workload.counts_activations
+        assert not_counted(workload) is None
         self.workload = workload
         # Layers that predict further tokens use weights a second time: gradients that come and go are refused there.
         kinds = (None,) if "--mtp-num-layers" in options else GRADIENTS

@@ -37,6 +37,10 @@ def test_check_verb(tmp_path, capsys):
     assert cli.main([*arguments, "--allow-differences"]) == 0
     assert json.loads(capsys.readouterr().out)["differences"] == ["world_sizes.data_parallel_size: table 8, here 2"]
     assert cli.main(["cost", "check", str(tmp_path / "T.json")]) == 2
+    # A synthetic table is of no machine, but `plan` accepts it for this run.
+    cost_table.save(tmp_path / "T.json", table(metadata=Metadata(synthetic=True, world_sizes=world_sizes(parallel))))
+    assert cli.main([word for word in arguments if word != "--this-machine"]) == 0
+    assert cli.main(arguments) == 2 and "synthetic: the table was not measured" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -102,14 +102,17 @@ def test_estimated_times_have_their_legend_also_where_the_fastest_is_planned(cap
 
 
 def test_a_fused_loss_is_counted_and_stays_in_the_commands(capsys):
+    """An option that was ignored does not: `describe` would refuse it."""
     times = []
-    for words in ([], ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]):
+    for words in (["--of-a-fork", "3"], ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"]):
         assert main(["advise", "--hardware", "l40s", "--json", "--", *MODEL, *BATCH, *words]) == 0
         said, text = capsys.readouterr()
         times.append(json.loads(said)["frontier"][0]["iteration_time_us"])
         assert "advise: not given, taken to be Megatron's default: --" in text and "fit: not" not in text
+        assert ("ignored: --of-a-fork" in text) == (len(words) == 2)
         (array,) = [line for line in text.splitlines() if "ARGS=(" in line]  # once, for both commands
-        assert ("--cross-entropy-fusion-impl te" in array) == bool(words) and text.count("${ARGS[@]}") == 2
+        assert "of-a-fork" not in array and "32 3" not in array
+        assert ("--cross-entropy-fusion-impl te" in array) == (len(words) > 2) and text.count("${ARGS[@]}") == 2
     # Without it 2 microseconds more a token: 42 bytes a logit of 32,000 at 864 GB/s, of which 80 % are reached.
     saved = (54 - 12) * 32000 * 32 * 2048 / (864e3 * 0.8) / 8
     assert times[0] - times[1] == pytest.approx(saved, rel=0.02)
@@ -145,6 +148,10 @@ def refused(capsys, *arguments: str) -> str:
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--data-parallel-size", "4"],
             "nodes = 1: gives 8 GPUs; the parallel sizes need 4",
+        ),
+        (
+            ["--hardware", "l40s", "--gpus", "6", "--", *MODEL, *BATCH, "--tensor-model-parallel-size", "4"],
+            "--gpus = 6: gives 6 GPUs; the parallel sizes need",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL[:-3], *MODEL[-2:], *BATCH, "--num-experts", "8"],

@@ -67,3 +67,12 @@ def test_what_was_not_measured_makes_an_interval_or_is_refused(run, tmp_path):
     cost.save(tmp_path / "t.json", make_table(WORK, reduce=WHOLE["reduce"]))
     code, out, error = run("--json")
     assert (code, out) == (2, "") and "t.json: optimizer: the prediction needs it" in error
+
+
+def test_activations_that_nobody_counted_are_said(run, tmp_path):
+    """Or a limit of the device's bytes would seem to be kept."""
+    (first, *others) = (replace(chunk, activation_bytes=(8,) * chunk.num_layers) for chunk in WORK.chunks)
+    workload.save(tmp_path / "w.json", replace(WORK, chunks=(first, *others)))
+    assert "not counted" not in run()[1]
+    workload.save(tmp_path / "w.json", replace(WORK, chunks=(replace(first, activation_bytes=()), *others)))
+    assert "activations of rank 0 chunk 0 are not counted; leave room for them in --limit-device-bytes" in run()[1]

@@ -77,6 +77,16 @@ def test_a_table_of_another_run_is_refused_unless_allowed(run, verb, line):
         assert json.loads(out)["differences"] == [line]
 
 
+def test_layers_are_not_placed_by_the_costs_of_another_model(run):
+    """If its table is right, this workload is refused because it has no kinds of layers."""
+    other = cost.Metadata(model=MODEL | {"micro_batch_size": 1})
+    code, out, error = run("balance", other)
+    assert code == 2 and out == "" and "model: table 16 x 1 x 64" in error and "allow it with --allow-diff" in error
+    for metadata, *options in ((cost.Metadata(),), (other, "--allow-differences")):
+        code, _, error = run("balance", metadata, *options)
+        assert code == 2 and "allow it with" not in error and "layer_kinds" in error
+
+
 @pytest.mark.parametrize(
     "metadata",
     [

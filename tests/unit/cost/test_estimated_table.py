@@ -379,7 +379,7 @@ def test_measured_parts_replace_estimated_ones():
 
 def test_what_does_not_fit_the_machine_is_refused():
     work, batch = run_of(dp=16, gpus_per_node=None)
-    with pytest.raises(InputError, match="gpus_per_node = 16: the machine has 8 GPUs on a node"):
+    with pytest.raises(InputError, match="gpus_per_node = 16: the machine has 8 GPUs .*--gpus-per-node to describe"):
         estimate(sheets.load("h100-rdma"), work, batch)
     with pytest.raises(InputError, match="nodes = 2: one node, 8 x H100 SXM, NVLink has no network"):
         estimate(sheets.load("h100-nvlink"), run_of(dp=16)[0], batch)

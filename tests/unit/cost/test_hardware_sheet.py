@@ -161,7 +161,7 @@ def test_an_unknown_name_lists_the_known_ones():
     "path, value, message",
     [
         ("gpus_per_node", 0, "gpus_per_node = 0: must be at least 1"),
-        ("device.memory_bytes.value", -1, "device.memory_bytes"),
+        ("device.memory_bytes.value", -1, r"device.memory_bytes.value = -1.0: must be a positive"),
         ("device.flop_efficiency.high", 1.2, "device.flop_efficiency.high = 1.2: must not be above 1"),
         ("nvlink.efficiency.low", 0.85, "nvlink.efficiency.value = 0.8: is not between low and high"),
         ("nvlink.hop_us.source", " ", "nvlink.hop_us.source = ' ': must not be empty"),

@@ -39,7 +39,8 @@ def test_a_shorter_model_has_every_kind_of_layer():
     ("options", "said"),
     [
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size = 2: needs --num-experts"),
-        ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts = 3: does not divide"),
+        ("--num-experts 6 --expert-model-parallel-size 4", "--num-experts = 6: does not divide into 4 expert"),
+        ("--num-experts 4 --expert-model-parallel-size 0", "--expert-model-parallel-size = 0: must be at least 1"),
         ("--num-experts 4 --expert-model-parallel-size 4", "--expert-model-parallel-size = 4: world_size"),
         ("--num-experts 2 --moe-router-topk 4", "--moe-router-topk = 4: there are 2 experts"),
         ("--num-experts 0", "--num-experts = 0: must be at least 1"),

@@ -85,7 +85,7 @@ def test_a_batch_that_is_decreased_leaves_the_rest_out():
 
 @pytest.mark.parametrize("name", "mtp-num-layers pipeline-model-parallel-layout q-lora-rank".split())
 def test_one_of_a_kind_is_not_none(name):
-    with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters or the order of steps"):
+    with pytest.raises(InputError, match=f"--{name} = '?1'?: changes parameters, what layers save or the order"):
         ignored_options.parse([f"--{name}", "1"])
 
 
@@ -142,8 +142,19 @@ def test_layers_that_megatron_divides_unevenly(options, layers):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--num-layers 8 --decoder-first-pipeline-num-layers 1", "--num-layers = 8: does not divide into 4 stages"),
-        ("--num-layers 9 --account-for-loss-in-pipeline-split", "--num-layers = 9: does not divide into 4 stages"),
+        ("--num-layers 9", "--num-layers = 9: does not divide into 4 stages$"),
+        (
+            "--num-layers 8 --decoder-first-pipeline-num-layers 1",
+            "--num-layers = 8: .* 4 stages; with --decoder-first-pipeline-num-layers: 7 layers for 3 pipeline ranks",
+        ),
+        (
+            "--num-layers 9 --account-for-loss-in-pipeline-split",
+            "--num-layers = 9: .* 4 stages; with --account-for-loss-in-pipeline-split: 10 layers for 4 pipeline ranks",
+        ),
+        (
+            "--num-layers 47 --num-layers-per-virtual-pipeline-stage 4",
+            "--num-layers = 47: does not divide into 4 pipeline ranks",
+        ),
         (
             "--num-layers 7 --decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split",
             "--decoder-first-pipeline-num-layers = 1: cannot be combined",

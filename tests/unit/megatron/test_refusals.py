@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from planning_cases import make_table, make_workload
 
 from megatron_ext.checkout.hook_table import SCHEDULE_FUNCTIONS
-from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.megatron import device_environment, refusals
 from megatron_ext.megatron.refusals import (
     NEUTRAL,
@@ -91,7 +91,7 @@ def test_a_usual_run_is_accepted():
 def test_what_cannot_be_combined_is_refused_by_name(name, value):
     with pytest.raises(InputError) as refused:
         refuse_unsupported(options(**{name: value}))
-    assert str(refused.value).startswith("--" + name.replace("_", "-") + " = ")
+    assert str(refused.value).startswith(f"{flag(name)} = ")
     assert "--user-defined-schedule" in str(refused.value)
 
 

@@ -102,3 +102,9 @@ def test_scores_that_are_made_anew_lie_beside_what_is_not_freed_by_then():
     activation, and the norm's moments."""
     made = chunk(MicroBatch(1024, recompute="selective", score_heads=16)).recompute_bytes
     assert made == 2 * 1024 * (1024 * 16) - (2 * 1024 * (3 * 1024 + 2 * 4096) + 4 * 1024)
+
+
+def test_the_fused_loss_keeps_gradients_in_place_of_logits():
+    """With parameters in 16 bits half of the softmax, which is in 32."""
+    fused = chunk(PLAIN._replace(loss_fusion="te")).activation_bytes[4]
+    assert chunk(PLAIN).activation_bytes[4] - fused == 512 * (2 * 1024 + 9)
