@@ -98,10 +98,18 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pcie: Pcie | None = None
 
 
+OVER_TCP = Figure(value=1e9, low=4e8, high=4e9, origin="assumed", source="1.07e9 over 40 Gb/s: pytorch/gloo issue 248")
+"""Bytes per second that one rank receives over TCP, of eight on a node. At the low end they share an Ethernet card of
+25 Gb/s, at the high end each has a stream of 32 Gb/s, as tuned hosts reach on a card of 100 Gb/s
+(fasterdata.es.net)."""
+
+
 class Network(LinkFigures, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies."""
+    """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies.
+    ``tcp_bytes_per_s``: what a rank receives over TCP while all ranks of its node do. Published shards travel so."""
 
     shares_host_link: bool
+    tcp_bytes_per_s: Figure = OVER_TCP
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -286,6 +294,7 @@ HOW_TO_FIND = {
     "host.cores": "lscpu: Core(s) per socket x Socket(s)",
     "host.core_bytes_per_s": "STREAM triad on all cores, divided by their number",
     "network.bytes_per_s": "ibstat or ethtool: bits per second of all cards of a node / 8 / GPUs of a node",
+    "network.tcp_bytes_per_s": "iperf3 between two nodes, a process for each GPU at once: rate of all / GPUs of a node",
     "drive.read_bytes_per_s": "of all drives of a node: fio --rw=read --bs=16M --iodepth=8 --direct=1",
     "drive.write_bytes_per_s": "the same with --rw=write",
 }
