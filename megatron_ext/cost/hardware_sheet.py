@@ -8,7 +8,8 @@ that programs reach.
 
 import math
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,6 +263,21 @@ def figures(sheet: HardwareSheet) -> list[tuple[str, Figure]]:
 def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> HardwareSheet:
     """The sheet with the value of every figure replaced by ``choose(field, figure)``."""
     return _replaced(sheet, "", lambda field, figure: msgspec.structs.replace(figure, value=choose(field, figure)))
+
+
+def drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]:
+    """Machines with every figure drawn from its range, all at once (Latin hypercube sampling, McKay, Beckman and
+    Conover 1979). Half of the draws of a figure lie below its value."""
+    draw = random.Random(0)
+    strata = {field: draw.sample(range(count), count) for field, figure in figures(sheet) if figure.low is not None}
+    for number in range(count):
+
+        def choose(field: str, figure: Figure, number=number) -> float:
+            part = (strata[field][number] + draw.random()) / count if field in strata else 0.5
+            low, high = figure.ends
+            return figure.value * ((high if part > 0.5 else low) / figure.value) ** abs(2 * part - 1)
+
+        yield drawn(sheet, choose)
 
 
 def slow_end(field: str, figure: Figure) -> float:
