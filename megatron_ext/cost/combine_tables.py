@@ -136,6 +136,7 @@ def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str], more: 
             if name != links_from and other is not None and other != getattr(base, part):
                 parts = ", ".join(sorted(p for p, source in origin.items() if source == name))
                 notes.append(f"{parts} from {name}, measured on other {part}: {other}")
+    sheet = next((s.estimated_from for name in used if (s := tables[name].metadata.source) and s.estimated_from), None)
     return Metadata(
         created_at=max(tables[name].metadata.created_at for name in used) if used else "",
         synthetic=any(tables[name].metadata.synthetic for name in used),
@@ -143,6 +144,6 @@ def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str], more: 
         software=base.software,
         world_sizes=base.world_sizes,
         model=tables[origin["compute"]].metadata.model if "compute" in origin else None,
-        source=Source(program="megatron-ext cost combine", parts=dict(origin)),
+        source=Source(program="megatron-ext cost combine", parts=dict(origin), estimated_from=sheet),
         notes=tuple(notes),
     )

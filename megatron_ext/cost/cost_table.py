@@ -10,11 +10,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
+from megatron_ext.cost.hardware_sheet import HardwareSheet
 from megatron_ext.cost.measured_curve import Curve, MaybeCurve, Point, checked_points, with_points
 from megatron_ext.formats import json_files
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
+from megatron_ext.workload.gpt_shapes import MicroBatch
 from megatron_ext.workload.route import ROUTES
 
 MOST_SLOWDOWN = 1e6
@@ -134,12 +136,13 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Origin of a table: the program or the log format, its options or a description, and for a combined table which
-    part comes from which table."""
+    part comes from which table. ``estimated_from``: data sheet and batch from which the estimated parts were made."""
 
     program: str = ""
     description: str | None = None
     options: Facts = {}
     parts: dict[str, str] = {}
+    estimated_from: tuple[HardwareSheet, MicroBatch] | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

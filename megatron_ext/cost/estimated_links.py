@@ -60,11 +60,13 @@ class SheetLinks:
         shared = min(host.gpus_per_link.value, self.ranks_per_node)
         return Line(host.hop_us.value, 1e6 * shared / host.bytes_per_s.value / host.collective_efficiency.value)
 
-    def _network(self) -> Line:
-        """From one rank to a rank on another node."""
+    def _network(self, *, tcp: bool = False) -> Line:
+        """From one rank to a rank on another node. ``tcp``: not with NCCL but over TCP, as published shards travel
+        (``runtime/node_exchange.py``), no faster than the rank's part of the network."""
         network = self.sheet.network
         assert network is not None
-        return Line(network.hop_us.value, 1e6 / network.bytes_per_s.value / network.efficiency.value)
+        most = network.tcp_bytes_per_s.value if tcp else inf
+        return Line(network.hop_us.value, max(1e6 / network.bytes_per_s.value / network.efficiency.value, 1e6 / most))
 
     def ring(self, ranks: int, nodes: int, cards: int = 0) -> Line:
         """All-gather (or reduce-scatter) over ``ranks`` on ``nodes``, by bytes of the whole group. ``cards``: network
@@ -84,9 +86,9 @@ class SheetLinks:
     def _nodes_of(self, ranks: int) -> int:
         return max(nodes_spanned(self.parallel, pp_rank, ranks) for pp_rank in range(self.parallel.pp))
 
-    def gather(self, ranks: int | None = None) -> Line:
-        """All-gather, or reduce-scatter, of a group that is sharded over ``ranks`` ranks (default: DP)."""
-        return self.ring(ranks or self.parallel.dp, self._nodes_of(ranks or self.parallel.dp))
+    def gather(self, ranks: int) -> Line:
+        """All-gather, or reduce-scatter, of a group that is sharded over ``ranks`` ranks."""
+        return self.ring(ranks, self._nodes_of(ranks))
 
     def all_to_all(self) -> Line:
         """Tokens on their way to experts, or back, by the bytes that one rank has for all expert-parallel ranks.
@@ -171,7 +173,7 @@ class SheetLinks:
         """Exchange of published shards, by the bytes that enter a node; None if a group is on one node."""
         if self.nodes == 1:
             return None
-        network = self._network()
+        network = self._network(tcp=True)
         us = self.sheet.collective_us.value + network.us * (self.nodes - 1)
         return Line(us, network.us_per_byte / max(self.parallel.dp // self.nodes, 1))
 
@@ -191,14 +193,17 @@ class SheetLinks:
         elif crosses and network is not None and network.shares_host_link:
             # The card's bytes have priority. A copy gets the rest of the link, at least half of it.
             during_collective = 1 / max(1 - self.host_copy().us_per_byte / self._network().us_per_byte, 0.5)
-        publishing = 2.0 if crosses or on_host_link else given.collective_beside_copy.value
+        # The part of a shared link that publishing takes while it is alone. Beside a collective it gets at most half.
+        part = self._network().us_per_byte / self._network(tcp=True).us_per_byte if crosses else 0.0
+        part = 1.0 if on_host_link else part
+        publishing = max(given.collective_beside_copy.value, 1 / max(1 - part, 0.5))
         rows = [(*pair, given.copy_beside_publish.value) for pair in (("cpu", "publish"), ("publish", "cpu"))]
         for collective in ("gpu", "reduce"):
             rows += [
                 (collective, "cpu", during_copy),
                 ("cpu", collective, during_collective),
                 (collective, "publish", publishing),
-                ("publish", collective, 2.0 if crosses or on_host_link else 1.0),
+                ("publish", collective, 2 * part),
                 ("compute", collective, given.compute_beside_collective.value * (longer if on_host_link else 1.0)),
             ]
         rows += [("compute", copy, given.compute_beside_copy.value * longer) for copy in ("cpu", "publish")]

@@ -10,7 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table
-from megatron_ext.cost.environment import estimated_of, world_sizes
+from megatron_ext.cost.environment import estimated_of, run_differences, world_sizes
 from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, SheetLinks
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
@@ -32,6 +32,8 @@ over the gradient, ten over moments and their root. Scaling gradients takes two 
 Transformer Engine nor Apex is installed. Local layers are taken as a sign of this."""
 LAYERS = (None, "transformer", "moe")
 """Kinds of layers that can be recomputed."""
+DRAWN = (*cost_table.CURVES, "compute", "host_memory", "launches")
+"""Parts of a table that differ from machine to machine."""
 LEAST_US = 1.0
 """Time of a chunk without parameters."""
 
@@ -96,6 +98,19 @@ def estimate(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, *, nam
             ),
         )
     )
+
+
+def parts_on_machines(table: cost_table.CostTable, workload: Workload, machines: Callable) -> list[dict]:
+    """The estimated parts of ``table``, by name, on each of the machines that ``machines(sheet)`` makes from their data
+    sheet. A figure of the sheet moves all parts that depend on it. Parts that were measured or corrected since are not
+    among them. If no part is estimated, one empty dictionary."""
+    source = table.metadata.source
+    if source is None or source.estimated_from is None or run_differences(table.metadata, workload):
+        return [{}]
+    sheet, batch = source.estimated_from
+    own, *others = (estimate(each, workload, batch) for each in (sheet, *machines(sheet)))
+    same = [name for name in DRAWN if cost_table.part_named(table, name) == cost_table.part_named(own, name)]
+    return [{name: part for name in same if (part := cost_table.part_named(other, name))} for other in others]
 
 
 def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
@@ -251,14 +266,7 @@ def _dtype(workload: Workload) -> str:
 
 
 def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name: str) -> cost_table.Metadata:
-    facts = {
-        "hardware": name or sheet.title,
-        "seq_length": batch.seq_length,
-        "micro_batch_size": batch.micro_batch_size,
-        "recompute": batch.recompute,
-        "fused_attention": not batch.score_heads,
-        "local": batch.local,
-    }
+    facts = {"hardware": name or sheet.title, "micro_batch_size": batch.micro_batch_size}
     notes = [f"estimated from the data sheet of {sheet.title}; nothing here was measured"]
     if any("mamba" in chunk.layer_kinds for chunk in workload.chunks):
         notes.append("layers of kind mamba: only the products of their matrices are counted, not the scan between them")
@@ -267,6 +275,6 @@ def _metadata(sheet: HardwareSheet, workload: Workload, batch: MicroBatch, name:
         hardware={"title": sheet.title},
         world_sizes=dict(world_sizes(workload.parallel)),
         model=estimated_of(workload),
-        source=cost_table.Source(program=cost_table.ESTIMATE, description=sheet.title, options=facts),
+        source=cost_table.Source(program=cost_table.ESTIMATE, options=facts, estimated_from=(sheet, batch)),
         notes=tuple(notes),
     )

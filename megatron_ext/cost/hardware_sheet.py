@@ -8,7 +8,8 @@ that programs reach.
 
 import math
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,10 +99,18 @@ class HostLink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pcie: Pcie | None = None
 
 
+OVER_TCP = Figure(value=1e9, low=4e8, high=4e9, origin="assumed", source="1.07e9 over 40 Gb/s: pytorch/gloo issue 248")
+"""Bytes per second that one rank receives over TCP, of eight on a node. At the low end they share an Ethernet card of
+25 Gb/s, at the high end each has a stream of 32 Gb/s, as tuned hosts reach on a card of 100 Gb/s
+(fasterdata.es.net)."""
+
+
 class Network(LinkFigures, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies."""
+    """One GPU's share of the network between nodes. ``shares_host_link``: its card shares a link with host copies.
+    ``tcp_bytes_per_s``: what a rank receives over TCP while all ranks of its node do. Published shards travel so."""
 
     shares_host_link: bool
+    tcp_bytes_per_s: Figure = OVER_TCP
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -256,6 +265,21 @@ def drawn(sheet: HardwareSheet, choose: Callable[[str, Figure], float]) -> Hardw
     return _replaced(sheet, "", lambda field, figure: msgspec.structs.replace(figure, value=choose(field, figure)))
 
 
+def drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]:
+    """Machines with every figure drawn from its range, all at once (Latin hypercube sampling, McKay, Beckman and
+    Conover 1979). Half of the draws of a figure lie below its value."""
+    draw = random.Random(0)
+    strata = {field: draw.sample(range(count), count) for field, figure in figures(sheet) if figure.low is not None}
+    for number in range(count):
+
+        def choose(field: str, figure: Figure, number=number) -> float:
+            part = (strata[field][number] + draw.random()) / count if field in strata else 0.5
+            low, high = figure.ends
+            return figure.value * ((high if part > 0.5 else low) / figure.value) ** abs(2 * part - 1)
+
+        yield drawn(sheet, choose)
+
+
 def slow_end(field: str, figure: Figure) -> float:
     """The end of a figure's range at which times are longest: the higher one of latencies, disturbances, and numbers of
     sharers."""
@@ -286,6 +310,7 @@ HOW_TO_FIND = {
     "host.cores": "lscpu: Core(s) per socket x Socket(s)",
     "host.core_bytes_per_s": "STREAM triad on all cores, divided by their number",
     "network.bytes_per_s": "ibstat or ethtool: bits per second of all cards of a node / 8 / GPUs of a node",
+    "network.tcp_bytes_per_s": "iperf3 between two nodes, a process for each GPU at once: rate of all / GPUs of a node",
     "drive.read_bytes_per_s": "of all drives of a node: fio --rw=read --bs=16M --iodepth=8 --direct=1",
     "drive.write_bytes_per_s": "the same with --rw=write",
 }

@@ -55,11 +55,6 @@ class PerturbedTables:
         self.costs: list[str] = []
         self._rebuild(self._record)
 
-    @property
-    def size(self) -> int:
-        """How many numbers make one table."""
-        return len(self.costs)
-
     def table(self, numbers: Sequence[float]) -> CostTable:
         """The table for ``numbers`` (standard normal, one for each name in :attr:`costs`)."""
         given = iter(numbers)
@@ -69,10 +64,10 @@ class PerturbedTables:
         """The table with every figure of one cost ``by`` standard deviations off."""
         return self._rebuild(lambda name: by if name == cost else 0.0)
 
-    def draw(self, count: int, seed: int = 0) -> list[CostTable]:
+    def draw(self, count: int) -> list[CostTable]:
         """``count`` tables by Latin hypercube sampling (McKay, Beckman and Conover 1979): the distribution of every
         figure is divided into ``count`` equally likely parts, and each part is drawn once."""
-        return [self.table(row) for row in latin_hypercube(count, self.size, seed)]
+        return [self.table(row) for row in latin_hypercube(count, len(self.costs))]
 
     def _record(self, cost: str) -> float:
         self.costs.append(cost)

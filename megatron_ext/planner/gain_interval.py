@@ -4,18 +4,22 @@
 Both plans are simulated on the same perturbed tables (:mod:`megatron_ext.cost.perturbed_table`), so that errors which
 both plans share cancel. The plan was chosen because it is fast on the given table, which may partly be chance (winner's
 curse). Therefore the expected gain is the median over perturbed tables, on which the plan was not chosen. The gain on
-the given table may lie outside the interval. The ends of the interval are the 5th and the 95th percentile, moved
-outwards by the simulator's own error, which was calibrated on measured runs.
+the given table may lie outside the interval. Estimated parts of the tables are those of machines drawn from the ranges
+of the data sheet (:func:`megatron_ext.cost.estimated_table.parts_on_machines`). The ends of the interval are the 5th
+and the 95th percentile, moved outwards by the simulator's own error, which was calibrated on measured runs.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle
 from math import hypot
 from typing import NamedTuple
 
 import numpy
 
-from megatron_ext.cost.cost_table import CostTable
+from megatron_ext.cost.cost_table import CostTable, with_parts
+from megatron_ext.cost.estimated_table import parts_on_machines
+from megatron_ext.cost.hardware_sheet import drawn, drawn_machines, slow_end
 from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.effort import number_of_steps, visits_of_gradients
@@ -40,8 +44,9 @@ MARGIN = 2.33
 EFFORT = 1_000_000
 """Steps, gathers and visits of gradients that may be simulated. As in the search, the effort is not measured by a
 clock, so that the same files give the same answer everywhere."""
-FEWEST, MOST = 24, 128
-"""Fewest and most perturbed tables. The larger the workload, the fewer tables are used."""
+FEWEST, MOST, MACHINES = 24, 128, 64
+"""Fewest and most perturbed tables, and machines that are drawn for them. The larger the workload, the fewer tables are
+used."""
 
 
 class Gain(NamedTuple):
@@ -101,8 +106,9 @@ def gain_interval(
         return Gain(0.0, 0.0, 0.0, 0.0, 0.0, 0, (), False)
     tables = _tables(table, ours, theirs)
     samples = tables_to_draw(workload, plan, other)
-    drawn = _on_all(gains, tables.draw(samples))
-    centre, lowest, highest = (float(value) for value in numpy.quantile(drawn, (0.5, 0.05, 0.95)))
+    machines = parts_on_machines(table, workload, lambda sheet: drawn_machines(sheet, min(samples, MACHINES)))
+    found = _on_all(gains, [with_parts(*each) for each in zip(tables.draw(samples), cycle(machines))])
+    centre, lowest, highest = (float(value) for value in numpy.quantile(found, (0.5, 0.05, 0.95)))
     up, down = model_error(ours, theirs)
     few = 1 + 2 / samples
     below = hypot(centre - lowest, WIDTH * down) * few
@@ -115,11 +121,15 @@ def gain_interval(
 def dominant_cost(
     workload: Workload, table: CostTable, plan: Schedule, other: Schedule, *, extrapolate: bool = False
 ) -> str | None:
-    """The cost whose standard deviation moves the gain most, one cost at a time; None where none moves it."""
+    """The cost whose standard deviation moves the gain most, one cost at a time; None where none moves it. An estimated
+    cost moves from its value to its slow end."""
     gains = GainOnTables(workload, plan, other, extrapolate)
     tables = _tables(table, *gains.results(table))
     costs = [*dict.fromkeys(tables.costs)]
-    shifted = _on_all(gains, [tables.shifted(cost, by) for cost in costs for by in (1.0, -1.0)])
+    machines = parts_on_machines(table, workload, lambda sheet: (drawn(sheet, slow_end), sheet))
+    ends = dict(zip((1.0, -1.0), cycle(machines)))
+    at_end = lambda cost, by: {name: part for name, part in ends[by].items() if cost.startswith(name)}
+    shifted = _on_all(gains, [with_parts(tables.shifted(cost, by), at_end(cost, by)) for cost in costs for by in ends])
     moves = dict(zip(costs, abs(shifted[::2] - shifted[1::2]).tolist()))
     cost = max(moves, key=lambda name: moves[name], default=None)
     return cost if cost is not None and moves[cost] > 0 else None

@@ -7,7 +7,6 @@ multiplied by a factor. Between the two nearest measured sizes the factor is lin
 takes a fixed time plus a time per sample. Beyond the measured sizes it is the factor of the nearest size.
 """
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from msgspec.structs import replace
 from megatron_ext.cost.activations import with_activations
 from megatron_ext.cost.cost_table import CostTable
 from megatron_ext.cost.estimated_table import estimate
-from megatron_ext.cost.hardware_sheet import Figure, HardwareSheet, drawn, figures
+from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn_machines
 from megatron_ext.cost.perturbed_table import PerturbedTables
 from megatron_ext.cost.scaled_table import Factors, factors_between, scaled
 from megatron_ext.formats.errors import InputError
@@ -86,14 +85,13 @@ class SettingCosts(NamedTuple):
 
     def drawn(self, setting: Setting, workload: Workload, count: int) -> Iterator[CostTable]:
         """Tables that are as likely as the table of :meth:`of`, with the same draws for every setting. With a sheet,
-        every figure is drawn from its range, all at once (Latin hypercube sampling, McKay, Beckman and Conover 1979),
-        and half of the draws lie below the figure's value. Without a sheet, the measured table is perturbed as far as
-        it may be wrong."""
+        they are estimates for drawn machines. Without a sheet, the measured table is perturbed as far as it may be
+        wrong."""
         if self.sheet is None:
             table = self.of(setting, workload)
             kinds = (*KINDS, "nvme") if table.routes.nvme is not None else KINDS
             return iter(PerturbedTables(table, kinds).draw(count))
-        return (self._replace(sheet=machine).of(setting, workload) for machine in _drawn_machines(self.sheet, count))
+        return (self._replace(sheet=machine).of(setting, workload) for machine in drawn_machines(self.sheet, count))
 
     def allows(self, setting: Setting) -> bool:
         """Whether the costs of a setting are known. Tables alone are only valid for the setting that they were measured
@@ -124,18 +122,3 @@ def _micro_batch_size(table: CostTable) -> int | None:
         if isinstance(size, int) and size > 0:
             return size
     return None
-
-
-def _drawn_machines(sheet: HardwareSheet, count: int) -> Iterator[HardwareSheet]:
-    draw = random.Random(0)
-    strata = {field: draw.sample(range(count), count) for field, figure in figures(sheet) if figure.low is not None}
-    for number in range(count):
-
-        def choose(field: str, figure: Figure, number=number) -> float:
-            if field not in strata:
-                return figure.value
-            part = (strata[field][number] + draw.random()) / count
-            low, high = figure.ends
-            return figure.value * ((high if part > 0.5 else low) / figure.value) ** abs(2 * part - 1)
-
-        yield drawn(sheet, choose)

@@ -134,34 +134,33 @@ def test_context_parallel_ranks_share_the_tokens_and_attend_to_whole_sequences()
     )
     line = SheetLinks(sheet, far.parallel).sequence_gather(2)
     assert (
-        line == SheetLinks(sheet, far.parallel).gather() and 0 < line.at(1 << 22) - (exchange - scores) < 0.1 * exchange
+        line == SheetLinks(sheet, far.parallel).gather(2)
+        and 0 < line.at(1 << 22) - (exchange - scores) < 0.1 * exchange
     )
 
 
 def test_a_gather_on_one_node_and_over_two():
     sheet = sheets.load("h100-rdma")
-    one = SheetLinks(sheet, run_of()[0].parallel).gather()
+    one = SheetLinks(sheet, run_of()[0].parallel).gather(8)
     assert one.us_per_byte == pytest.approx(7 / 8 / (450e3 * 0.8)) and one.us == pytest.approx(8 + 7 * 0.8)
     # 16 ranks on two nodes: all but one rank's part enters a node by 8 cards of 50 GB/s, of which 85 % are reached.
-    two = SheetLinks(sheet, run_of(dp=16)[0].parallel).gather()
+    two = SheetLinks(sheet, run_of(dp=16)[0].parallel).gather(16)
     assert two.us_per_byte == pytest.approx(15 / 16 / (8 * 50e3 * 0.85))
     assert two.us == pytest.approx(8 + 14 * 0.8 + 6)
     # As published of two nodes joined by 50 GB/s: 54 GB/s.
-    joined = SheetLinks(sheets.load("h100-400g"), run_of(dp=16)[0].parallel).gather()
+    joined = SheetLinks(sheets.load("h100-400g"), run_of(dp=16)[0].parallel).gather(16)
     assert 15 / 16 / joined.us_per_byte / 1e3 == pytest.approx(54, rel=0.25)
     # Over Ethernet the network decides; with tensor parallelism of a whole node one card serves a group.
     slow = SheetLinks(sheets.load("h100-ethernet"), run_of(dp=2, tp=8)[0].parallel)
-    assert slow.gather().us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
-    between = slow.between_nodes()
-    assert between is not None and between.us_per_byte == pytest.approx(1 / (1562.5 * 0.75))
+    assert slow.gather(2).us_per_byte == pytest.approx(1 / 2 / (1562.5 * 0.75))
 
 
 def test_instances_of_the_optimizer_add_their_shards_up_over_the_network():
     sheet, (work, batch) = sheets.load("h100-rdma"), run_of(dp=16, instances=2)
     links = SheetLinks(sheet, work.parallel)
-    one, both = links.gather(), links.reduce(8)
+    one, both = links.gather(8), links.reduce(8)
     # Each of 8 ranks on a node has one counterpart, and half of its eighth goes each way through its own card, twice.
-    assert one == SheetLinks(sheet, run_of()[0].parallel).gather()
+    assert one == SheetLinks(sheet, run_of()[0].parallel).gather(8)
     assert both.us_per_byte - one.us_per_byte == pytest.approx(2 * 1 / 2 / 8 / (50e3 * 0.85))
     assert both.us > one.us and SheetLinks(sheet, run_of()[0].parallel).reduce(8) == one
     table = estimate(sheet, work, batch)

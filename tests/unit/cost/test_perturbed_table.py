@@ -45,7 +45,7 @@ def test_every_cost_moves_and_none_with_another():
 def test_no_number_leaves_smooth_figures_nearly_as_they_are():
     table = make_table(WORK, contention=(("gpu", "cpu", 1.2),))
     tables = PerturbedTables(table, KINDS)
-    same = tables.table([0.0] * tables.size)
+    same = tables.table([0.0] * len(tables.costs))
     assert figures(same)["routes.gpu"] == pytest.approx(figures(table)["routes.gpu"], rel=0.01)
     assert same.compute == table.compute
 

@@ -1,17 +1,30 @@
 """What a verdict says: three answers, with an interval that holds what is not known, against what a user would run."""
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.cost import hardware_sheet as sheets
+from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.planner import baselines, plan, verdict, within_memory
-from megatron_ext.planner.gain_interval import MODEL_ERROR, WIDTH, dominant_cost, gain_interval, tables_to_draw
+from megatron_ext.planner.gain_interval import (
+    MODEL_ERROR,
+    WIDTH,
+    GainOnTables,
+    dominant_cost,
+    gain_interval,
+    tables_to_draw,
+)
 from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.stock import OVERLAPPED, SYNCHRONOUS, stock_schedule
 from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_of_gain, conclusion_of
 from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.workload import Limits
 
 ALL_PAIRS = tuple(
     (measured, busy, 1.0)
@@ -22,6 +35,7 @@ ALL_PAIRS = tuple(
 """Contention that was measured everywhere, and found nowhere."""
 CALLS = cost.GroupOverhead(call_us=0.5)
 MEMORY = cost.HostMemory(bytes_per_s=1e12)
+BATCH = MicroBatch(1024, 1)
 
 
 def judged(work, table):
@@ -295,3 +309,40 @@ def test_a_larger_workload_takes_fewer_tables(monkeypatch):
     monkeypatch.setattr("megatron_ext.planner.gain_interval.MOST", 128)
     small, large = make_workload(), make_workload(pp=8, vp=2, microbatches=512)
     assert tables_to_draw(large, *[stock_schedule(large)] * 2) < tables_to_draw(small, *[stock_schedule(small)] * 2)
+
+
+def of_shared_links(machine: str, dp: int, of_node: int):
+    """A workload, a sheet with one range (a GPU has its own link to the host, or two share one), the table for them,
+    and plans by host copies and by all-gathers alone."""
+
+    def exact(node, field=""):
+        if not isinstance(node, dict):
+            return node
+        figures = {name: exact(value, f"{field}.{name}") for name, value in node.items()}
+        return figures if field == ".host_link.gpus_per_link" else figures | dict.fromkeys({"low", "high"} & {*node})
+
+    sheet = msgspec.convert(exact(msgspec.to_builtins(sheets.load(machine))), sheets.HardwareSheet)
+    assert sheet.host_link.gpus_per_link.ends == (1, 2)
+    shape = GptShape(3, 4096, 16384, 32, 32, 1024, 128, positions=1024, tied=False)
+    parallel = Parallel.of(pp=1, vp=1, dp=dp, microbatches=2, order="no_pipeline", gpus_per_node=of_node)
+    work = gpt_workload(shape, parallel, BATCH, zero_stage=3, limits=Limits(whole_parameter_bytes=1 << 29))
+    table = estimate(sheet, work, BATCH)
+    return work, sheet, table, *(plan(work, table, policy=policy) for policy in ("all-cpu", "all-gpu"))
+
+
+def test_an_estimate_is_as_uncertain_as_its_data_sheet_and_no_more():
+    work, sheet, table, ours, other = of_shared_links("h100-nvlink", 8, 8)
+    on = GainOnTables(work, ours, other, False).on
+
+    def at(shared: float) -> float:
+        choose = lambda field, figure: shared if field == "host_link.gpus_per_link" else figure.value
+        return on(estimate(sheets.drawn(sheet, choose), work, BATCH))
+
+    found = gain_interval(work, table, ours, other)
+    assert at(2.0) < at(1.85) < at(1.5) < on(table) == at(1.0)
+    assert found.low < at(1.85) and on(table) < found.high < on(table) + 2 * WIDTH * MODEL_ERROR
+
+
+def test_of_estimated_costs_the_one_with_the_widest_range_is_to_be_measured():
+    work, _, table, ours, other = of_shared_links("h100-ethernet", 4, 2)
+    assert dominant_cost(work, table, ours, other) == "routes.cpu"

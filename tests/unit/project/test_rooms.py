@@ -32,7 +32,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_LINES = 30_133
+MAX_LINES = 30_147
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
@@ -50,6 +50,7 @@ OF_THE_BENCH = re.compile("gloo|softirq|emulated|shared by ranks", re.I)
 NAMES_OF_OTHERS = {
     "backends.py": "torch's name of a backend",
     "gpt_arguments.py": "Megatron's option",
+    "hardware_sheet.py": "a source",
     "ignored_options.py": "Megatron's option",
     "launcher.py": "torch's environment variable",
 }
