@@ -2,7 +2,7 @@
 
 data/published_links.json says where each figure comes from, and which are assumed or derived:
 where a network card and host copies share the GPU's PCIe link, the card comes first and a copy
-beside a gather gets what is left of the link.
+beside a gather gets what is left of the link. The rate of TCP is that of the data sheets (``OVER_TCP``).
 """
 
 import json
@@ -14,6 +14,7 @@ from model_shapes import flop_of_kinds
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.curve import lookup
+from megatron_ext.cost.hardware_sheet import OVER_TCP
 
 DATA = Path(__file__).parent / "data"
 SIZES = tuple(1 << n for n in range(16, 38))
@@ -41,6 +42,11 @@ class System(NamedTuple):
     @property
     def nodes(self) -> int:
         return 2 if self.network_gb_s else 1
+
+    @property
+    def tcp_gb_s(self) -> float:
+        """Published shards travel between nodes over TCP, no faster than the GPU's share of the network."""
+        return min(OVER_TCP.value / 1e9, self.network_gb_s)
 
 
 def _rate(name: str) -> float:
@@ -120,9 +126,12 @@ def contention(system: System) -> tuple[cost.Contention, ...]:
         used = system.network_gb_s
         if used:
             rows.append(("cpu", "gpu", link / (link - used)))
-    rows.append(("gpu", "publish", 2.0 if system.nodes > 1 else beside))
-    if system.nodes > 1:
-        rows.append(("publish", "gpu", 2.0))  # nodes exchange what they lack over the gather's network
+    if system.nodes > 1:  # nodes exchange what they lack over the gather's network, of which TCP takes a part
+        part = system.tcp_gb_s / system.network_gb_s
+        rows.append(("gpu", "publish", max(beside, 1 / max(1 - part, 0.5))))
+        rows.append(("publish", "gpu", max(2 * part, 1.0)))
+    else:
+        rows.append(("gpu", "publish", beside))
     return tuple(cost.Contention(measured=m, busy=b, slowdown=s) for m, b, s in rows)
 
 
@@ -143,7 +152,7 @@ def cost_table(system: System, model: str, tokens: int, *, tp: int = 1) -> cost.
     )
     # A node sends what the other lacks, all its cards at once: half of what a ring of all ranks sends.
     two_nodes = PUBLISHED["all_gather_latency_us"]["two nodes"]["value"]
-    across = line(two_nodes, system.network_gb_s * 8 / tp) if system.nodes > 1 else None
+    across = line(two_nodes, system.tcp_gb_s * 8 / tp) if system.nodes > 1 else None
     p2p = system.network_gb_s or PUBLISHED["between_stages_gb_s"]["value"]
     shard = publish_curve(system if tp == 1 else system._replace(ranks=system.ranks // tp))
     table = cost.CostTable(
