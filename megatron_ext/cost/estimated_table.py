@@ -108,7 +108,10 @@ def parts_on_machines(table: cost_table.CostTable, workload: Workload, machines:
     if source is None or source.estimated_from is None or run_differences(table.metadata, workload):
         return [{}]
     sheet, batch = source.estimated_from
-    own, *others = (estimate(each, workload, batch) for each in (sheet, *machines(sheet)))
+    try:
+        own, *others = (estimate(each, workload, batch) for each in (sheet, *machines(sheet)))
+    except InputError:  # a combined table: the ranks are those of its links, which are of another machine
+        return [{}]
     same = [name for name in DRAWN if cost_table.part_named(table, name) == cost_table.part_named(own, name)]
     return [{name: part for name in same if (part := cost_table.part_named(other, name))} for other in others]
 

@@ -49,9 +49,9 @@ def configure(schedule=None, trace=None, *, parallel=None, check=None, delay=Non
         why = "needs --user-defined-schedule" if schedule is None else "expected 0 or more iterations"
         raise InputError(why, field="--delayed-parameter-update", value=delay)
     _end_reading()
-    ended = False
     if schedule is None and trace is None:
         return None
+    ended = False
     from megatron_ext.megatron.lifecycle import Run
 
     _run = Run(schedule, trace, parallel, check, delay, nvme_path)

@@ -128,7 +128,7 @@ def dominant_cost(
     costs = [*dict.fromkeys(tables.costs)]
     machines = parts_on_machines(table, workload, lambda sheet: (drawn(sheet, slow_end), sheet))
     ends = dict(zip((1.0, -1.0), cycle(machines)))
-    at_end = lambda cost, by: {name: part for name, part in ends[by].items() if cost.startswith(name)}
+    at_end = lambda cost, by: {name: part for name, part in ends[by].items() if f"{cost}.".startswith(f"{name}.")}
     shifted = _on_all(gains, [with_parts(tables.shifted(cost, by), at_end(cost, by)) for cost in costs for by in ends])
     moves = dict(zip(costs, abs(shifted[::2] - shifted[1::2]).tolist()))
     cost = max(moves, key=lambda name: moves[name], default=None)

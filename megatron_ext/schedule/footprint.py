@@ -75,8 +75,8 @@ def pinned_need(
     of: Schedule | Workload, groups: Sequence[Group], hosted: Container[int], staged: Container[int] = ()
 ) -> list[int]:
     """Bytes of pinned host memory on each node: one host copy of every ``hosted`` group, the staging slots of ranks
-    with ``staged`` groups, the buffers through which shards go only to the drive (those of other nodes are not pinned),
-    and shards that rest in host memory.
+    with ``staged`` groups, the buffers through which shards go only to the drive, and shards that rest in host memory.
+    Buffers for the shards of other nodes are counted, although they are not pinned.
     """
     parallel, limits = of.parallel, of.limits
     copies, slot_sizes, bounced, of_ranks = copies_of_nobody(parallel), *([0] * parallel.pp for _ in range(3))

@@ -19,7 +19,7 @@ from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Limits, Para
 
 
 class MicroBatch(NamedTuple):
-    """What one step computes on, in Megatron's words.
+    """What one step computes on, in Megatron's words. Cost tables hold the values in this order: new fields go last.
 
     Attributes:
         sequence_parallel: each tensor-parallel rank holds its part of the sequence between the matrices.

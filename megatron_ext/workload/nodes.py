@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 
 from megatron_ext.formats.errors import InputError
@@ -32,6 +33,7 @@ def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: i
     return list(nodes.values())
 
 
+@lru_cache(maxsize=256)
 def nodes_spanned(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> int:
     """How many nodes the first set of ``ranks`` ranks (default: DP) of a pipeline rank spans."""
     return len({*parallel.nodes_of(parallel.replicas(pp_rank, ranks)[0])})

@@ -41,3 +41,13 @@ def test_estimated_parts_are_known_in_a_file_and_in_a_combined_table_until_they_
     assert ends(both) == [{name: part for name, part in each.items() if name != "routes.gpu"} for each in (value, end)]
     # Not for a table without a data sheet, and not for a workload of other sizes, which may not fit the machine.
     assert ends(own) == ends(table, run_of(dp=32, gpus_per_node=16)) == [{}]
+
+
+def test_links_of_a_cluster_may_be_combined_with_the_compute_of_a_machine_without_a_network():
+    node, cluster = (run_of(dp=dp) for dp in (8, 16))
+    measured = replace(estimate(sheets.load("h100-rdma"), cluster, BATCH), compute=())
+    measured = replace(measured, metadata=replace(measured.metadata, source=None))
+    compute = estimate(sheets.load("a100-nvlink"), node, BATCH)
+    both = combine({"links.json": measured, "compute.json": compute})
+    assert both.metadata.source is not None and both.metadata.source.estimated_from is not None
+    assert parts_on_machines(both, cluster, lambda sheet: (sheet, slow(sheet))) == [{}]

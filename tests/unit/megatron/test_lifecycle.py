@@ -81,6 +81,14 @@ def test_a_run_that_was_kept_open_does_not_take_the_next_one_along(schedule_path
     assert len(ended) == 2
 
 
+def test_training_without_a_schedule_after_a_run_that_has_ended_leaves_nothing_to_write(schedule_path, monkeypatch):
+    monkeypatch.setattr(hooks, "ended", False)
+    run = hooks.configure(schedule_path)
+    monkeypatch.setattr(run, "finish", lambda read_later: False)
+    hooks.finish()
+    assert hooks.configure(None) is None and hooks.ended
+
+
 @pytest.mark.parametrize(
     "text, said",
     [
