@@ -33,10 +33,8 @@ def _devices(problem: FitProblem, setting: Setting, need: int) -> list[str]:
     sheets = {name: hardware_sheet.load(name) for name in hardware_sheet.names()}
     work, ranks, found = setting.workload(problem.limits), setting.parallel.world_size, []
     for name, sheet in sorted(sheets.items(), key=lambda item: (item[1].device.memory_bytes.value, item[0])):
-        joined = sheet.network is not None or ranks <= sheet.gpus_per_node
-        if joined and problem.most_bytes < sheet.device.memory_bytes.value >= need + problem.reserve(
-            setting, work, sheet
-        ):
+        joined, memory = sheet.network is not None or ranks <= sheet.gpus_per_node, sheet.device.memory_bytes.value
+        if joined and problem.most_bytes < memory >= need + problem.reserve(setting, work, sheet):
             found.append(name)
     return found[:3]
 

@@ -36,19 +36,21 @@ def test_combine_joins_algorithms():
     assert set(algorithms) == {"ring", "tree"} and algorithms["ring"] == ring.all_reduce.algorithms["ring"]
 
 
-def measured_on(nodes: int, **parts):
-    sizes = {"data_parallel_size": 8 * nodes, "pipeline_model_parallel_size": 1, "ranks_per_node": 8}
+def measured_on(nodes: int, tp: int = 1, **parts):
+    sizes = {"data_parallel_size": 8 * nodes // tp, "pipeline_model_parallel_size": 1, "ranks_per_node": 8}
+    sizes["tensor_model_parallel_size"] = tp
     made = table(**parts)
     return msgspec.structs.replace(made, metadata=msgspec.structs.replace(made.metadata, world_sizes=sizes))
 
 
-def test_what_a_link_between_nodes_costs_beside_others_is_not_taken_from_one_node():
+@pytest.mark.parametrize("tp", [1, 4])
+def test_what_a_link_between_nodes_costs_beside_others_is_not_taken_from_one_node(tp):
     """The network and a host copy share a GPU's PCIe link; inside a node nothing of it shows."""
     rows = (
         Contention(measured="gpu", busy="cpu", slowdown=1.05),
         Contention(measured="compute", busy="cpu", slowdown=1.02),
     )
-    cluster, node = measured_on(4, routes=Routes(gpu=curve(1.0))), measured_on(1, contention=rows)
+    cluster, node = measured_on(4, tp, routes=Routes(gpu=curve(1.0))), measured_on(1, contention=rows)
     both = combine({"cluster": cluster, "node": node})
     assert both.contention == rows[1:] and any("contention of gpu, p2p" in note for note in both.metadata.notes)
     assert combine({"cluster": cluster, "node": node}, {"contention": "node"}).contention == rows

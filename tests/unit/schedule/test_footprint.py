@@ -16,6 +16,7 @@ from megatron_ext.schedule.footprint import (
     pinned_host_bytes,
     slot_bytes,
 )
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.parallel import Parallel
 
@@ -76,6 +77,8 @@ def test_a_slot_is_as_large_as_the_largest_staged_group_or_as_its_limit_says():
     assert slot_bytes(staged, 0) == size
     # Two slots of each of two replicas, whose shards pass through two buffers.
     assert pinned_host_bytes(staged) == [2 * 2 * size + 2 * size]
+    held = memory_bill(staged, make_workload(**ONE))[0].memory.host_bytes
+    assert held["staging_slots"] == 2 * size + size  # of each rank
     both = replace(staged, publish=tuple(replace(entry, to=("cpu", "nvme")) for entry in staged.publish))
     assert pinned_host_bytes(both) == [2 * 2 * size + 3 * size]
     larger = replace(staged, limits=replace(staged.limits, nvme_slot_bytes=3 * size))
