@@ -61,16 +61,17 @@ def run(
 ) -> dict | None:
     """Measure everything that the options ask for; the result on rank 0, None on the other ranks.
 
-    If it takes ``MOST_OVER`` times as long as asked for, or one part of starting more than ``START_SECONDS``, the
-    stacks of all threads are written to standard error. With ``ends`` the process then ends with exit code 1.
+    If it takes ``MOST_OVER`` times as long as asked for and at least 10 s longer, or one part of starting more than
+    ``START_SECONDS``, the stacks of all threads are written to standard error. With ``ends`` the process then ends
+    with exit code 1.
 
     Args:
         report: its ``done`` is 0 until measuring begins.
         so_far: called with the results so far when the curves and compute are done, and later; on rank 0 only.
     """
     measurement = Measurement(fabric, report, ends)
-    seconds = fabric.options.seconds  # 2 s more for short measurements: a busy machine may take them for one step
-    faulthandler.dump_traceback_later(max(MOST_OVER * seconds, seconds + 2), file=2, exit=ends)
+    seconds = fabric.options.seconds  # 10 s more for short measurements: a busy machine may take them to free memory
+    faulthandler.dump_traceback_later(max(MOST_OVER * seconds, seconds + 10), file=2, exit=ends)
     measurement.take_passes()
     result = measurement.finish(so_far)
     faulthandler.cancel_dump_traceback_later()
