@@ -142,16 +142,17 @@ def _start(early: bool) -> None:
     from megatron_ext.megatron import cpu_compat, device_environment, one_line_end
 
     started = True
-    one_line_end.install()
+    if of_us := any(a.startswith(("--user-defined-schedule", "--delayed-parameter-update")) for a in sys.argv):
+        one_line_end.install()
     variables = device_environment.prepare(sys.argv[1:], os.environ)
     atexit.register(require_end)
     text = None
     if not cpu_compat.is_installed():  # run-on-cpu installs it, and imports Megatron
         text = device_environment.said_of_early_import(variables, list(sys.modules))
-        if early and cpu_compat.install():
+        if early and of_us and cpu_compat.install():
             parser_options.without_a_gpu()
             text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
-    if text is not None and os.environ.get("RANK", "0") == "0":
+    if text is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # one node may have no GPU, where others have
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
 
 

@@ -45,9 +45,10 @@ CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` says that another rank has ended, rather than what is wrong with this one."""
+    """Whether ``error`` says that another rank has ended, rather than what is wrong with this one. No OSError does:
+    torch's errors are RuntimeErrors, and a connection of the script may be refused, too."""
     return isinstance(error, PeerLost) or (
-        isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in CLOSED)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in CLOSED)
     )
 
 

@@ -7,8 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from megatron_ext.cpubench import parser_options
 from megatron_ext.formats.errors import InputError
-from megatron_ext.megatron import hooks, lifecycle, one_line_end
+from megatron_ext.megatron import cpu_compat, hooks, lifecycle, one_line_end
 
 
 def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
@@ -16,6 +17,7 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
     monkeypatch.setattr(one_line_end, "install", lambda: began.append("one line"))
     monkeypatch.setattr(hooks.atexit, "register", began.append)
     monkeypatch.setattr(hooks, "started", False)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--user-defined-schedule=s.json"])
     monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
     hooks.add_arguments(argparse.ArgumentParser())  # of the example: it trains without Megatron's scripts
     assert began == []
@@ -24,6 +26,25 @@ def test_a_script_without_a_hook_begins_at_the_parser(monkeypatch):
         parser = hooks.add_arguments(argparse.ArgumentParser())
     assert began == ["one line", hooks.require_end]
     assert "--user-defined-schedule" in parser.format_help()
+
+
+@pytest.mark.parametrize("option", ["--user-defined-schedule-trace", "--delayed-parameter-update", "--seed"])
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_training_without_our_options_is_left_alone(monkeypatch, capsys, option, local_rank):
+    """Where its node shows no GPU, and where it ends with an error."""
+    began = []
+    monkeypatch.setattr(one_line_end, "install", lambda: began.append("one line"))
+    monkeypatch.setattr(cpu_compat, "install", lambda: began.append("CPU") or True)
+    monkeypatch.setattr(cpu_compat, "is_installed", lambda: False)
+    monkeypatch.setattr(parser_options, "without_a_gpu", lambda: None)
+    monkeypatch.setattr(hooks.atexit, "register", lambda function: None)
+    monkeypatch.setattr(hooks, "started", False)
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", option, "1"])
+    monkeypatch.setenv("RANK", "8")  # on the second of two nodes
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    hooks.on_pretrain()
+    assert began == ([] if option == "--seed" else ["one line", "CPU"])
+    assert ("trains on the CPU" in capsys.readouterr().err) is (option != "--seed" and local_rank == "0")
 
 
 def test_a_schedule_that_megatron_would_not_read_is_refused(monkeypatch):

@@ -51,7 +51,8 @@ def test_these_errors_end_with_one_line_and_others_as_before(leaving, monkeypatc
         sys.excepthook(type(error), error, None)
     assert leaving == ["threads are told", code] and capfd.readouterr().err == f"megatron-ext: {said}\n"
     sys.excepthook(RuntimeError, RuntimeError("x"), None)
-    assert seen == [RuntimeError]
+    sys.excepthook(OSError, ConnectionRefusedError(111, "Connection refused"), None)  # of a logger, for example
+    assert seen == [RuntimeError, OSError]
 
 
 FAULT = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
