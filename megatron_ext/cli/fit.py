@@ -53,6 +53,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     MEGATRON_OPTIONS (after --) are those of describe. Model, global batch and precision stay as given, and so do the
     settings that --fix names. Needs neither torch nor Megatron nor a GPU. Nothing is measured.
     """
+    from megatron_ext.megatron.ignored_options import not_given, sizes_taken
     from megatron_ext.planner.fit import fit_text
     from megatron_ext.planner.fit.fit_verdict import verdict_of_fit
     from megatron_ext.planner.fit.request import Request, fit_problem_of
@@ -71,9 +72,9 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     for line in fp8_lines(megatron_options):
         click.echo(f"{verb}: {line}", err=True)
     found = answer(request, problem)
-    if len(request.words) > len(megatron_options):
-        added = " ".join(request.words[len(megatron_options) :])
-        click.echo(f"{verb}: not given, taken to be Megatron's default: {added}", err=True)
+    if taken := sizes_taken(megatron_options) | not_given(megatron_options):
+        said = ", ".join(f"{option} {value}" for option, value in taken.items())
+        click.echo(f"{verb}: not given, taken to be: {said}", err=True)
     if picture:
         from megatron_ext.report import fit_picture
 

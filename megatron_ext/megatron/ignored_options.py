@@ -100,8 +100,8 @@ BATCH = "rampup_batch_size step_batch_size_schedule".split()
 """Options that change the number of micro-batches in the course of training."""
 
 
-SIZES = "num-layers hidden-size num-attention-heads seq-length micro-batch-size".split()
-"""Options that Megatron itself requires; here they have defaults."""
+SIZES = "num-layers hidden-size num-attention-heads seq-length micro-batch-size vocab-size".split()
+"""Options that Megatron itself requires, the last one in place of a tokenizer; here they have defaults."""
 
 
 def sizes_taken(options) -> dict[str, int]:

@@ -49,8 +49,8 @@ def test_sizes_that_are_not_given_are_said(megatron_tree, tmp_path):
     out = tmp_path / "workload.json"
     few = "--num-layers 4 --hidden-size=64 --micro-batch-size 1 --data-parallel-size 2 --json".split()
     result = command_line("describe", "--out", out, *few)
-    taken = "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --transformer-impl "
-    taken += "transformer_engine, --hidden-dropout 0.1, --attention-dropout 0.1, --gpus-per-node 2\n"
+    taken = "describe: not given, taken to be: --num-attention-heads 4, --seq-length 128, --vocab-size 259, "
+    taken += "--transformer-impl transformer_engine, --hidden-dropout 0.1, --attention-dropout 0.1, --gpus-per-node 2\n"
     assert result.returncode == 0 and taken in result.stderr and "linear_qkv.layer_norm_weight" in out.read_text()
     said = ["--transformer-impl", "local", "--hidden-dropout", "0", "--attention-dropout", "0"]
     said += ["--gpus-per-node", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]

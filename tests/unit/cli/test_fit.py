@@ -108,7 +108,7 @@ def test_a_fused_loss_is_counted_and_stays_in_the_commands(capsys):
         assert main(["advise", "--hardware", "l40s", "--json", "--", *MODEL, *BATCH, *words]) == 0
         said, text = capsys.readouterr()
         times.append(json.loads(said)["frontier"][0]["iteration_time_us"])
-        assert "advise: not given, taken to be Megatron's default: --" in text and "fit: not" not in text
+        assert "advise: not given, taken to be: --" in text and "fit: not" not in text
         assert ("ignored: --of-a-fork" in text) == (len(words) == 2)
         (array,) = [line for line in text.splitlines() if "ARGS=(" in line]  # once, for both commands
         assert "of-a-fork" not in array and "32 3" not in array
@@ -229,6 +229,12 @@ def test_where_nothing_fits_it_says_what_would(capsys):
     assert "--limit-device-bytes = 1000: nothing fits" in said and "what would fit: --limit-device-bytes " in said
 
 
+def test_sizes_that_are_not_given_are_said(capsys):
+    assert main(["advise", "--hardware", "l40s", "--", "--num-layers", "2", "--global-batch-size", "8"]) == 0
+    sizes = "--hidden-size 256, --num-attention-heads 4, --seq-length 128, --micro-batch-size 1, --vocab-size 259"
+    assert f"advise: not given, taken to be: {sizes}, --transformer-impl" in capsys.readouterr().err
+
+
 def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):
     def asked(*more: str) -> tuple[int, str]:
         assert main(["fit", "--hardware", "l40s", "--fix", "all", "--json", "--", *MODEL, *BATCH, *more]) == 0
@@ -243,5 +249,5 @@ def test_dropout_is_megatrons_default_where_it_is_not_given(capsys):
     assert default == given > without
     local = ("--transformer-impl", "local")  # whose scores are not fused
     assert asked(*local)[0] == asked(*local, "--attention-dropout=0.1")[0] > asked(*local, "--attention-dropout=0")[0]
-    said_so = "taken to be Megatron's default: --transformer-impl transformer_engine"
-    assert f"{said_so} --hidden-dropout 0.1 --attention-dropout 0.1\n" in said and f"{said_so}\n" in nothing
+    said_so = "fit: not given, taken to be: --transformer-impl transformer_engine"
+    assert f"{said_so}, --hidden-dropout 0.1, --attention-dropout 0.1\n" in said and f"{said_so}\n" in nothing
