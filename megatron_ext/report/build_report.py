@@ -12,17 +12,15 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
 from megatron_ext.report.equality import Equality, compare_metrics, largest_loss_difference
-from megatron_ext.report.links_busy import Hidden, hidden, over_iterations, shares
-from megatron_ext.report.measured_trace import MeasuredTrace, Window
+from megatron_ext.report.links_busy import Hidden, hidden, moving, over_iterations, shares
+from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize, warm_up
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
-from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ROUTE_KINDS
 from megatron_ext.workload.workload import Limits, Workload
 
@@ -111,6 +109,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     traces, turn_iterations = (run.stock_trace, run.scheduled_trace), run.turn_iterations
     indices = counted(run.iterations, turn_iterations)
     windows = [run.scheduled_trace.window(index + 1) for index in indices]
+    simulated, *measured = (
+        moving(events, run.workload.parallel, run.schedule.groups)
+        for events in (ours.events, *(window.events for window in windows))
+    )
 
     def spread(values: Sequence[float]) -> Spread:
         return summarize([values[index] for index in indices])
@@ -120,8 +122,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         return MeasuredPair(found, spread(run.scheduled_trace.thread_us(names)))
 
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
-    times, us = [window.events for window in windows], spread(took).median_us
-    found = parts(ours.events, ours.iteration_time_us, times, us, *_grouped(run), on_device=run.on_device)
+    found = parts(simulated, ours.iteration_time_us, measured, spread(took).median_us, run.on_device)
     routes = Counter(route for _, route in {(action.group, action.route) for action in run.schedule.unshards})
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
@@ -142,23 +143,15 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
-            "measured": _links_busy(run, windows),
-            "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),
+            "measured": _medians([shares(events, window.end_us) for events, window in zip(measured, windows)]),
+            "simulated": shares(simulated, ours.iteration_time_us),
         },
-        hidden={
-            "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
-            "simulated": hidden(ours.events, *_grouped(run)),
-        },
+        hidden={"measured": over_iterations([*map(hidden, measured)]), "simulated": hidden(simulated)},
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
-def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
-    return run.workload.parallel, run.schedule.groups
-
-
-def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
-    found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
     # Leave out links that are missing in some iterations: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 
