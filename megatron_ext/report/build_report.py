@@ -1,6 +1,5 @@
 """Computes the figures of a report from the files of a run."""
 
-from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -11,17 +10,16 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
-from megatron_ext.report.equality import Equality, compare_metrics, largest_loss_difference
+from megatron_ext.report.equality import Equality, compare_metrics
 from megatron_ext.report.links_busy import Hidden, hidden, moving, over_iterations, shares
 from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.spread import Spread, summarize, warm_up
+from megatron_ext.report.spread import Spread, summarize
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.route import ROUTE_KINDS
 from megatron_ext.workload.workload import Limits, Workload
 
 GATHER_LANES = ("issue", "wait")
@@ -49,22 +47,19 @@ class Report(NamedTuple):
     ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured; the first two are, per iteration, the largest over
     ranks. ``period_us``: the time from the end of one iteration to the end of the next; None if no two iterations
     follow each other. ``predicted_iteration_time_us``: a pair of numbers. The scheduled one is stored in the schedule,
-    the other one is simulated from the same table. ``loss_difference``: the largest relative difference of scheduled
-    from stock; None if no loss is a number, or a run has no metrics. ``measured_ratio``: the ratio of iteration times,
-    if the runs took turns. ``verdict_was``: whether this ratio confirms the verdict
-    (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: the number of groups that the schedule brings by
-    each route. ``simulated``: events of the simulated iteration. ``memory``: by pipeline rank, the bill and the census
-    of the data-parallel rank whose device held the most; empty if the run took no census. ``links_busy``: ``measured``
-    and ``simulated`` shares of the scheduled iteration in which each link carries bytes and in which all links do
-    (:func:`megatron_ext.report.links_busy.shares`). ``hidden``: ``measured`` and ``simulated`` work that was hidden
-    behind compute (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the billed and the counted bytes; empty
-    if the trace has no counts. ``parts``: of the scheduled iteration, measured and simulated
-    (:mod:`megatron_ext.report.parts`).
+    the other one is simulated from the same table. ``measured_ratio``: the ratio of iteration times, if the runs took
+    turns. ``verdict_was``: whether this ratio confirms the verdict
+    (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``simulated``: events of the simulated iteration.
+    ``memory``: by pipeline rank, the bill and the census of the data-parallel rank whose device held the most; empty if
+    the run took no census. ``links_busy``: ``measured`` and ``simulated`` shares of the scheduled iteration in which
+    each link carries bytes and in which all links do (:func:`megatron_ext.report.links_busy.shares`). ``hidden``:
+    ``measured`` and ``simulated`` work that was hidden behind compute (:mod:`megatron_ext.report.links_busy`).
+    ``moved``: by rank, the billed and the counted bytes; empty if the trace has no counts. ``parts``: of the scheduled
+    iteration, measured and simulated (:mod:`megatron_ext.report.parts`).
     """
 
     run: RunDir
     equality: Equality
-    warm_up: int
     gather_us: MeasuredPair
     exposed_us: MeasuredPair
     iteration_time_us: MeasuredPair
@@ -73,8 +68,6 @@ class Report(NamedTuple):
     verdict: Verdict
     measured_ratio: TurnRatio | None
     verdict_was: str | None
-    loss_difference: float | None
-    routes: dict[str, int]
     simulated: list[Event]
     links_busy: dict[str, dict[str, float]]
     hidden: dict[str, dict[str, Hidden]]
@@ -123,12 +116,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
 
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
     found = parts(simulated, ours.iteration_time_us, measured, spread(took).median_us, run.on_device)
-    routes = Counter(route for _, route in {(action.group, action.route) for action in run.schedule.unshards})
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
         run=run,
         equality=compare_metrics(run.reference, run.scheduled),
-        warm_up=warm_up(run.iterations),
         gather_us=lanes(*GATHER_LANES),
         exposed_us=lanes("wait"),
         iteration_time_us=MeasuredPair(spread(of_stock) if of_stock else None, spread(took)),
@@ -137,8 +128,6 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         verdict=judged,
         measured_ratio=ratio,
         verdict_was=check_verdict(judged.figures["answer"], ratio.ratio, ratio.standard_error) if ratio else None,
-        loss_difference=largest_loss_difference(run.stock, run.scheduled),
-        routes={kind.name: routes[kind.name] for kind in ROUTE_KINDS.values() if routes[kind.name]},
         simulated=ours.events,
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
