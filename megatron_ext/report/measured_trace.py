@@ -74,7 +74,7 @@ class MeasuredTrace:
         self._ranks = {rank: _RankTrace(mine, iterations, check) for rank, mine in by_rank.items()}
         steps = steps_of_ranks(parallel)
         for rank, trace in self._ranks.items():
-            trace.name_steps(rank, steps[rank // (parallel.world_size // parallel.pp)])
+            trace.name_steps(steps[rank // (parallel.world_size // parallel.pp)])
 
     def thread_us(self, lanes: tuple[str, ...]) -> list[float]:
         """Per iteration: microseconds of a training thread in ``lanes``, largest over ranks."""
@@ -177,7 +177,7 @@ class _RankTrace:
     def _refuse(self, message: str, iteration: int):
         self.check.refuse(f"{message} in iteration {iteration} of rank {self.rank}", "traceEvents")
 
-    def name_steps(self, rank: int, steps) -> None:
+    def name_steps(self, steps) -> None:
         """Give the compute events, which ran in Megatron's order, the names of their steps."""
         kinds = [step.kind for step in steps]
         for iteration in range(1, self.iterations + 1):

@@ -8,15 +8,13 @@ from megatron_ext.report.timeline_panels import Panel, TimelineRow, panels, zoom
 
 WIDTH_PX, DPI = 1600, 100
 
-THREAD = {
+KINDS = {
     FORWARD: ("#b5d3ea", "forward step"),
     BACKWARD: ("#3f7fb5", "backward step"),
     "optimizer": ("#8c8c8c", "optimizer step"),
     "wait": ("#e31a1c", "exposed: waits for a gather"),
     "reduce_wait": ("#fb9a99", "waits for a reduce"),
     "issue": ("#1a1a1a", "thread issues gathers"),
-}
-KINDS = THREAD | {
     "gpu": ("#33a02c", "gather, route gpu (all-gather)"),
     "cpu": ("#ff7f00", "gather, route cpu (copy from host)"),
     "nvme": ("#6a3d9a", "drive: stage-ins, optimizer states"),
