@@ -148,15 +148,14 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[TreeReport, dict[str, st
             report.files.append(FileState(file, "drifted" if problems else "applied", detail, hook_numbers(text)))
             continue
         try:
-            placed = place_hooks(file, text)
+            patched[file], how = place_hooks(file, text)
         except PlaceError as error:
             reason, known = str(error).removeprefix(f"{file} "), {release.version for release in manifest().releases}
             if tree.version not in known:
                 reason += f" (this is megatron-core {tree.version}; known are {known_releases()})"
             report.files.append(FileState(file, "conflict", reason))
         else:
-            patched[file] = placed.text
-            report.files.append(FileState(file, "clean", placed.how, hook_numbers(placed.text)))
+            report.files.append(FileState(file, "clean", how, hook_numbers(patched[file])))
     states = {f.state for f in report.files}
     if states == {"applied"}:
         report.state = "applied"

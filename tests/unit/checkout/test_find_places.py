@@ -24,7 +24,7 @@ from megatron_ext.checkout.verify import is_hook_line, strip_hooks, verify_text
 @pytest.fixture
 def patched():
     """path -> patched text of the toy."""
-    return {path: place_hooks(path, TEXTS[path]).text for path in FILES}
+    return {path: place_hooks(path, TEXTS[path])[0] for path in FILES}
 
 
 def test_every_hook_has_one_place():
