@@ -90,17 +90,12 @@ def join(options: DoctorOptions) -> DoctorReport:
     per_node = ranks_on_this_node() or world_size
     if world_size % per_node:
         raise InputError("every node must have the same number of ranks", field="LOCAL_WORLD_SIZE", value=per_node)
-    aloud = os.dup(sys.stderr.fileno())
-    with tempfile.TemporaryFile("w+") as log:
-        kept = os.dup(1), os.dup(2)
-        _print_to(log.fileno())
-        try:
-            return rank_checks.run(options, per_node, lambda text: _say(aloud, text))
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for place, descriptor in zip((1, 2), kept):
-                os.dup2(descriptor, place)
+    kept, nothing = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    _print_to(nothing, nothing)
+    try:
+        return rank_checks.run(options, per_node, lambda text: _say(kept[1], text))
+    finally:
+        _print_to(*kept)
 
 
 def _settings() -> dict[str, str]:
@@ -108,12 +103,12 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ}
 
 
-def _print_to(descriptor: int) -> None:
-    """Redirect what this process prints, including Megatron's and NCCL's lines, to ``descriptor``."""
+def _print_to(output: int, errors: int) -> None:
+    """Redirect what this process prints, including Megatron's and NCCL's lines, to these descriptors."""
     sys.stdout.flush()
     sys.stderr.flush()
-    for place in (1, 2):
-        os.dup2(descriptor, place)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
 
 
 def _say(descriptor: int, text: str) -> None:
