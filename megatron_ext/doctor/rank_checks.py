@@ -39,6 +39,7 @@ from megatron_ext.doctor import (
 from megatron_ext.doctor import stacks as stacks_of_ranks
 from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions, Place, find_place
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
@@ -175,7 +176,7 @@ class _Checks:
     def _write(self, *more: Finding) -> DoctorReport:
         report = DoctorReport(
             schema_version=SCHEMA_VERSION,
-            kind=finding.KIND,
+            kind="doctor_report",
             created_at=self._created_at,
             version=__version__,
             ranks=self.place.world_size,
@@ -184,7 +185,7 @@ class _Checks:
             findings=(*self.findings, *more),
         )
         if self.place.rank == 0:
-            finding.save(self.options.out, report)
+            json_files.save(self.options.out, report, indent=1)
         return report
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from megatron_ext.doctor import finding, stacks
 from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, RankFailed, one_line
 from megatron_ext.launch import launcher
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
@@ -54,7 +55,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
             printed = tail if code else printed
             if not os.path.exists(options.out):
                 raise RankFailed(f"the ranks ended before the first check: {tail}")
-            report = finding.load(options.out)
+            report = json_files.load(options.out, DoctorReport)
             found, ended_in, left = finding.left_of(report)
             if options.titles and left == options.titles:  # they did not even reach the first
                 ended_in, left = left[0], left[1:]
@@ -63,7 +64,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
         if time.monotonic() > options.deadline:
             found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
         report = replace(report, findings=found + tuple(finding.not_reached(title) for title in left))
-        finding.save(options.out, report)
+        json_files.save(options.out, report, indent=1)
         if not left:
             return report, printed
         options = replace(options, earlier=found, titles=left)
