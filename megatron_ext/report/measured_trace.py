@@ -119,10 +119,9 @@ class MeasuredTrace:
         zero = min(start for start, _ in spans.values())
         events = []
         for rank, (start, end) in spans.items():
-            events += [
-                event._replace(start_us=event.start_us - zero)
-                for event in self._ranks[rank].between(iteration, start, end)
-            ]
+            own = self._ranks[rank]  # its thread's events leave out steps outside of training
+            near = (*own.thread[iteration - 1], *own.thread[iteration], *own.links)
+            events += [e._replace(start_us=e.start_us - zero) for e in near if start <= e.start_us < end]
         end = max(trace.end_us(iteration) for trace in self._ranks.values())
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
@@ -198,8 +197,3 @@ class _RankTrace:
         if iteration in self.issued:
             return self.issued[iteration]
         return self.end_us(iteration) if iteration in self.optimizer else self.first_us
-
-    def between(self, iteration: int, start: float, end: float) -> list[Event]:
-        """The events of ``iteration``'s window on this rank, without steps outside of training."""
-        near = self.thread[iteration - 1] + self.thread[iteration] + self.links
-        return [event for event in near if start <= event.start_us < end]
