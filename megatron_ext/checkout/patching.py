@@ -144,8 +144,8 @@ def _examine(tree: Tree, repaired: str | None) -> tuple[TreeReport, dict[str, st
         text = tree.read(file)
         if hook_numbers(text) or edited_line(file, text):
             problems = verify_text(file, text)
-            detail = "; ".join(p.text for p in problems)
-            report.files.append(FileState(file, "drifted" if problems else "applied", detail, hook_numbers(text)))
+            state = "drifted" if problems else "applied"
+            report.files.append(FileState(file, state, "; ".join(problems), hook_numbers(text)))
             continue
         try:
             patched[file], how = place_hooks(file, text)

@@ -26,5 +26,5 @@ def place_hooks(file: str, text: str) -> tuple[str, str]:
     assert known is None or blob_id(placed.encode()) == known.postimage, f"{file} is not as the manifest says"
     problems = verify_text(file, placed)
     if problems:
-        raise PlaceError(f"{problems[0].hook or 'verification'}: {problems[0].message}")
+        raise PlaceError(f"verification: {problems[0]}")
     return placed, "syntax tree" if known is None else "exact"
