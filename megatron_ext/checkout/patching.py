@@ -137,8 +137,7 @@ def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
 
 def _examine(tree: Tree, repaired: str | None) -> tuple[TreeReport, dict[str, str]]:
     """The report, and the patched text of every file that has no hook yet and in which the hooks can be placed."""
-    report = TreeReport(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
-    report.repaired = repaired
+    report = TreeReport(str(tree.root), tree.version, "", tree.core_only, list(tree.absent), repaired=repaired)
     patched = {}
     for file in tree.present:
         text = tree.read(file)

@@ -90,8 +90,7 @@ def refuse_early(script: ScriptArguments, options: Options) -> None:
     Raises:
         InputError: options of the verb contradict the arguments, or a size is out of range.
     """
-    given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
-    script_arguments.refuse_contradictions(given, said_options(script))
+    script_arguments.refuse_contradictions(given_on_the_command_line(*SAID), said_options(script))
     wanted = with_sizes(options, script)
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:
