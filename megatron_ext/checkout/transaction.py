@@ -99,19 +99,11 @@ def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = Fa
             _write(staged, data, like=target)
             entries.append(Entry(path, staged.name, blob_id(originals[path]), blob_id(data)))
         files.save(stage / JOURNAL, Journal("patch_journal", entries))
+        _finish(root, stage, [] if rehearse else entries)
     except (OSError, InputError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise InputError(f"nothing was changed: {error}", file=root) from None
-    if rehearse:
-        (stage / JOURNAL).unlink()
-        shutil.rmtree(stage)
-        return
-    try:
-        _finish(root, stage, entries)
-    except OSError as error:
         for path, data in originals.items():
             target = (root / path).resolve()
-            if target.read_bytes() != data:
+            if target.read_bytes() == contents[path]:
                 with contextlib.suppress(OSError):
                     _write(stage / "undo", data, like=target)
                     _move(stage / "undo", target)
