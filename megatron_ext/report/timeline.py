@@ -56,7 +56,6 @@ def save(report: Report, path) -> None:
         InputError: ``path`` cannot be written.
     """
     # Use matplotlib without pyplot, which needs a window system and global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = panels(report)
@@ -64,7 +63,6 @@ def save(report: Report, path) -> None:
     top, bottom, between = 1.05, 1.0, 0.5
     inches = top + bottom + sum(heights) + between * (len(drawn) - 1)
     figure = Figure(figsize=(WIDTH_PX / DPI, inches), dpi=DPI)
-    FigureCanvasAgg(figure)
     whole = 1.01 * max(max(panel.step[1], panel.end_us()) for panel in drawn)
     zoom = zoom_us(drawn)
     y = inches - top
