@@ -69,21 +69,6 @@ def refuse_script(script: ScriptArguments, verb: str) -> None:
             raise option_error("context_parallel_size", why, size)
 
 
-def why_not_measured(model) -> str | None:
-    """Why ``measure`` refuses to time this model's layers; None if it does not refuse.
-
-    Args:
-        model: as for :func:`for_workload`.
-    """
-    from megatron_ext.megatron.layer_options import require_known_layers
-
-    try:
-        require_known_layers(model.layer_options, model.workload)
-    except InputError as error:
-        return str(error)
-    return None
-
-
 def refuse_early(script: ScriptArguments, options: Options) -> None:
     """Refuse to measure if the text of the script's arguments already shows that something is wrong.
 
