@@ -7,7 +7,7 @@ from megatron_ext.checkout.hook_table import HOOKS, hooks_of
 from megatron_ext.checkout.patchset import known_releases, manifest
 from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.syntax import PlaceError
-from megatron_ext.checkout.transaction import locked_tree, recover, replace_files
+from megatron_ext.checkout.transaction import locked_tree, replace_files
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import EDITED, edited_line, hook_numbers, strip_hooks, verify_text
 from megatron_ext.formats.errors import InputError
@@ -58,8 +58,7 @@ def check(path) -> TreeReport:
         InputError: not a Megatron tree, Windows line ends, or a file that cannot be read.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        repaired = recover(tree.root)
+    with locked_tree(tree.root) as repaired:
         return _examine(tree, repaired)[0]
 
 
@@ -75,8 +74,8 @@ def apply(path, *, dry_run: bool = False) -> TreeReport:
             if a file is read-only. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        report, patched = _examine(tree, recover(tree.root))
+    with locked_tree(tree.root) as repaired:
+        report, patched = _examine(tree, repaired)
         contents = {f: new.encode() for f, new in patched.items()}
         if report.state == "applied":
             return report
@@ -107,8 +106,7 @@ def revert(path, *, dry_run: bool = False) -> TreeReport:
             edited, or copies of a hook line. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        repaired = recover(tree.root)
+    with locked_tree(tree.root) as repaired:
         stripped, diff = {}, ""
         for file in tree.present:
             text = tree.read(file)

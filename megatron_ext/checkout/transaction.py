@@ -49,11 +49,12 @@ class Journal(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextlib.contextmanager
-def locked_tree(root: Path) -> Iterator[None]:
-    """Lock the tree against other patch commands. The lock ends with the process.
+def locked_tree(root: Path) -> Iterator[str | None]:
+    """Lock the tree against other patch commands, and repair it if one was interrupted. The lock ends with the process.
+    Yields what :func:`recover` returns.
 
     Raises:
-        InputError: another command is working on this tree.
+        InputError: another command is working on this tree, or as for :func:`recover`.
     """
     try:
         handle = os.open(root, os.O_RDONLY)
@@ -61,7 +62,7 @@ def locked_tree(root: Path) -> Iterator[None]:
         raise InputError(f"cannot be read: {error}", file=root) from None
     try:
         _lock(handle, root)
-        yield
+        yield recover(root)
     finally:
         os.close(handle)
 
