@@ -20,7 +20,7 @@ from megatron_ext.report.spread import Spread, summarize
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.workload import Limits, Workload
+from megatron_ext.workload.workload import Limits
 
 GATHER_LANES = ("issue", "wait")
 """Lanes of the training thread's time in gathers: issuing gathers and publishing, and waiting for gathers."""
@@ -94,7 +94,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         InputError: the cost table lacks a figure that the prediction needs.
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
-    stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, extrapolate=extrapolate)
+    compared = run.workload
+    if run.workload.zero_stage == 3 and run.gathers_only is None:  # stock Megatron has no zero stage 3
+        compared = msgspec.structs.replace(compared, zero_stage=1, limits=Limits())
+    stock = evaluate(compared, run.table, run.gathers_only, extrapolate=extrapolate)
     # A schedule that was written by hand has no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
@@ -143,13 +146,6 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
 def _medians(found: list[dict[str, float]]) -> dict[str, float]:
     # Leave out links that are missing in some iterations: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
-
-
-def _workload_of_stock(run: RunDir) -> Workload:
-    """The workload of the run that the schedule is compared with. Stock Megatron has no zero stage 3."""
-    if run.workload.zero_stage < 3 or run.gathers_only is not None:
-        return run.workload
-    return msgspec.structs.replace(run.workload, zero_stage=1, limits=Limits())
 
 
 def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:

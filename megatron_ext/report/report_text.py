@@ -227,15 +227,6 @@ def ending(report: Report) -> list[str]:
     return last_lines(verdict_line(report), runs, add=add)
 
 
-def links_lines(report: Report) -> list[str]:
-    """The time in which links carry bytes, measured and simulated; empty if there are less than two links."""
-    return [
-        f"carry bytes, {how}: {', '.join(f'{name} {share:.0%}' for name, share in found.items())} of the iteration"
-        for how, found in report.links_busy.items()
-        if found
-    ]
-
-
 def hidden_lines(report: Report) -> list[str]:
     """For each kind of copy and the host's step, its time and the hidden share, measured next to simulated."""
     measured, simulated = (report.hidden[how] for how in ("measured", "simulated"))
@@ -262,10 +253,11 @@ def cautions(report: Report) -> list[str]:
 def details(report: Report) -> list[tuple[str, str]]:
     """Lines about the plan and its outcome, each with a word that names its subject."""
     used = Counter(route for _, route in {(action.group, action.route) for action in report.run.schedule.unshards})
+    busy = {how: ", ".join(f"{name} {of:.0%}" for name, of in own.items()) for how, own in report.links_busy.items()}
     routes = [f"{used[name]} group{'s' if used[name] > 1 else ''} by {name}" for name in ROUTE_KINDS if used[name]]
     return [
         ("routes", ", ".join(routes) or "no group is gathered"),
-        *(("links", line) for line in links_lines(report)),
+        *(("links", f"carry bytes, {how}: {said} of the iteration") for how, said in busy.items() if said),
         *(("hidden", line) for line in hidden_lines(report)),
         *(("bytes", line) for line in moved.lines(report.moved)),
         *(("part", line) for line in parts.lines(report.parts, report.missed_us)),
