@@ -157,7 +157,7 @@ def _patch(tree: Path, files: dict[str, bytes], version: str, date: str) -> Outc
         return Outcome(version, date, "refused" if unchanged() else "FAILED", reason or str(error))
     how = Counter(entry.detail for entry in report.files)
     if checkout.verify_hooks(tree):
-        return Outcome(version, date, "FAILED", str(checkout.verify_hooks(tree)[0]))
+        return Outcome(version, date, "FAILED", checkout.verify_hooks(tree)[0])
     beside = {}
     for path in FILES:
         beside |= neighbours(path, (tree / path).read_text())

@@ -11,18 +11,11 @@ from megatron_ext.checkout.patchset import MARKER as MARKER
 from megatron_ext.checkout.patchset import Hook as Hook
 from megatron_ext.checkout.patchset import manifest
 
-ARGUMENTS = "megatron/training/arguments.py"
-TRAINING = "megatron/training/training.py"
-PRETRAIN = "pretrain_gpt.py"
-DDP = "megatron/core/distributed/distributed_data_parallel.py"
-OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
-SCHEDULES = "megatron/core/pipeline_parallel/schedules.py"
-
-CORE_FILES = (DDP, OPTIMIZER, SCHEDULES)
-TRAINING_FILES = (ARGUMENTS, TRAINING, PRETRAIN)
-FILES = CORE_FILES + TRAINING_FILES
-
 HOOKS = tuple(manifest().hooks)
+
+FILES = tuple(sorted({hook.file for hook in HOOKS}))
+DDP, OPTIMIZER, SCHEDULES, ARGUMENTS, TRAINING, PRETRAIN = FILES
+CORE_FILES = (DDP, OPTIMIZER, SCHEDULES)
 
 SCHEDULE_FUNCTIONS = {hook.place.split(",")[0] for hook in HOOKS if hook.file == SCHEDULES}
 """Megatron's pipeline schedules that have hooks in them."""

@@ -7,7 +7,7 @@ from megatron_ext.checkout.hook_table import HOOKS, hooks_of
 from megatron_ext.checkout.patchset import known_releases, manifest
 from megatron_ext.checkout.place_hooks import place_hooks
 from megatron_ext.checkout.syntax import PlaceError
-from megatron_ext.checkout.transaction import locked_tree, recover, replace_files
+from megatron_ext.checkout.transaction import locked_tree, replace_files
 from megatron_ext.checkout.tree import Tree
 from megatron_ext.checkout.verify import EDITED, edited_line, hook_numbers, strip_hooks, verify_text
 from megatron_ext.formats.errors import InputError
@@ -58,8 +58,7 @@ def check(path) -> TreeReport:
         InputError: not a Megatron tree, Windows line ends, or a file that cannot be read.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        repaired = recover(tree.root)
+    with locked_tree(tree.root) as repaired:
         return _examine(tree, repaired)[0]
 
 
@@ -75,8 +74,8 @@ def apply(path, *, dry_run: bool = False) -> TreeReport:
             if a file is read-only. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        report, patched = _examine(tree, recover(tree.root))
+    with locked_tree(tree.root) as repaired:
+        report, patched = _examine(tree, repaired)
         contents = {f: new.encode() for f, new in patched.items()}
         if report.state == "applied":
             return report
@@ -107,8 +106,7 @@ def revert(path, *, dry_run: bool = False) -> TreeReport:
             edited, or copies of a hook line. The tree is then unchanged.
     """
     tree = Tree(path)
-    with locked_tree(tree.root):
-        repaired = recover(tree.root)
+    with locked_tree(tree.root) as repaired:
         stripped, diff = {}, ""
         for file in tree.present:
             text = tree.read(file)
@@ -137,26 +135,24 @@ def _replace(tree: Tree, contents: dict[str, bytes], dry_run: bool) -> None:
 
 def _examine(tree: Tree, repaired: str | None) -> tuple[TreeReport, dict[str, str]]:
     """The report, and the patched text of every file that has no hook yet and in which the hooks can be placed."""
-    report = TreeReport(str(tree.root), tree.version, "", tree.core_only, list(tree.absent))
-    report.repaired = repaired
+    report = TreeReport(str(tree.root), tree.version, "", tree.core_only, list(tree.absent), repaired=repaired)
     patched = {}
     for file in tree.present:
         text = tree.read(file)
         if hook_numbers(text) or edited_line(file, text):
             problems = verify_text(file, text)
-            detail = "; ".join(p.text for p in problems)
-            report.files.append(FileState(file, "drifted" if problems else "applied", detail, hook_numbers(text)))
+            state = "drifted" if problems else "applied"
+            report.files.append(FileState(file, state, "; ".join(problems), hook_numbers(text)))
             continue
         try:
-            placed = place_hooks(file, text)
+            patched[file], how = place_hooks(file, text)
         except PlaceError as error:
             reason, known = str(error).removeprefix(f"{file} "), {release.version for release in manifest().releases}
             if tree.version not in known:
                 reason += f" (this is megatron-core {tree.version}; known are {known_releases()})"
             report.files.append(FileState(file, "conflict", reason))
         else:
-            patched[file] = placed.text
-            report.files.append(FileState(file, "clean", placed.how, hook_numbers(placed.text)))
+            report.files.append(FileState(file, "clean", how, hook_numbers(patched[file])))
     states = {f.state for f in report.files}
     if states == {"applied"}:
         report.state = "applied"

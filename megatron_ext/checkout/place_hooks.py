@@ -5,24 +5,15 @@ error. So a line is inserted only where ``find_places.py`` finds the one gap for
 result. If the file is that of a release, the git blob id of the result must also be the one in the manifest.
 """
 
-from dataclasses import dataclass
-
 from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.patchset import blob_id, known_files
 from megatron_ext.checkout.syntax import PlaceError
 from megatron_ext.checkout.verify import verify_text
 
 
-@dataclass(frozen=True)
-class PatchedText:
-    """The patched text of one file. ``how`` is ``exact`` (a known file) or ``syntax tree``."""
-
-    text: str
-    how: str
-
-
-def place_hooks(file: str, text: str) -> PatchedText:
-    """Patch ``text``, the present content of ``file``, which holds no hook line.
+def place_hooks(file: str, text: str) -> tuple[str, str]:
+    """Patch ``text``, the present content of ``file``, which holds no hook line. Returns the patched text, and how it
+    was made: ``exact`` (a known file) or ``syntax tree``.
 
     Raises:
         PlaceError: a hook's place is not proven. The text names the hook and the lines that are the reason.
@@ -35,5 +26,5 @@ def place_hooks(file: str, text: str) -> PatchedText:
     assert known is None or blob_id(placed.encode()) == known.postimage, f"{file} is not as the manifest says"
     problems = verify_text(file, placed)
     if problems:
-        raise PlaceError(f"{problems[0].hook or 'verification'}: {problems[0].message}")
-    return PatchedText(placed, "syntax tree" if known is None else "exact")
+        raise PlaceError(f"verification: {problems[0]}")
+    return placed, "syntax tree" if known is None else "exact"

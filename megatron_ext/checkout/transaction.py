@@ -49,11 +49,12 @@ class Journal(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @contextlib.contextmanager
-def locked_tree(root: Path) -> Iterator[None]:
-    """Lock the tree against other patch commands. The lock ends with the process.
+def locked_tree(root: Path) -> Iterator[str | None]:
+    """Lock the tree against other patch commands, and repair it if one was interrupted. The lock ends with the process.
+    Yields what :func:`recover` returns.
 
     Raises:
-        InputError: another command is working on this tree.
+        InputError: another command is working on this tree, or as for :func:`recover`.
     """
     try:
         handle = os.open(root, os.O_RDONLY)
@@ -61,7 +62,7 @@ def locked_tree(root: Path) -> Iterator[None]:
         raise InputError(f"cannot be read: {error}", file=root) from None
     try:
         _lock(handle, root)
-        yield
+        yield recover(root)
     finally:
         os.close(handle)
 
@@ -99,19 +100,11 @@ def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = Fa
             _write(staged, data, like=target)
             entries.append(Entry(path, staged.name, blob_id(originals[path]), blob_id(data)))
         files.save(stage / JOURNAL, Journal("patch_journal", entries))
+        _finish(root, stage, [] if rehearse else entries)
     except (OSError, InputError) as error:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise InputError(f"nothing was changed: {error}", file=root) from None
-    if rehearse:
-        (stage / JOURNAL).unlink()
-        shutil.rmtree(stage)
-        return
-    try:
-        _finish(root, stage, entries)
-    except OSError as error:
         for path, data in originals.items():
             target = (root / path).resolve()
-            if target.read_bytes() != data:
+            if target.read_bytes() == contents[path]:
                 with contextlib.suppress(OSError):
                     _write(stage / "undo", data, like=target)
                     _move(stage / "undo", target)

@@ -8,36 +8,12 @@ gap that ``find_places.py`` describes, and it must add a statement to the syntax
 import ast
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.checkout.find_places import find_gaps
 from megatron_ext.checkout.gaps import HookGap
 from megatron_ext.checkout.hook_table import FILES, LINES, hooks_of
 from megatron_ext.checkout.syntax import PlaceError
-
-
-@dataclass(frozen=True)
-class HookProblem:
-    """One hook that is not as it should be.
-
-    Attributes:
-        file: path below the root of the tree.
-        hook: name of the hook, or "" if the line belongs to none.
-        message: what is wrong.
-    """
-
-    file: str
-    hook: str
-    message: str
-
-    @property
-    def text(self) -> str:
-        """The hook and what is wrong."""
-        return f"{self.hook + ': ' if self.hook else ''}{self.message}"
-
-    def __str__(self) -> str:
-        return f"{self.file}: {self.text}"
 
 
 def is_hook_line(line: str) -> bool:
@@ -124,24 +100,24 @@ def strip_hooks(file: str, text: str) -> str:
     return "\n".join(row for number, row in enumerate(rows, start=1) if number not in going)
 
 
-def verify_text(file: str, text: str) -> list[HookProblem]:
-    """Problems of one patched file. Empty if every hook of the file is in its place."""
+def verify_text(file: str, text: str) -> list[str]:
+    """Problems of one patched file, each with the name of its hook if it has one. Empty if every hook of the file is in
+    its place."""
     edited = edited_line(file, text)
     if edited:
-        return [HookProblem(file, "", f"line {edited}: {EDITED}")]
+        return [f"line {edited}: {EDITED}"]
     try:
         in_place = hook_lines(file, text)
     except PlaceError as error:
-        return [HookProblem(file, "", str(error).removeprefix(f"{file} "))]
+        return [str(error).removeprefix(f"{file} ")]
     lost = [number for number in hook_numbers(text) if number not in in_place]
-    problems = [HookProblem(file, "", f"line {number} is not where its hook belongs") for number in lost]
+    problems = [f"line {number} is not where its hook belongs" for number in lost]
     there = {gap.hook.name for gap in in_place.values()}
-    problems += [HookProblem(file, hook.name, "not in its place") for hook in hooks_of(file) if hook.name not in there]
-    return problems
+    return problems + [f"{hook.name}: not in its place" for hook in hooks_of(file) if hook.name not in there]
 
 
-def verify_hooks(path) -> list[HookProblem]:
-    """Problems of all hooks of the tree at ``path``. If there are none, training may start.
+def verify_hooks(path) -> list[str]:
+    """Problems of all hooks of the tree at ``path``, each with its file. If there are none, training may start.
 
     A file that the tree does not have is not a problem: a core-only tree has no training scripts.
     Takes about 0.1 s: six files are parsed, nothing is imported.
@@ -154,7 +130,7 @@ def verify_hooks(path) -> list[HookProblem]:
         try:
             text = place.read_bytes().decode()
         except (OSError, UnicodeDecodeError) as error:
-            problems.append(HookProblem(file, "", f"cannot be read: {error}"))
+            problems.append(f"{file}: cannot be read: {error}")
             continue
-        problems += verify_text(file, text)
+        problems += [f"{file}: {problem}" for problem in verify_text(file, text)]
     return problems

@@ -69,29 +69,13 @@ def refuse_script(script: ScriptArguments, verb: str) -> None:
             raise option_error("context_parallel_size", why, size)
 
 
-def why_not_measured(model) -> str | None:
-    """Why ``measure`` refuses to time this model's layers; None if it does not refuse.
-
-    Args:
-        model: as for :func:`for_workload`.
-    """
-    from megatron_ext.megatron.layer_options import require_known_layers
-
-    try:
-        require_known_layers(model.layer_options, model.workload)
-    except InputError as error:
-        return str(error)
-    return None
-
-
 def refuse_early(script: ScriptArguments, options: Options) -> None:
     """Refuse to measure if the text of the script's arguments already shows that something is wrong.
 
     Raises:
         InputError: options of the verb contradict the arguments, or a size is out of range.
     """
-    given = {name: getattr(options, name) for name in given_on_the_command_line(*SAID)}
-    script_arguments.refuse_contradictions(given, said_options(script))
+    script_arguments.refuse_contradictions(given_on_the_command_line(*SAID), said_options(script))
     wanted = with_sizes(options, script)
     launched = os.environ.get("WORLD_SIZE") if "MASTER_ADDR" in os.environ else None
     if launched is not None and int(launched) != wanted.world_size:

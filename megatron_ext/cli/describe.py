@@ -34,11 +34,11 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     from megatron_ext.workload import workload
     from megatron_ext.workload import workload_text as showing
 
-    refused, taken = None, {}
+    model, taken = None, {}
     warnings.simplefilter("ignore")  # Megatron warns of packages that only training needs, torch of its old functions
     json_files.check_writable(out)
     if checkout:
-        from megatron_ext.cli.checkout_model import refuse_script, why_not_measured
+        from megatron_ext.cli.checkout_model import refuse_script
         from megatron_ext.megatron import describe_from_checkout, script_arguments
 
         describe_from_checkout.require_script(checkout, entry)
@@ -47,7 +47,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
         if script.ours.data_parallel_size is None and "WORLD_SIZE" not in os.environ:
             taken["--data-parallel-size"] = 1
         model = describe_from_checkout.describe_command_line(checkout, megatron_options, entry)
-        described, refused = model.workload, why_not_measured(model)
+        described = model.workload
     elif entry:
         raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     else:
@@ -62,7 +62,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
     held_by = (f"rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}" for rank, held in enumerate(memory))
     lines = [showing.text(described, out), *(f"memory {held}" for held in held_by)]
     if missing := showing.not_counted(described):
-        lines.append(f"{missing}: this model cannot run without data here{who_counts(refused)}")
+        lines.append(f"{missing}: this model cannot run without data here{who_counts(model)}")
     lines += fp8_lines(megatron_options)
     most = max(held.device_total_bytes for held in memory) / 2**30
     lines.append(f"verdict: stock Megatron holds {most:.2f} GiB on the device of the rank that holds most")
@@ -89,11 +89,17 @@ def _of_known_options(megatron_options) -> tuple[Workload, dict]:
     return described, ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
 
 
-def who_counts(refused: str | None) -> str:
-    """Text that says how activations can be counted; ``refused``: why `measure` does not count them, or None."""
-    if refused is None:
-        return "; `measure` counts them"
-    return f", and `measure` refuses it ({refused}); leave room for them in --limit-device-bytes"
+def who_counts(model) -> str:
+    """Text that says how activations can be counted: by ``measure``, unless it refuses to time the layers of a
+    checkout's ``model``."""
+    if model is not None:
+        from megatron_ext.megatron.layer_options import require_known_layers
+
+        try:
+            require_known_layers(model.layer_options, model.workload)
+        except InputError as error:
+            return f", and `measure` refuses it ({error}); leave room for them in --limit-device-bytes"
+    return "; `measure` counts them"
 
 
 def _stock_memory(described: Workload) -> list[RankMemory]:

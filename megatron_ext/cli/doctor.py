@@ -42,7 +42,9 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
         raise InputError("is not a directory", field="--nvme", value=nvme)
     nvme = nvme and str(Path(nvme).resolve())
     if checkout is not None:
-        checkout = _require_tree(checkout)
+        if not os.path.isdir(Path(checkout, "megatron", "core")):
+            raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
+        checkout = str(Path(checkout).resolve())
     options = DoctorOptions(
         out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, **times
     )
@@ -87,13 +89,6 @@ def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | N
         alone = [0] * parallel.pp
         return max(nodes.pinned_bytes_of_nodes(parallel, whole, alone)), "a host copy of the model"
     return None, ""
-
-
-def _require_tree(checkout: str) -> str:
-    tree = Path(checkout).resolve()
-    if not os.path.isdir(tree / "megatron" / "core"):
-        raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
-    return str(tree)
 
 
 def _devices(device: Literal["auto", "cpu", "cuda"]) -> int:

@@ -5,12 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from megatron_ext.formats import json_files
 from megatron_ext.formats.facts import Facts
 
 Status = Literal["pass", "fail", "could not try"]
-
-KIND = "doctor_report"
 
 
 class Finding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,16 +49,6 @@ class DoctorReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     def failed(self) -> bool:
         """Whether a check failed."""
         return any(finding.status == "fail" for finding in self.findings)
-
-
-def save(path, report: DoctorReport) -> None:
-    """Write a report. Raises InputError if ``path`` cannot be written."""
-    json_files.save(path, report, indent=1)
-
-
-def load(path) -> DoctorReport:
-    """Read a report. Raises InputError."""
-    return json_files.load(path, DoctorReport)
 
 
 DID_NOT_END, NOT_REACHED = "did not end", "not reached"

@@ -10,6 +10,7 @@ error, because a device may answer every later call with that error.
 
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 import tempfile
@@ -39,6 +40,7 @@ from megatron_ext.doctor import (
 from megatron_ext.doctor import stacks as stacks_of_ranks
 from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions, Place, find_place
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import RANKS_PER_DEVICE
 from megatron_ext.formats.versions import SCHEMA_VERSION
@@ -58,9 +60,9 @@ CHECKS: dict[str, Callable[["_Checks"], list[Finding]]] = {
     "shared and page-locked memory": lambda run: shared_pinning.check(run.place, run.options),
     "stream memory operations": lambda run: stream_operations.check(run.place, run.options),
     "direct reads": lambda run: direct_reads.check(run.place, run.options),
-    "overlap": lambda run: overlap.check(run.place, run.fabric(), TRANSFER_BYTES[run.place.device.type]),
-    "communicators": lambda run: communicators.check(run.place, run.fabric()),
-    "symmetric buffers": lambda run: symmetric_buffers.check(run.place, run.fabric()),
+    "overlap": lambda run: overlap.check(run.place, run.fabric, TRANSFER_BYTES[run.place.device.type]),
+    "communicators": lambda run: communicators.check(run.place, run.fabric),
+    "symmetric buffers": lambda run: symmetric_buffers.check(run.place, run.fabric),
     training_check.MEGATRON: lambda run: [training_check.ready()],
     **{
         case.check: lambda run, case=case: training_check.check(run.place, run.options, case)
@@ -100,7 +102,6 @@ class _Checks:
         self.machine = machine.environment(options.device)
         if place.ranks_per_device > 1:
             self.machine["hardware"] = {**self.machine["hardware"], RANKS_PER_DEVICE: place.ranks_per_device}
-        self._fabric: Fabric | None = None
         self._created_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def run(self) -> DoctorReport:
@@ -157,25 +158,23 @@ class _Checks:
         if not self.options.stacks:
             self.say(finding.text(report))
 
+    @functools.cached_property
     def fabric(self) -> Fabric:
         """The fabric that issues transfers, made when it is first needed. Collective."""
-        if self._fabric is None:
-            place = self.place
-            size = 16 * TRANSFER_BYTES[place.device.type]
-            wanted = Options(
-                data_parallel_size=place.world_size,
-                device=place.device.type,  # pyright: ignore[reportArgumentType] - cpu or cuda
-                max_bytes=size,
-                ranks_per_node=place.ranks_per_node,
-            )
-            shared = place.exchange, self.store, place.everyone
-            self._fabric = shared_fabric(wanted, place.rank, *shared, field="ranks of a node")
-        return self._fabric
+        place = self.place
+        wanted = Options(
+            data_parallel_size=place.world_size,
+            device=place.device.type,  # pyright: ignore[reportArgumentType] - cpu or cuda
+            max_bytes=16 * TRANSFER_BYTES[place.device.type],
+            ranks_per_node=place.ranks_per_node,
+        )
+        shared = place.exchange, self.store, place.everyone
+        return shared_fabric(wanted, place.rank, *shared, field="ranks of a node")
 
     def _write(self, *more: Finding) -> DoctorReport:
         report = DoctorReport(
             schema_version=SCHEMA_VERSION,
-            kind=finding.KIND,
+            kind="doctor_report",
             created_at=self._created_at,
             version=__version__,
             ranks=self.place.world_size,
@@ -184,7 +183,7 @@ class _Checks:
             findings=(*self.findings, *more),
         )
         if self.place.rank == 0:
-            finding.save(self.options.out, report)
+            json_files.save(self.options.out, report, indent=1)
         return report
 
 

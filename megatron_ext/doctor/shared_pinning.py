@@ -4,7 +4,9 @@ does this take?"""
 import contextlib
 import mmap
 import os
+import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -90,13 +92,11 @@ def huge_pages(setting: Path) -> Finding:
 def pages_of_nodes(maps: Path, name: str) -> dict[int, int]:
     """By NUMA node, the number of pages there that belong to mappings whose name contains ``name`` (numa(7)); empty if
     the system does not say."""
-    found: dict[int, int] = {}
+    found: Counter[int] = Counter()
     for line in text_of(maps).splitlines():
         if name in line:
-            for word in line.split():
-                node, is_node, count = word.partition("=")
-                if is_node and node[:1] == "N" and node[1:].isdecimal():
-                    found[int(node[1:])] = found.get(int(node[1:]), 0) + int(count)
+            for node, count in re.findall(r" N(\d+)=(\d+)", line):
+                found[int(node)] += int(count)
     return found
 
 

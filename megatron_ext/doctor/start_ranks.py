@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from megatron_ext.doctor import finding, stacks
 from megatron_ext.doctor.finding import DoctorReport, Finding
 from megatron_ext.doctor.place import DoctorOptions
+from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError, RankFailed, one_line
 from megatron_ext.launch import launcher
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
@@ -54,7 +55,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
             printed = tail if code else printed
             if not os.path.exists(options.out):
                 raise RankFailed(f"the ranks ended before the first check: {tail}")
-            report = finding.load(options.out)
+            report = json_files.load(options.out, DoctorReport)
             found, ended_in, left = finding.left_of(report)
             if options.titles and left == options.titles:  # they did not even reach the first
                 ended_in, left = left[0], left[1:]
@@ -63,7 +64,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
         if time.monotonic() > options.deadline:
             found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
         report = replace(report, findings=found + tuple(finding.not_reached(title) for title in left))
-        finding.save(options.out, report)
+        json_files.save(options.out, report, indent=1)
         if not left:
             return report, printed
         options = replace(options, earlier=found, titles=left)
@@ -90,17 +91,12 @@ def join(options: DoctorOptions) -> DoctorReport:
     per_node = ranks_on_this_node() or world_size
     if world_size % per_node:
         raise InputError("every node must have the same number of ranks", field="LOCAL_WORLD_SIZE", value=per_node)
-    aloud = os.dup(sys.stderr.fileno())
-    with tempfile.TemporaryFile("w+") as log:
-        kept = os.dup(1), os.dup(2)
-        _print_to(log.fileno())
-        try:
-            return rank_checks.run(options, per_node, lambda text: _say(aloud, text))
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            for place, descriptor in zip((1, 2), kept):
-                os.dup2(descriptor, place)
+    kept, nothing = (os.dup(1), os.dup(2)), os.open(os.devnull, os.O_WRONLY)
+    _print_to(nothing, nothing)
+    try:
+        return rank_checks.run(options, per_node, lambda text: _say(kept[1], text))
+    finally:
+        _print_to(*kept)
 
 
 def _settings() -> dict[str, str]:
@@ -108,12 +104,12 @@ def _settings() -> dict[str, str]:
     return {name: value for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ}
 
 
-def _print_to(descriptor: int) -> None:
-    """Redirect what this process prints, including Megatron's and NCCL's lines, to ``descriptor``."""
+def _print_to(output: int, errors: int) -> None:
+    """Redirect what this process prints, including Megatron's and NCCL's lines, to these descriptors."""
     sys.stdout.flush()
     sys.stderr.flush()
-    for place in (1, 2):
-        os.dup2(descriptor, place)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
 
 
 def _say(descriptor: int, text: str) -> None:

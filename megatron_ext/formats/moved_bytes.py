@@ -42,11 +42,8 @@ def add_up(rows: Iterable[Row]) -> MovedBytes:
     for kind, link, size in rows:
         for own in (link, "host_memory") if link in THROUGH_HOST_MEMORY else (link,):
             found[kind, own] = found.get((kind, own), 0) + size
-    return {
-        kind: {link: found[kind, link] for link in LINKS if found.get((kind, link))}
-        for kind in KINDS
-        if any(found.get((kind, link)) for link in LINKS)
-    }
+    every: MovedBytes = {kind: {link: found[kind, link] for link in LINKS if found.get((kind, link))} for kind in KINDS}
+    return {kind: links for kind, links in every.items() if links}
 
 
 def by_link(moved: MovedBytes) -> dict[Link, int]:

@@ -1,6 +1,5 @@
 """Computes the figures of a report from the files of a run."""
 
-from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -11,20 +10,17 @@ from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.verdict import Verdict, verdict
-from megatron_ext.report.equality import Equality, compare_metrics, largest_loss_difference
-from megatron_ext.report.links_busy import Hidden, hidden, over_iterations, shares
-from megatron_ext.report.measured_trace import MeasuredTrace, Window
+from megatron_ext.report.equality import Equality, compare_metrics
+from megatron_ext.report.links_busy import Hidden, hidden, moving, over_iterations, shares
+from megatron_ext.report.measured_trace import MeasuredTrace
 from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.spread import Spread, summarize, warm_up
+from megatron_ext.report.spread import Spread, summarize
 from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
-from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import ROUTE_KINDS
-from megatron_ext.workload.workload import Limits, Workload
+from megatron_ext.workload.workload import Limits
 
 GATHER_LANES = ("issue", "wait")
 """Lanes of the training thread's time in gathers: issuing gathers and publishing, and waiting for gathers."""
@@ -51,22 +47,19 @@ class Report(NamedTuple):
     ``gather_us``, ``exposed_us``, ``iteration_time_us``: measured; the first two are, per iteration, the largest over
     ranks. ``period_us``: the time from the end of one iteration to the end of the next; None if no two iterations
     follow each other. ``predicted_iteration_time_us``: a pair of numbers. The scheduled one is stored in the schedule,
-    the other one is simulated from the same table. ``loss_difference``: the largest relative difference of scheduled
-    from stock; None if no loss is a number, or a run has no metrics. ``measured_ratio``: the ratio of iteration times,
-    if the runs took turns. ``verdict_was``: whether this ratio confirms the verdict
-    (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``routes``: the number of groups that the schedule brings by
-    each route. ``simulated``: events of the simulated iteration. ``memory``: by pipeline rank, the bill and the census
-    of the data-parallel rank whose device held the most; empty if the run took no census. ``links_busy``: ``measured``
-    and ``simulated`` shares of the scheduled iteration in which each link carries bytes and in which all links do
-    (:func:`megatron_ext.report.links_busy.shares`). ``hidden``: ``measured`` and ``simulated`` work that was hidden
-    behind compute (:mod:`megatron_ext.report.links_busy`). ``moved``: by rank, the billed and the counted bytes; empty
-    if the trace has no counts. ``parts``: of the scheduled iteration, measured and simulated
-    (:mod:`megatron_ext.report.parts`).
+    the other one is simulated from the same table. ``measured_ratio``: the ratio of iteration times, if the runs took
+    turns. ``verdict_was``: whether this ratio confirms the verdict
+    (:func:`megatron_ext.report.turn_ratio.check_verdict`). ``simulated``: events of the simulated iteration.
+    ``memory``: by pipeline rank, the bill and the census of the data-parallel rank whose device held the most; empty if
+    the run took no census. ``links_busy``: ``measured`` and ``simulated`` shares of the scheduled iteration in which
+    each link carries bytes and in which all links do (:func:`megatron_ext.report.links_busy.shares`). ``hidden``:
+    ``measured`` and ``simulated`` work that was hidden behind compute (:mod:`megatron_ext.report.links_busy`).
+    ``moved``: by rank, the billed and the counted bytes; empty if the trace has no counts. ``parts``: of the scheduled
+    iteration, measured and simulated (:mod:`megatron_ext.report.parts`).
     """
 
     run: RunDir
     equality: Equality
-    warm_up: int
     gather_us: MeasuredPair
     exposed_us: MeasuredPair
     iteration_time_us: MeasuredPair
@@ -75,8 +68,6 @@ class Report(NamedTuple):
     verdict: Verdict
     measured_ratio: TurnRatio | None
     verdict_was: str | None
-    loss_difference: float | None
-    routes: dict[str, int]
     simulated: list[Event]
     links_busy: dict[str, dict[str, float]]
     hidden: dict[str, dict[str, Hidden]]
@@ -103,7 +94,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         InputError: the cost table lacks a figure that the prediction needs.
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
-    stock = evaluate(_workload_of_stock(run), run.table, run.gathers_only, extrapolate=extrapolate)
+    compared = run.workload
+    if run.workload.zero_stage == 3 and run.gathers_only is None:  # stock Megatron has no zero stage 3
+        compared = msgspec.structs.replace(compared, zero_stage=1, limits=Limits())
+    stock = evaluate(compared, run.table, run.gathers_only, extrapolate=extrapolate)
     # A schedule that was written by hand has no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
@@ -111,6 +105,10 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     traces, turn_iterations = (run.stock_trace, run.scheduled_trace), run.turn_iterations
     indices = counted(run.iterations, turn_iterations)
     windows = [run.scheduled_trace.window(index + 1) for index in indices]
+    simulated, *measured = (
+        moving(events, run.workload.parallel, run.schedule.groups)
+        for events in (ours.events, *(window.events for window in windows))
+    )
 
     def spread(values: Sequence[float]) -> Spread:
         return summarize([values[index] for index in indices])
@@ -120,14 +118,11 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         return MeasuredPair(found, spread(run.scheduled_trace.thread_us(names)))
 
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
-    times, us = [window.events for window in windows], spread(took).median_us
-    found = parts(ours.events, ours.iteration_time_us, times, us, *_grouped(run), on_device=run.on_device)
-    routes = Counter(route for _, route in {(action.group, action.route) for action in run.schedule.unshards})
+    found = parts(simulated, ours.iteration_time_us, measured, spread(took).median_us, run.on_device)
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
         run=run,
         equality=compare_metrics(run.reference, run.scheduled),
-        warm_up=warm_up(run.iterations),
         gather_us=lanes(*GATHER_LANES),
         exposed_us=lanes("wait"),
         iteration_time_us=MeasuredPair(spread(of_stock) if of_stock else None, spread(took)),
@@ -136,38 +131,21 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         verdict=judged,
         measured_ratio=ratio,
         verdict_was=check_verdict(judged.figures["answer"], ratio.ratio, ratio.standard_error) if ratio else None,
-        loss_difference=largest_loss_difference(run.stock, run.scheduled),
-        routes={kind.name: routes[kind.name] for kind in ROUTE_KINDS.values() if routes[kind.name]},
         simulated=ours.events,
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
-            "measured": _links_busy(run, windows),
-            "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),
+            "measured": _medians([shares(events, window.end_us) for events, window in zip(measured, windows)]),
+            "simulated": shares(simulated, ours.iteration_time_us),
         },
-        hidden={
-            "measured": over_iterations([hidden(window.events, *_grouped(run)) for window in windows]),
-            "simulated": hidden(ours.events, *_grouped(run)),
-        },
+        hidden={"measured": over_iterations([*map(hidden, measured)]), "simulated": hidden(simulated)},
         moved=moved(run.schedule, run.workload, run.scheduled_trace.moved_bytes, indices),
     )
 
 
-def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
-    return run.workload.parallel, run.schedule.groups
-
-
-def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
-    found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
     # Leave out links that are missing in some iterations: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
-
-
-def _workload_of_stock(run: RunDir) -> Workload:
-    """The workload of the run that the schedule is compared with. Stock Megatron has no zero stage 3."""
-    if run.workload.zero_stage < 3 or run.gathers_only is not None:
-        return run.workload
-    return msgspec.structs.replace(run.workload, zero_stage=1, limits=Limits())
 
 
 def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:

@@ -32,6 +32,7 @@ from megatron_ext.cost.scaled_table import scaled_launches, scaled_row, with_fac
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.report.links_busy import moving
 from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, launches, part_of
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.turn_ratio import counted
@@ -131,10 +132,10 @@ def _times(events: Iterable[Event], run: RunDir) -> Times:
     """Times of all parts, means over the ranks of a pipeline rank. A transfer counts from when all of its ranks have
     issued it."""
     parallel = run.workload.parallel
-    given = apart(events, parallel, run.schedule.groups, run.on_device, by_optimizer=("host_step", "nvme"))
+    moved = moving(events, parallel, run.schedule.groups)
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
-    for event in given:
+    for event in apart(moved, run.on_device, by_optimizer=("host_step", "nvme")):
         pp_rank = event.rank // (parallel.world_size // parallel.pp)
         part = part_of(event)
         chunk = Step.parse(event.name).model_chunk_id(parallel.pp) if part in (FORWARD, BACKWARD) else 0

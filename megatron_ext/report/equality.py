@@ -59,9 +59,8 @@ def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool
     two values that are not numbers need not have the same bits."""
     if len(theirs) != len(ours):
         return [f"{what}: {len(ours)} entries, the reference has {len(theirs)}"]
-    differing = [
-        index for index, (a, b) in enumerate(zip(theirs, ours)) if _bits(a) != _bits(b) or (numbers_only and a is None)
-    ]
+    both = enumerate(zip(theirs, ours))
+    differing = [index for index, (a, b) in both if _said(a) != _said(b) or (numbers_only and a is None)]
     if not differing:
         return []
     index = differing[0]
@@ -69,11 +68,8 @@ def _first_difference(what: str, where: str, theirs, ours, *, numbers_only: bool
     return [f"{what} at {where} {index + 1} is {_said(ours[index])}, the reference has {_said(theirs[index])}{more}"]
 
 
-def _bits(value: float | None) -> str | None:
-    return None if value is None else value.hex()
-
-
 def _said(value: float | None) -> str:
+    """The value as text, which is another one for other bits."""
     return "not a number" if value is None else repr(value)
 
 

@@ -30,32 +30,24 @@ AT_ONCE = "all at once"
 Intervals = list[tuple[float, float]]
 
 
-def busy(
-    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
-) -> dict[int, dict[str, Intervals]]:
-    """By rank and link, the intervals between 0 and ``end_us`` in which the link carries bytes. :data:`AT_ONCE`: in
-    which all links that any rank uses do so."""
-    found: dict[int, dict[str, Intervals]] = {}
-    spans: dict[tuple[int, str], Intervals] = defaultdict(list)
-    for event in moving(events, parallel, groups):
+def shares(events: Iterable[Event], end_us: float) -> dict[str, float]:
+    """The shares of ``end_us`` in which each link carries the bytes of ``events``, which begin when they move
+    (:func:`moving`). :data:`AT_ONCE`: in which all links that any rank uses do so. Means over ranks; empty if less than
+    two links are used."""
+    spans: dict[int, dict[str, Intervals]] = defaultdict(lambda: defaultdict(list))
+    for event in events:
         begin, end = max(event.start_us, 0.0), min(event.end_us, end_us)
         if begin < end and event.lane in LINKS:
-            spans[event.rank, event.lane].append((begin, end))
-    used = [link for link in LINKS if any(link == lane for _, lane in spans)]
-    for rank in {rank for rank, _ in spans}:
-        links = {link: union(spans[rank, link]) for link in used}
-        found[rank] = {**links, AT_ONCE: in_all(list(links.values()))}
-    return found
-
-
-def shares(
-    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
-) -> dict[str, float]:
-    """Like :func:`busy`, as shares of ``end_us``, means over ranks; empty if less than two links are used."""
-    ranks = list(busy(events, end_us, parallel, groups).values())
-    if not ranks or len(ranks[0]) < 3:
+            spans[event.rank][event.lane].append((begin, end))
+    used = [link for link in LINKS if any(link in own for own in spans.values())]
+    if len(used) < 2:
         return {}
-    return {name: sum(_length(links[name]) for links in ranks) / len(ranks) / end_us for name in ranks[0]}
+    found = dict.fromkeys((*used, AT_ONCE), 0.0)
+    for rank in sorted(spans):
+        links = [union(spans[rank][link]) for link in used]
+        for name, intervals in zip(found, (*links, in_all(links))):
+            found[name] += _length(intervals)
+    return {name: us / len(spans) / end_us for name, us in found.items()}
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:
@@ -123,10 +115,10 @@ class Hidden(NamedTuple):
     share: float
 
 
-def hidden(events: Sequence[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> dict[str, Hidden]:
-    """The hidden work of each kind, by name in :data:`NAMES`."""
+def hidden(events: Iterable[Event]) -> dict[str, Hidden]:
+    """The hidden work of each kind among ``events`` of :func:`moving`, by name in :data:`NAMES`."""
     spans: dict[str, dict[int, Intervals]] = defaultdict(lambda: defaultdict(list))
-    for event in moving(events, parallel, groups):
+    for event in events:
         lane = "wait" if event.lane in WAITS else event.lane
         name = NAMES.get(f"{lane} {event.name.partition(' ')[0]}") or NAMES.get(lane, lane)
         spans[name][event.rank].append((event.start_us, event.end_us))

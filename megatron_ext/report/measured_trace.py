@@ -74,7 +74,7 @@ class MeasuredTrace:
         self._ranks = {rank: _RankTrace(mine, iterations, check) for rank, mine in by_rank.items()}
         steps = steps_of_ranks(parallel)
         for rank, trace in self._ranks.items():
-            trace.name_steps(rank, steps[rank // (parallel.world_size // parallel.pp)])
+            trace.name_steps(steps[rank // (parallel.world_size // parallel.pp)])
 
     def thread_us(self, lanes: tuple[str, ...]) -> list[float]:
         """Per iteration: microseconds of a training thread in ``lanes``, largest over ranks."""
@@ -119,10 +119,9 @@ class MeasuredTrace:
         zero = min(start for start, _ in spans.values())
         events = []
         for rank, (start, end) in spans.items():
-            events += [
-                event._replace(start_us=event.start_us - zero)
-                for event in self._ranks[rank].between(iteration, start, end)
-            ]
+            own = self._ranks[rank]  # its thread's events leave out steps outside of training
+            near = (*own.thread[iteration - 1], *own.thread[iteration], *own.links)
+            events += [e._replace(start_us=e.start_us - zero) for e in near if start <= e.start_us < end]
         end = max(trace.end_us(iteration) for trace in self._ranks.values())
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
@@ -177,7 +176,7 @@ class _RankTrace:
     def _refuse(self, message: str, iteration: int):
         self.check.refuse(f"{message} in iteration {iteration} of rank {self.rank}", "traceEvents")
 
-    def name_steps(self, rank: int, steps) -> None:
+    def name_steps(self, steps) -> None:
         """Give the compute events, which ran in Megatron's order, the names of their steps."""
         kinds = [step.kind for step in steps]
         for iteration in range(1, self.iterations + 1):
@@ -198,8 +197,3 @@ class _RankTrace:
         if iteration in self.issued:
             return self.issued[iteration]
         return self.end_us(iteration) if iteration in self.optimizer else self.first_us
-
-    def between(self, iteration: int, start: float, end: float) -> list[Event]:
-        """The events of ``iteration``'s window on this rank, without steps outside of training."""
-        near = self.thread[iteration - 1] + self.thread[iteration] + self.links
-        return [event for event in near if start <= event.start_us < end]

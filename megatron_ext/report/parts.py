@@ -20,19 +20,17 @@ the difference: the forwards and backwards on the device then include its waits 
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from statistics import median
 from typing import NamedTuple
 
 from megatron_ext.formats.trace import WAITS, Event, Lane
-from megatron_ext.report.links_busy import Intervals, moving, union
+from megatron_ext.report.links_busy import Intervals, union
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import Result
 from megatron_ext.simulator.thread_path import LAUNCHES, visits_us
 from megatron_ext.simulator.timing import Timing
-from megatron_ext.workload.parallel import Parallel
 
 FORWARD, BACKWARD, REST, OPTIMIZER = "forward", "backward", "rest", "optimizer"
 ON_THREAD = (FORWARD, BACKWARD, *WAITS, OPTIMIZER)
@@ -64,17 +62,12 @@ def part_of(event: Event) -> str:
     return BACKWARD if "B" in event.name else FORWARD
 
 
-def apart(
-    events: Iterable[Event],
-    parallel: Parallel,
-    groups: Sequence[Group],
-    on_device: bool,
-    by_optimizer: tuple[Lane, ...] = (),
-) -> list[Event]:
-    """The events, with waits and issuing subtracted from steps and from the optimizer. The lanes ``by_optimizer`` are
-    subtracted from the optimizer too. A link has one event for each interval in which it is busy."""
+def apart(events: Iterable[Event], on_device: bool, by_optimizer: tuple[Lane, ...] = ()) -> list[Event]:
+    """``events``, which begin when they move (:func:`megatron_ext.report.links_busy.moving`), with waits and issuing
+    subtracted from steps and from the optimizer. The lanes ``by_optimizer`` are subtracted from the optimizer too. A
+    link has one event for each interval in which it is busy."""
     steps, spans = [], defaultdict[tuple[int, Lane], Intervals](list)
-    for event in moving(events, parallel, groups):
+    for event in events:
         if event.lane in ("compute", OPTIMIZER):
             steps.append(event)
         else:
@@ -100,12 +93,10 @@ def apart(
     return [*map(alone, steps), *busy]
 
 
-def totals(
-    events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = (), on_device: bool = False
-) -> dict[str, float]:
+def totals(events: Iterable[Event], on_device: bool) -> dict[str, float]:
     """By part, the largest over ranks of the sum of its durations."""
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
-    for event in apart(events, parallel, groups, on_device):
+    for event in apart(events, on_device):
         found[part_of(event), event.rank] += event.duration_us
     return {name: max(us for (part, _), us in found.items() if part == name) for name, _ in found}
 
@@ -115,14 +106,11 @@ def parts(
     predicted_us: float,
     measured: Iterable[Iterable[Event]],
     measured_us: float,
-    parallel: Parallel,
-    groups: Sequence[Group],
-    *,
-    on_device: bool = False,
+    on_device: bool,
 ) -> tuple[TimePart, ...]:
     """The parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured iterations,
     whose median time is ``measured_us``."""
-    own, *others = (totals(events, parallel, groups, on_device) for events in (predicted, *measured))
+    own, *others = (totals(events, on_device) for events in (predicted, *measured))
     path = ON_THREAD if on_device else (*ON_THREAD, ISSUE)
     seen = {name for found in others for name in found}
     found = {name: median(each.get(name, 0.0) for each in others) for name in seen}

@@ -1,6 +1,7 @@
 """A report as a table for the terminal, as a JSON object, and as a page."""
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from msgspec import to_builtins
@@ -16,9 +17,11 @@ from megatron_ext.planner.stock import OVERLAPPED
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report import moved, parts
 from megatron_ext.report.build_report import Report
+from megatron_ext.report.equality import largest_loss_difference
 from megatron_ext.report.links_busy import NAMES, Hidden
 from megatron_ext.report.run_dir import COMPARED, GATHERS_ONLY, READ, WRITTEN
-from megatron_ext.report.spread import Spread
+from megatron_ext.report.spread import Spread, warm_up
+from megatron_ext.workload.route import ROUTE_KINDS
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
 """Measured figures in the order in which they are shown."""
@@ -114,7 +117,7 @@ def compared_with(report: Report) -> str:
 def rows(report: Report) -> list[tuple[str, str, str, str]]:
     """All rows of the table: ``(what, compared run, scheduled run, scheduled / compared)``."""
     run, equal = report.run, {None: "not checked", True: "bitwise", False: "NO"}[report.equality.bitwise]
-    difference = "-" if report.loss_difference is None else f"{report.loss_difference:.1e}"
+    difference = largest_loss_difference(run.stock, run.scheduled)
 
     def times(title: str, stock: float | None, ours: float) -> tuple[str, str, str, str]:
         return title, _ms(stock), _ms(ours), _ratio(ours, stock)
@@ -123,7 +126,7 @@ def rows(report: Report) -> list[tuple[str, str, str, str]]:
         ("iterations", f"{run.iterations}", f"{run.iterations}", ""),
         ("loss, first", _loss(run.stock, 0), _loss(run.scheduled, 0), ""),
         ("loss, last", _loss(run.stock, -1), _loss(run.scheduled, -1), ""),
-        ("  largest relative difference", "", difference, ""),
+        ("  largest relative difference", "", "-" if difference is None else f"{difference:.1e}", ""),
         ("equal to the reference", "", equal, ""),
     ]
     for name, title in MEASURED.items():
@@ -163,7 +166,7 @@ def _title(report: Report) -> str:
     return (
         f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}, {p.num_microbatches} micro-batches, zero stage "
         f"{report.run.workload.zero_stage}; medians over {report.iteration_time_us.scheduled.samples} iterations, the "
-        f"first {report.warm_up} left out"
+        f"first {warm_up(report.run.iterations)} left out"
     )
 
 
@@ -224,15 +227,6 @@ def ending(report: Report) -> list[str]:
     return last_lines(verdict_line(report), runs, add=add)
 
 
-def links_lines(report: Report) -> list[str]:
-    """The time in which links carry bytes, measured and simulated; empty if there are less than two links."""
-    return [
-        f"carry bytes, {how}: {', '.join(f'{name} {share:.0%}' for name, share in found.items())} of the iteration"
-        for how, found in report.links_busy.items()
-        if found
-    ]
-
-
 def hidden_lines(report: Report) -> list[str]:
     """For each kind of copy and the host's step, its time and the hidden share, measured next to simulated."""
     measured, simulated = (report.hidden[how] for how in ("measured", "simulated"))
@@ -258,10 +252,12 @@ def cautions(report: Report) -> list[str]:
 
 def details(report: Report) -> list[tuple[str, str]]:
     """Lines about the plan and its outcome, each with a word that names its subject."""
-    routes = [f"{number} group{'s' if number > 1 else ''} by {route}" for route, number in report.routes.items()]
+    used = Counter(route for _, route in {(action.group, action.route) for action in report.run.schedule.unshards})
+    busy = {how: ", ".join(f"{name} {of:.0%}" for name, of in own.items()) for how, own in report.links_busy.items()}
+    routes = [f"{used[name]} group{'s' if used[name] > 1 else ''} by {name}" for name in ROUTE_KINDS if used[name]]
     return [
         ("routes", ", ".join(routes) or "no group is gathered"),
-        *(("links", line) for line in links_lines(report)),
+        *(("links", f"carry bytes, {how}: {said} of the iteration") for how, said in busy.items() if said),
         *(("hidden", line) for line in hidden_lines(report)),
         *(("bytes", line) for line in moved.lines(report.moved)),
         *(("part", line) for line in parts.lines(report.parts, report.missed_us)),

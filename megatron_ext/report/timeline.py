@@ -8,15 +8,13 @@ from megatron_ext.report.timeline_panels import Panel, TimelineRow, panels, zoom
 
 WIDTH_PX, DPI = 1600, 100
 
-THREAD = {
+KINDS = {
     FORWARD: ("#b5d3ea", "forward step"),
     BACKWARD: ("#3f7fb5", "backward step"),
     "optimizer": ("#8c8c8c", "optimizer step"),
     "wait": ("#e31a1c", "exposed: waits for a gather"),
     "reduce_wait": ("#fb9a99", "waits for a reduce"),
     "issue": ("#1a1a1a", "thread issues gathers"),
-}
-KINDS = THREAD | {
     "gpu": ("#33a02c", "gather, route gpu (all-gather)"),
     "cpu": ("#ff7f00", "gather, route cpu (copy from host)"),
     "nvme": ("#6a3d9a", "drive: stage-ins, optimizer states"),
@@ -58,7 +56,6 @@ def save(report: Report, path) -> None:
         InputError: ``path`` cannot be written.
     """
     # Use matplotlib without pyplot, which needs a window system and global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     drawn = panels(report)
@@ -66,7 +63,6 @@ def save(report: Report, path) -> None:
     top, bottom, between = 1.05, 1.0, 0.5
     inches = top + bottom + sum(heights) + between * (len(drawn) - 1)
     figure = Figure(figsize=(WIDTH_PX / DPI, inches), dpi=DPI)
-    FigureCanvasAgg(figure)
     whole = 1.01 * max(max(panel.step[1], panel.end_us()) for panel in drawn)
     zoom = zoom_us(drawn)
     y = inches - top

@@ -1,13 +1,12 @@
 """The content of the timeline: the iterations and runs that it shows, their ranks, and the bars in each row."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_ext.formats.trace import LANES, WAITS, Event
 from megatron_ext.report.build_report import Report
-from megatron_ext.report.measured_trace import THREAD_LANES, MeasuredTrace, Window
-from megatron_ext.report.run_dir import RunDir
+from megatron_ext.report.measured_trace import THREAD_LANES
 from megatron_ext.report.spread import median_iteration
 from megatron_ext.report.turn_ratio import counted
 from megatron_ext.workload.parallel import Parallel
@@ -103,24 +102,20 @@ def panels(report: Report) -> list[Panel]:
         (0.0, report.predicted_iteration_time_us.scheduled),
     )
     found, other = [simulated], "stock Megatron" if run.stock_name == "stock" else run.stock_name
+    in_turn = set(counted(run.iterations, run.turn_iterations))
     for name, replicas, took, trace in (
         ("by the schedule", True, run.iteration_us, run.scheduled_trace),
         (other, False, run.stock and run.stock.iteration_us, run.stock_trace),
     ):
         if took is not None and trace is not None:
-            window = representative(run, took, trace)
+            # The iteration of median length among those that follow neither an evaluation nor a turn of the other run.
+            usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
+            window = trace.window(median_iteration(took, usable))
             title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
             shown = rows(window.events, shown_ranks(parallel, replicas=replicas))
             begin = max(window.end_us - took[window.iteration - 1], 0.0)
             found.append(Panel(title, shown, (begin, window.end_us)))
     return found
-
-
-def representative(run: RunDir, iteration_us: Sequence[float], trace: MeasuredTrace) -> Window:
-    """The iteration of median length among those that follow neither an evaluation nor a turn of the other run."""
-    in_turn = set(counted(run.iterations, run.turn_iterations))
-    usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
-    return trace.window(median_iteration(iteration_us, usable))
 
 
 def zoom_us(drawn: list[Panel]) -> float | None:

@@ -10,7 +10,7 @@ from toy_megatron import snapshot
 
 from megatron_ext.checkout import apply, check, revert
 from megatron_ext.checkout.hook_table import DDP, FILES
-from megatron_ext.checkout.transaction import STAGE, locked_tree, recover, replace_files
+from megatron_ext.checkout.transaction import STAGE, locked_tree, replace_files
 from megatron_ext.formats.errors import InputError
 
 DIE = """
@@ -51,12 +51,12 @@ def test_death_at_every_moment(archive):
         if result.returncode == 0:
             break
         assert result.returncode == 9, result.stderr
-        with locked_tree(archive):
-            seen.append(recover(archive))
+        with locked_tree(archive) as repaired:
+            seen.append(repaired)
         assert not (archive / STAGE).exists()
         now = snapshot(archive)
         assert now in (before, after)
-        # What recover says is what it did; None where the process died before or after it all.
+        # What is said is what was done; None where the process died before or after it all.
         assert {"dropped": before, "finished": after}.get(seen[-1], now) == now
         for path in FILES:
             (archive / path).write_bytes(before[path][0])

@@ -57,12 +57,12 @@ def test_every_head_is_tried_once_and_told_apart(matrix, fork):
 def test_the_second_judge_sees_a_hook_among_strangers(matrix):
     known = {}
     for path in FILES:
-        known |= matrix.neighbours(path, place_hooks(path, TEXTS[path]).text)
+        known |= matrix.neighbours(path, place_hooks(path, TEXTS[path])[0])
     assert len(known) == len(HOOKS) and all(known.values())
     text = (
         TEXTS[DDP]
         .replace("        self.overlap_param", "        self.other = None\n        self.overlap_param")
         .replace("optimizer_step = None", "optimizer_step = 5")
     )
-    found = matrix.neighbours(DDP, place_hooks(DDP, text).text)
+    found = matrix.neighbours(DDP, place_hooks(DDP, text)[0])
     assert not found["ddp.built"] & known["ddp.built"]

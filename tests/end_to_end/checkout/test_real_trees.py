@@ -125,7 +125,7 @@ def test_random_edits(name, packages, tmp_path):
     # Of a release few, because its files are long; scripts/edited_checkouts.py makes hundreds.
     edits = EDITS // 20 if name[0].isdigit() else EDITS
     entries = [known_files()[f, blob_id(t.encode())] for f, t in texts.items()]
-    hooked = {path: neighbours(place_hooks(path, text).text) for path, text in texts.items()}
+    hooked = {path: neighbours(place_hooks(path, text)[0]) for path, text in texts.items()}
     outcomes = {"placed": 0, "refused": 0}
     for seed in range(edits):
         edited = edit_files(random.Random(seed), texts, entries)

@@ -77,7 +77,7 @@ def test_random_edits(archive, toy_entries, monkeypatch):
 
 
 def test_the_judge_of_behaviour_sees_a_hook_that_is_late(monkeypatch):
-    patched = {path: place_hooks(path, TEXTS[path]).text for path in FILES}
+    patched = {path: place_hooks(path, TEXTS[path])[0] for path in FILES}
     assert is_announced(toy_megatron.run(patched, monkeypatch))
     for path, text in patched.items():
         rows = text.split("\n")

@@ -1,6 +1,7 @@
 """Findings of ranks become one report."""
 
-from megatron_ext.doctor.finding import DoctorReport, failed, load, merged, not_tried, passed, save, text
+from megatron_ext.doctor.finding import DoctorReport, failed, merged, not_tried, passed, text
+from megatron_ext.formats import json_files
 
 
 def report(*findings) -> DoctorReport:
@@ -42,8 +43,8 @@ def test_a_check_that_one_rank_alone_made_is_kept():
 
 def test_the_report_is_read_as_it_was_written(tmp_path):
     kept = report(passed("a", "fine", figures={"rate": 1.5}), failed("b", "broken", "mend it"))
-    save(tmp_path / "r.json", kept)
-    assert load(tmp_path / "r.json") == kept
+    json_files.save(tmp_path / "r.json", kept)
+    assert json_files.load(tmp_path / "r.json", DoctorReport) == kept
 
 
 def test_the_table_says_what_to_do_and_counts():

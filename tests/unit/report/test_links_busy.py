@@ -11,11 +11,15 @@ from megatron_ext import report
 from megatron_ext.formats.facts import CAUTION
 from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import report_text
-from megatron_ext.report.links_busy import AT_ONCE, busy, in_all, shares, union
+from megatron_ext.report.links_busy import AT_ONCE, in_all, moving, shares, union
 from megatron_ext.schedule.user_defined_schedule import Group, MeasuredOn
 from megatron_ext.workload.parallel import Parallel
 
 PARALLEL = make_workload(pp=2, vp=1, dp=2, order="1f1b").parallel
+
+
+def gathers_of(events: list[Event], rank: int) -> list[tuple[float, float]]:
+    return sorted((event.start_us, event.end_us) for event in events if (event.rank, event.lane) == (rank, "gpu"))
 
 
 def test_intervals_that_touch_are_one():
@@ -33,16 +37,16 @@ def test_an_all_gather_counts_from_when_its_last_rank_has_issued_it():
     events = [Event(rank, "gpu", "unshard 0", begin, us) for rank, begin, us in gathers]
     events += [Event(rank, lane, "unshard 1", 20.0, 50.0) for rank in range(4) for lane in ("cpu", "nvme", "compute")]
     events.append(Event(0, "gpu", END_NOT_KNOWN, 0.0, 100.0))
-    found = busy(events, 75.0, PARALLEL)
-    assert found[0]["gpu"] == found[1]["gpu"] == [(25.0, 40.0), (60.0, 75.0)]  # the iteration ends before the last one
-    assert found[0][AT_ONCE] == [(25.0, 40.0), (60.0, 70.0)]
-    assert found[2]["gpu"] == found[3]["gpu"] == [(5.0, 75.0)] and found[2][AT_ONCE] == [(20.0, 70.0)]
-    assert shares(events, 75.0, PARALLEL) == pytest.approx(
+    moved = moving(events, PARALLEL)
+    assert gathers_of(moved, 0) == gathers_of(moved, 1) == [(25.0, 40.0), (60.0, 80.0)]
+    assert gathers_of(moved, 2) == gathers_of(moved, 3) == [(5.0, 90.0)]
+    # The iteration ends before the last gather. All links at once: 25 to 40 and 60 to 70 us, on the others 20 to 70 us.
+    assert shares(moved, 75.0) == pytest.approx(
         {"gpu": (30 + 70) / 2 / 75, "cpu": 50 / 75, "nvme": 50 / 75, AT_ONCE: (25 + 50) / 2 / 75}
     )
     # One link alone is not at once with any other; one that no rank uses does not count.
-    assert shares([e for e in events if e.lane == "gpu"], 75.0, PARALLEL) == {}
-    two = shares([e for e in events if e.lane != "nvme"], 75.0, PARALLEL)
+    assert shares([e for e in moved if e.lane == "gpu"], 75.0) == {}
+    two = shares([e for e in moved if e.lane != "nvme"], 75.0)
     assert list(two) == ["gpu", "cpu", AT_ONCE]
 
 
@@ -53,8 +57,8 @@ def test_ranks_that_share_experts_gather_them_together():
     begins = (10.0, 20.0, 30.0, 40.0)
     for name, since in (("0", (40.0,) * 4), ("unshard 1", (30.0, 40.0, 30.0, 40.0))):
         events = [Event(rank, "gpu", name, begin, 90.0 - begin) for rank, begin in enumerate(begins)]
-        found = busy(events, 100.0, parallel, groups)
-        assert tuple(found[rank]["gpu"][0][0] for rank in range(4)) == since
+        moved = moving(events, parallel, groups)
+        assert tuple(gathers_of(moved, rank)[0][0] for rank in range(4)) == since
 
 
 def test_a_report_says_both(tmp_path):

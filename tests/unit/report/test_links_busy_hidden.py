@@ -8,7 +8,7 @@ from run_files import make_run
 from megatron_ext import report
 from megatron_ext.formats.trace import END_NOT_KNOWN
 from megatron_ext.report import report_text
-from megatron_ext.report.links_busy import NAMES, STEP, Hidden, hidden, over_iterations
+from megatron_ext.report.links_busy import NAMES, STEP, Hidden, hidden, moving, over_iterations
 
 PARALLEL = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
 
@@ -29,7 +29,7 @@ def test_work_is_hidden_while_its_own_rank_computes_and_does_not_wait():
         *events(0, "optimizer", ("step", 60.0, 30.0)),
         *events(0, "host_step", ("2", 30.0, 10.0)),
     ]
-    found = hidden(seen, PARALLEL)
+    found = hidden(moving(seen, PARALLEL))
     assert found == {
         "publishing": Hidden(10.0, 0.75),  # means over two ranks
         "gradients to the host": Hidden(20.0, 0.25),
