@@ -116,7 +116,9 @@ def revert(path, *, dry_run: bool = False) -> TreeReport:
                 raise InputError(str(error), file=tree.root / file) from None
             edited = edited_line(file, text)
             if edited:
-                raise InputError(f"line {edited}: {EDITED}; delete it, then revert again", file=tree.root / file)
+                raise InputError(
+                    f"line {edited}: {EDITED}; delete it and its import, then revert again", file=tree.root / file
+                )
             if clean != text:
                 stripped[file] = clean.encode()
                 diff += _diff(file, text, clean)

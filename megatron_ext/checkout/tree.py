@@ -63,7 +63,7 @@ class Tree:
         """Text of one file.
 
         Raises:
-            InputError: it has Windows line ends (no patch of ours fits them), is not UTF-8, or
+            InputError: it has Windows line ends (no patch of ours fits them) or a byte-order mark, is not UTF-8, or
                 cannot be read.
         """
         place = self.root / file
@@ -75,6 +75,8 @@ class Tree:
         if b"\r" in data:
             how = "check the tree out again after `git config core.autocrlf false`, or run dos2unix on it"
             raise InputError(f"has Windows line ends; {how}", file=place)
+        if text.startswith("\ufeff"):
+            raise InputError("starts with a byte-order mark; remove it", file=place)
         return text
 
     def check_writable(self, file: str) -> None:

@@ -191,9 +191,16 @@ def test_a_copied_hook_line_stops_revert(archive):
     assert snapshot(archive) == now
 
 
-def test_an_edited_hook_line_stops_revert(archive):
+@pytest.mark.parametrize(
+    ("line", "edited"),
+    [
+        (f"hooks.on_ddp_built(self)  {MARKER}", "hooks.on_ddp_built(self)"),
+        ("hooks; hooks.on_ddp_built(self)", "hooks\n\n        hooks.on_ddp_built(self)"),  # black, ruff format
+    ],
+)
+def test_an_edited_hook_line_stops_revert(archive, line, edited):
     apply(archive)
-    change(archive, DDP, f"hooks.on_ddp_built(self)  {MARKER}", "hooks.on_ddp_built(self)")
+    change(archive, DDP, line, edited)
     before = snapshot(archive)
     report = check(archive)
     assert report.state == "drifted" and "a hook line was edited by hand" in problems(report)[0]
@@ -222,12 +229,16 @@ def test_an_owners_own_calls_into_hooks_stay(archive):
     assert own in kept and kept.count("unshard_all") == 2 and MARKER not in kept
 
 
-def test_windows_line_ends(archive):
+@pytest.mark.parametrize(
+    ("old", "new", "said"), [(b"\n", b"\r\n", "core.autocrlf"), (b"", b"\xef\xbb\xbf", "byte-order mark")]
+)
+def test_windows_line_ends_and_marks(archive, old, new, said):
     place = archive / TRAINING
-    place.write_bytes(place.read_bytes().replace(b"\n", b"\r\n"))
+    text = place.read_bytes()
+    place.write_bytes(text.replace(old, new) if old else new + text)
     before = snapshot(archive)
     for verb in (check, apply, revert):
-        with pytest.raises(InputError, match="core.autocrlf"):
+        with pytest.raises(InputError, match=said):
             verb(archive)
     assert snapshot(archive) == before
 
