@@ -21,7 +21,6 @@ from megatron_ext.cost import (
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
-from megatron_ext.workload.gpt_shapes import MicroBatch
 
 
 @click.group("cost")
@@ -135,40 +134,23 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 
 
-@cost_group.command("estimate")
+@cost_group.command("estimate", context_settings={"ignore_unknown_options": True})
 @click.option("--hardware", required=True, help="A machine's name (see: cost hardware), or a data sheet's path.")
 @click.option("--workload", "workload_path", required=True, help="What is trained.")
 @click.option("--out", required=True, help="Where the cost table is written.")
-@click.option("--seq-length", type=click.IntRange(1), help="Needed, here or after --.")
-@click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--sequence-parallel", is_flag=True)
-@click.option("--cross-entropy-fusion-impl", "loss_fusion", type=click.Choice(["native", "te"]))
-@click.option("--context-parallel-size", "context_parallel", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--recompute-granularity", type=click.Choice(["full", "selective"]))
-@click.option("--recompute-modules", default="core_attn", show_default=True, help="For selective; separated by commas.")
-@click.option("--recompute-method", type=click.Choice(["uniform", "block"]), default="uniform", show_default=True)
-@click.option("--recompute-num-layers", type=click.IntRange(1), default=1, show_default=True)
 @click.argument("megatron_options", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def cost_estimate(
-    hardware: str, workload_path: str, out: str, megatron_options, recompute_granularity, as_json: bool, **sizes
-) -> None:
+def cost_estimate(hardware: str, workload_path: str, out: str, megatron_options, as_json: bool) -> None:
     """Make a cost table from a machine's data sheet, without measuring.
 
-    Every layer's operations and bytes are counted. MEGATRON_OPTIONS (after --) are those of the launch script. They
-    replace the options here. They also say whether attention is fused; without them it counts as fused. To replace
-    estimated parts by measured ones: cost combine measured.json estimated.json
+    Every layer's operations and bytes are counted. MEGATRON_OPTIONS are those of the launch script, or at least
+    --seq-length; others say the micro-batch, what is recomputed and whether attention is fused. To replace estimated
+    parts by measured ones: cost combine measured.json estimated.json
     """
     from megatron_ext.megatron.ignored_options import batch_of_words
 
     sheet, work = hardware_sheet.load(hardware), workload.load(workload_path)
-    if megatron_options:
-        batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
-    elif sizes["seq_length"] is None:
-        raise InputError("is needed, here or after --", field="--seq-length")
-    else:
-        sizes["recompute_modules"] = tuple(sizes["recompute_modules"].split(","))
-        batch = MicroBatch(**sizes, recompute=recompute_granularity)
+    batch = batch_of_words(megatron_options, work.parallel.tensor_model_parallel_size)
     estimated_table.refuse_batch(work, batch, file=workload_path)
     table = estimated_table.estimate(sheet, work, batch, name=hardware)
     cost_table.save(out, table)

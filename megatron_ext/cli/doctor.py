@@ -48,7 +48,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
     options = DoctorOptions(
         out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, **times
     )
-    printed = ""
+    printed, devices = "", _devices(device)
     if is_launched():
         if nproc is not None:
             raise InputError("a launcher has already started the ranks; leave it out", field="--nproc", value=nproc)
@@ -61,7 +61,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
             return int(report.failed)
     else:
         json_files.check_writable(out)
-        report, printed = start_ranks.start(options, nproc or _devices(device), checkout)
+        report, printed = start_ranks.start(options, nproc or devices, checkout)
     if printed:
         click.echo(printed, err=True)
     payload = {"report": out, "failed": report.failed, "findings": msgspec.to_builtins(report.findings)}

@@ -61,6 +61,11 @@ def main(argv: list[str] | None = None) -> int:
         text = str(error)
         click.echo(text if text.startswith("megatron-ext ") else f"megatron-ext: {text}", err=True)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        click.echo(f"megatron-ext: there is no package torch in this Python environment ({sys.executable})", err=True)
+        return 2
     except RankFailed as error:
         click.echo(f"megatron-ext: {error}", err=True)
         return 1

@@ -13,7 +13,7 @@ from megatron_ext.measure.cluster_launch import everyone_and_node
 from megatron_ext.runtime import own_device
 
 
-class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Options of one run of the doctor.
 
     Attributes:
@@ -26,7 +26,8 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         check_seconds: time after which a check counts as hanging, and its processes end.
         stacks: a folder for the stacks of ranks that hang, if the process that started them can continue with other
             processes; empty if a launcher started them.
-        deadline: the time on this machine's monotonic clock at which ``seconds`` are over.
+        deadline: the time on this machine's monotonic clock at which ``seconds`` are over; infinite until the first
+            ranks have met.
         earlier: findings of the processes before these.
         titles: checks that are left; empty means all.
     """

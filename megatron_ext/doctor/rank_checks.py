@@ -11,6 +11,7 @@ error, because a device may answer every later call with that error.
 import contextlib
 import faulthandler
 import functools
+import math
 import os
 import sys
 import tempfile
@@ -92,6 +93,8 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     use_cuda = options.device != "cpu" and has_cuda()
     store = meet(use_cuda, int(os.environ.get("OMP_NUM_THREADS", "1")))
     place = find_place(use_cuda, ranks_per_node)
+    if options.deadline == math.inf:  # the time that ranks take to start and meet does not count
+        options = replace(options, deadline=time.monotonic() + options.seconds)
     return _Checks(place, options, say, store).run()
 
 

@@ -40,7 +40,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    options, printed = replace(options, deadline=time.monotonic() + options.seconds), ""
+    end, printed = time.monotonic() + options.seconds, ""
     Path(options.out).unlink(missing_ok=True)  # the report of another run
     while True:  # ends: every round leaves fewer checks
         with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
@@ -61,13 +61,13 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
                 ended_in, left = left[0], left[1:]
             if ended_in is not None:
                 found += (_ended_in(ended_in, folder, nproc),)
-        if time.monotonic() > options.deadline:
+        if time.monotonic() > end:
             found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
         report = replace(report, findings=found + tuple(finding.not_reached(title) for title in left))
         json_files.save(options.out, report, indent=1)
         if not left:
             return report, printed
-        options = replace(options, earlier=found, titles=left)
+        options = replace(options, earlier=found, titles=left, deadline=end)
 
 
 def _ended_in(title: str, folder: str, nproc: int) -> Finding:
@@ -84,7 +84,6 @@ def join(options: DoctorOptions) -> DoctorReport:
         InputError: the launcher does not say how many ranks share a node.
     """
     os.environ |= _settings()
-    options = replace(options, deadline=time.monotonic() + options.seconds)
     from megatron_ext.doctor import rank_checks
 
     world_size = int(os.environ["WORLD_SIZE"])
@@ -120,7 +119,8 @@ def main() -> None:
     """One rank: ``OPTIONS ALOUD``, where ``ALOUD`` is a descriptor; started by :func:`start` only."""
     options, aloud = msgspec.json.decode(sys.argv[1], type=DoctorOptions), int(sys.argv[2])
     early = stacks.path_of(options.stacks, int(os.environ["RANK"])).open("w")
-    faulthandler.dump_traceback_later(max(options.deadline - time.monotonic(), 1.0), exit=True, file=early)
+    left = max(options.deadline - time.monotonic(), 1.0)
+    faulthandler.dump_traceback_later(min(left, launcher.START_SECONDS), exit=True, file=early)
     from megatron_ext.doctor import rank_checks
 
     code = 0

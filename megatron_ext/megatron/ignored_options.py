@@ -156,7 +156,7 @@ def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     batch = gpt_arguments.batch_of(args)
     for option in ("--seq-length", "--num-attention-heads") if batch.score_heads else ("--seq-length",):
         if option in sizes_taken(options):
-            raise InputError("is needed, after --", field=option)
+            raise InputError("is needed", field=option)
     return batch
 
 

@@ -140,7 +140,7 @@ def test_estimate_takes_the_options_of_a_launch_script(tmp_path, capsys):
     unfused = estimated("--", *script, "--attention-backend", "unfused")
     assert unfused.forward_us > estimated("--", *script).forward_us
     mlp = estimated("--", *script, "--recompute-modules", "core_attn", "mlp")
-    assert mlp == estimated(*selective, "--recompute-modules", "core_attn,mlp")
+    assert mlp == estimated(*selective, "--recompute-modules", "core_attn", "mlp")
     assert mlp.backward_us > estimated(*selective).backward_us
     capsys.readouterr()
     for words, option in ((["--", *script[:4]], "--seq-length"), ([], "--seq-length")):

@@ -28,6 +28,16 @@ def without_torch():
     sys.modules.update(ours | hidden)
 
 
+def test_verbs_that_need_torch_say_so(without_torch, capsys, tmp_path):
+    from megatron_ext.cli.main import main as command
+
+    out = ["--out", str(tmp_path / "out.json")]
+    for words in (["doctor"], ["describe", "--num-layers", "2"], ["measure", "--data-parallel-size", "2"]):
+        assert command([*words[:1], *out, *words[1:]]) == 2
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron-ext: ")]
+        assert "there is no package torch " in said
+
+
 def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     from megatron_ext.cli.main import main as command
 
