@@ -82,7 +82,8 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     if out:
         _write(out, found)
     said = verdict_of_fit(found)
-    emit(as_json, fit_text.as_json(found, said), fit_text.as_text(found, said))
+    text = fit_text.as_text(found, said, os.path.join(out or "", "schedule.json"))
+    emit(as_json, fit_text.as_json(found, said), text)
 
 
 FIXED = {"fixed": "all", "search_layout": False, "allow_delayed_update": False, "cost_tables": (), "out": None}

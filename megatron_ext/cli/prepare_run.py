@@ -224,6 +224,9 @@ def prepare(
 
     Give --data-parallel-size, or run under a launcher. Files in the directory that still match are kept.
     """
+    for name, value in asked.items():
+        if value and not fitting:
+            raise InputError("needs --fit", field="--fix" if name == "fixed" else f"--{name.replace('_', '-')}")
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
         script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(unknown=True))

@@ -133,12 +133,12 @@ def _gain(found: Found, said: FitVerdict) -> tuple[str, float, float, float, str
     return f"{stock.option} ({stock.us / 1e3:.0f} ms)", gain, interval.low, interval.high, answer
 
 
-def as_text(found: Found, said: FitVerdict) -> str:
-    """Text for one screen, with the answer at its end."""
+def as_text(found: Found, said: FitVerdict, schedule: str = "schedule.json") -> str:
+    """Text for one screen, with the answer at its end. ``schedule``: path of the winner's."""
     words = shlex.join(found.words())
     commands = [f"ARGS=({words})", *(command.replace(words, '"${ARGS[@]}"') for command in found.commands())]
     said_by = (f"    {command}" for command in commands)
-    return "\n".join([*lines(found, said), "", "planned by:", *said_by, "", *said.lines(found)])
+    return "\n".join([*lines(found, said), "", "planned by:", *said_by, "", *said.lines(found, schedule)])
 
 
 def as_prepared(found: Found, answer: FitVerdict, judged: Verdict, directory, by: str) -> tuple[list[str], list[str]]:

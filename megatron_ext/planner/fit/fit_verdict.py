@@ -33,7 +33,7 @@ class FitVerdict(NamedTuple):
     best: tuple[Setting, bool]
     given: Verdict | None
 
-    def lines(self, found: Found, schedule: str = "schedule.json") -> list[str]:
+    def lines(self, found: Found, schedule: str) -> list[str]:
         """The last lines of output. ``schedule``: path of the schedule."""
         setting, by_schedule = self.best
         add, take_out = found.launch_of(setting)

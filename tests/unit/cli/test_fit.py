@@ -65,6 +65,8 @@ def test_the_command_on_a_laptop(without_torch, capsys, tmp_path):
     assert fastest.startswith("fastest: ") and host.endswith(" GiB per node") and add.startswith("add: ")
     assert last == f"verdict: {found['verdict']}" and found["verdict"].startswith(found["answer"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    by_schedule = "by a plan" in fastest.partition(";")[0]
+    assert add.endswith(f" --user-defined-schedule {out / 'schedule.json'}") is by_schedule
     # The files that it wrote are what the last command plans.
     files = [str(out / f"{name}.json") for name in ("cost_table", "workload", "schedule")]
     command(["simulate", "--cost-table", files[0], "--workload", files[1], "--schedule", files[2], "--json"])

@@ -47,3 +47,9 @@ def test_the_winner_is_what_is_prepared(seen, tmp_path):
 def test_without_a_machine_it_is_refused(seen, tmp_path, capsys):
     assert main(["prepare", "--fit", "--checkout", "x", "--out", str(tmp_path / "run"), "--", *SCRIPT]) == 2
     assert "--hardware: is needed with --fit" in capsys.readouterr().err and not seen
+
+
+@pytest.mark.parametrize("option", ["--hardware=l40s", "--fix=all", "--search-layout", "--allow-delayed-update"])
+def test_what_only_a_search_reads_is_refused_without_one(seen, tmp_path, capsys, option):
+    assert main(["prepare", option, "--checkout", "x", "--out", str(tmp_path / "run"), "--", *SCRIPT]) == 2
+    assert f"{option.partition('=')[0]}: needs --fit" in capsys.readouterr().err and not seen
