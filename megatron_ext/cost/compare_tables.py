@@ -2,6 +2,8 @@
 
 from statistics import median
 
+import msgspec
+
 from megatron_ext.cost.combine_tables import PARTS, has
 from megatron_ext.cost.cost_table import CostTable, Curve, part_named
 from megatron_ext.cost.curve import covers, curves_of, lookup
@@ -14,7 +16,7 @@ def compare(first: CostTable, second: CostTable) -> dict:
     Returns:
         ``curves``: by field ``{median, largest, at_bytes, sizes, beyond}``. ``beyond`` lists the sizes at which the
         intervals of the two tables do not overlap, so that noise does not explain the change. ``figures``: parts that
-        are one number. ``contention``: by ``A beside B`` (A while B is busy). ``compute``: by row. ``only``: parts that
+        are numbers, and launches of layers. ``contention``: by ``A beside B`` (A while B is busy). ``compute``: by row. ``only``: parts that
         one table lacks. ``environment``: what differs.
     """
     result: dict = {name: {} for name in ("curves", "figures", "contention", "compute")}
@@ -25,8 +27,8 @@ def compare(first: CostTable, second: CostTable) -> dict:
             result["only"]["first" if has(one) else "second"].append(part)
         elif isinstance(one, Curve) and has(one):
             result["curves"][part] = _curve(one, other)
-        elif isinstance(one, float | int) and not isinstance(one, bool) and one:
-            result["figures"][part] = other / one - 1
+        else:
+            result["figures"] |= _figures(part, one, other)
     both = (first, second)
     rows = [{(row.measured, row.busy, row.size_bytes): row.slowdown for row in table.contention} for table in both]
     for key in sorted(rows[0].keys() & rows[1].keys(), key=str):
@@ -37,6 +39,8 @@ def compare(first: CostTable, second: CostTable) -> dict:
     for key in sorted(layers[0].keys() & layers[1].keys()):
         before, after = layers[0][key], layers[1][key]
         result["compute"][key] = (after.forward_us + after.backward_us) / (before.forward_us + before.backward_us) - 1
+        launches = [(row.forward_launch_us or 0) + (row.backward_launch_us or 0) for row in (before, after)]
+        result["figures"] |= _figures(f"launches of {key}", *launches)
     for part in ENVIRONMENT:
         before, after = getattr(first.metadata, part), getattr(second.metadata, part)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -46,6 +50,15 @@ def compare(first: CostTable, second: CostTable) -> dict:
         elif before != after:
             result["environment"].append(f"{part}: {before} -> {after}")
     return result
+
+
+def _figures(part: str, one, other) -> dict[str, float]:
+    """Changes of a number, or of each number of a structure."""
+    pairs = {part: (one, other)}
+    if isinstance(one, msgspec.Struct):
+        pairs = {f"{part}.{field}": (getattr(one, field), getattr(other, field)) for field in one.__struct_fields__}
+    numbers = {name: pair for name, pair in pairs.items() if all(type(value) in (float, int) for value in pair)}
+    return {name: after / before - 1 for name, (before, after) in numbers.items() if before and after}
 
 
 def _curve(first: Curve, second: Curve) -> dict:

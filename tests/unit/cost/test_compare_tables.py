@@ -4,7 +4,7 @@ import pytest
 from two_tables import CLUSTER, ONE_GPU, table
 
 from megatron_ext.cost.compare_tables import compare, text
-from megatron_ext.cost.cost_table import Contention, GroupOverhead, Topology
+from megatron_ext.cost.cost_table import Compute, Contention, GroupOverhead, HostMemory, Launches, Topology
 
 
 def test_compare_says_what_changed_and_by_how_much():
@@ -18,6 +18,22 @@ def test_compare_says_what_changed_and_by_how_much():
     same = compare(ONE_GPU, ONE_GPU)
     assert same["curves"]["routes.gpu"]["largest"] == 0 and not same["curves"]["routes.gpu"]["beyond"]
     assert same["compute"] == {"transformer": 0} and same["contention"] == {"gpu beside cpu, 4096 bytes": 0}
+
+
+def test_compare_says_launches_and_host_memory():
+    def made(factor: float):
+        launches = Launches(reduce_us=factor, tensor_us=2.0)
+        row = Compute(forward_us=1.0, backward_us=2.0, layer_kind="transformer", forward_launch_us=3.0 * factor)
+        return table(launches=launches, host_memory=HostMemory(bytes_per_s=10.0 / factor), compute=(row,))
+
+    figures = compare(made(1.0), made(4.0))["figures"]
+    assert figures == {
+        "host_memory.bytes_per_s": -0.75,
+        "launches of transformer": 3.0,
+        "launches.reduce_us": 3.0,
+        "launches.slowest": 0.0,
+        "launches.tensor_us": 0.0,
+    }
 
 
 def test_compare_says_all_sizes_of_a_pair_and_single_figures():
