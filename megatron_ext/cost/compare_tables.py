@@ -16,8 +16,8 @@ def compare(first: CostTable, second: CostTable) -> dict:
     Returns:
         ``curves``: by field ``{median, largest, at_bytes, sizes, beyond}``. ``beyond`` lists the sizes at which the
         intervals of the two tables do not overlap, so that noise does not explain the change. ``figures``: parts that
-        are numbers, and launches of layers. ``contention``: by ``A beside B`` (A while B is busy). ``compute``: by row. ``only``: parts that
-        one table lacks. ``environment``: what differs.
+        are numbers, and launches of layers. ``contention``: by ``A beside B`` (A while B is busy). ``compute``: by row.
+        ``only``: parts that one table lacks. ``environment``: what differs.
     """
     result: dict = {name: {} for name in ("curves", "figures", "contention", "compute")}
     result |= {"only": {"first": [], "second": []}, "environment": []}
