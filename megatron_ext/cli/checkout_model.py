@@ -138,7 +138,7 @@ def for_workload(options: Options, model) -> Options:
         "pipeline_model_parallel_size": workload.parallel.pp,
         "data_parallel_size": workload.parallel.dp,
         "num_distributed_optimizer_instances": workload.parallel.instances,
-        "optimizer_on_host": workload.optimizer.on_host,
+        "optimizer_on_host": workload.optimizer.on_host or options.optimizer_on_host,
         "parameter_bytes": measured_sizes.parameter_bytes(workload),
         "sequence_parts": model.sequence_parts,
         "tensor_model_parallel_size": workload.parallel.tensor_model_parallel_size,

@@ -1,9 +1,16 @@
 """What ``measure`` takes from a training script's arguments where no checkout reads them."""
 
+from types import SimpleNamespace
+
+import click
 import pytest
 
+from megatron_ext.cli.checkout_model import for_workload
 from megatron_ext.cli.main import main
 from megatron_ext.formats.errors import InputError
+from megatron_ext.measure.options import Options
+from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
+from megatron_ext.workload.parallel import Parallel
 
 SCRIPT = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
 
@@ -31,6 +38,17 @@ def test_the_optimizer_is_measured_where_the_script_has_it(measured, more):
     """Measured on the device, a plan of a host's optimizer would be far too fast."""
     options = measured("--bf16", *more)
     assert options.optimizer_on_host is bool(more) and (options.hidden_size, options.seq_length) == (64, 32)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_checkouts_model_is_measured_with_the_optimizer_on_the_host_where_that_is_asked_for(asked):
+    shape = GptShape(2, 64, 256, 4, 4, 128, 32)
+    parallel = Parallel(pipeline_model_parallel_size=1, data_parallel_size=2, num_microbatches=1, order="no_pipeline")
+    work = gpt_workload(shape, parallel, MicroBatch(32))
+    model = SimpleNamespace(workload=work, sequence_parts=1, layer_options=())
+    with click.Context(click.Command("measure")):
+        options = for_workload(Options(modules="layers:layer_runners", optimizer_on_host=asked), model)
+    assert options.optimizer_on_host is asked and options.data_parallel_size == 2
 
 
 @pytest.mark.parametrize(("dtype", "parameter_bytes"), [([], 4), (["--bf16"], 2), (["--fp16"], 2)])
