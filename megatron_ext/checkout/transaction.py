@@ -99,8 +99,11 @@ def replace_files(root: Path, contents: dict[str, bytes], *, rehearse: bool = Fa
             staged = stage / str(number)
             _write(staged, data, like=target)
             entries.append(Entry(path, staged.name, blob_id(originals[path]), blob_id(data)))
+        if rehearse:
+            shutil.rmtree(stage)
+            return
         files.save(stage / JOURNAL, Journal("patch_journal", entries))
-        _finish(root, stage, [] if rehearse else entries)
+        _finish(root, stage, entries)
     except (OSError, InputError) as error:
         for path, data in originals.items():
             target = (root / path).resolve()

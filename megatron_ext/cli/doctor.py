@@ -58,7 +58,7 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
             sys.path.insert(0, checkout)
         report = start_ranks.join(options)
         if os.environ["RANK"] != "0":
-            return int(report.failed)
+            start_ranks.leave(int(report.failed))
     else:
         json_files.check_writable(out)
         report, printed = start_ranks.start(options, nproc or devices, checkout)
@@ -66,6 +66,8 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
         click.echo(printed, err=True)
     payload = {"report": out, "failed": report.failed, "findings": msgspec.to_builtins(report.findings)}
     emit(as_json, payload, f"{finding.text(report)}\nwrote {out}")
+    if is_launched():
+        start_ranks.leave(int(report.failed))
     return int(report.failed)
 
 

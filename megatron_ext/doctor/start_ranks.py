@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 from msgspec.structs import replace
@@ -98,6 +99,14 @@ def join(options: DoctorOptions) -> DoctorReport:
         _print_to(*kept)
 
 
+def leave(code: int) -> NoReturn:
+    """End a rank's process. Destroying process groups in order takes seconds, and they are not needed again; if they
+    are left to Python's end, threads of gloo may abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _settings() -> dict[str, str]:
     """Environment variables of a scheduled run that is compared to the last bit; the user's settings stay."""
     return {name: value for name, value in (SCHEDULED | REPEATABLE).items() if name not in os.environ}
@@ -129,9 +138,7 @@ def main() -> None:
     except InputError as error:
         _say(aloud, str(error))
         code = 2
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # destroying process groups in order takes seconds, and they are not needed again
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ def dying(real):
     return call
 os.replace, os.fsync, os.mkdir, os.unlink = map(dying, (os.replace, os.fsync, os.mkdir, os.unlink))
 contents = {p: (root / p).read_bytes() + b"# new" for p in texts.split(",")}
-transaction.replace_files(root, contents)
+transaction.replace_files(root, contents, rehearse=len(sys.argv) > 4)
 print(calls)
 """
 
 
-def die(root: Path, at: int) -> subprocess.CompletedProcess:
+def die(root: Path, at: int, *rehearse: str) -> subprocess.CompletedProcess:
     """Replace all files in a process that ends at the ``at``-th change of the disk."""
     return subprocess.run(
-        [sys.executable, "-c", DIE, str(root), ",".join(FILES), str(at)], capture_output=True, text=True
+        [sys.executable, "-c", DIE, str(root), ",".join(FILES), str(at), *rehearse], capture_output=True, text=True
     )
 
 
@@ -75,6 +75,15 @@ def test_the_next_command_repairs(archive, verb):
     report = verb(archive)
     assert report.repaired == "dropped" and not (archive / STAGE).exists()
     if verb is not apply:
+        assert snapshot(archive) == before
+
+
+def test_a_dry_run_that_dies_is_not_carried_out_later(archive):
+    before = snapshot(archive)
+    calls = int(die(archive, 0, "rehearse").stdout)
+    for at in range(calls - 8, calls + 1):
+        assert die(archive, at, "rehearse").returncode == 9
+        check(archive)
         assert snapshot(archive) == before
 
 

@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from variations import ALL
 from warm_python import warm_children
 
 from megatron_ext.cli import main as cli
+from megatron_ext.doctor import finding, start_ranks
 from megatron_ext.launch import launcher
 
 
@@ -117,3 +119,24 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert cli.main(["doctor", *options]) == 2
         said = capsys.readouterr().err
         assert words in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_of_a_launcher_leave_without_waiting_for_their_groups(monkeypatch, tmp_path, rank):
+    def leave(code):
+        raise SystemExit(code)
+
+    report = SimpleNamespace(failed=True, findings=())
+    monkeypatch.setattr(start_ranks, "join", lambda options: report)
+    monkeypatch.setattr(start_ranks.os, "_exit", leave)
+    monkeypatch.setattr(finding, "text", lambda report: "as found")
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "::1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["doctor", "--out", str(tmp_path / "r.json")])
