@@ -23,8 +23,8 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards, uses_of_groups
-from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, members_of, steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.host_slots import rounding_bytes
 from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
