@@ -20,8 +20,8 @@ from planning_cases_large import MACHINES, SHAPES, make_table, make_workload
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, verdict
 from megatron_ext.planner.baselines import BASELINES
-from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.validate import validate
+from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 
 RESULT = Path(__file__).parent / "results" / "planner_suite.json"
@@ -39,7 +39,7 @@ def row_of(shape, machine, zero_stage: int, per_rank: int) -> dict:
     timing = Timing(work, table)
     for name, (_, make) in BASELINES.items():
         try:
-            baselines[name] = evaluate(work, table, validate(make(work, timing)), bound_us=0.0).iteration_time_us
+            baselines[name] = simulate(work, timing, validate(make(work, timing)), peaks=False).iteration_time_us
         except InputError:  # the rule does not fit these limits
             baselines[name] = None
     best = min(us for us in baselines.values() if us is not None)

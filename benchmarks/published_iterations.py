@@ -101,7 +101,7 @@ def simulated_s(row: dict, sheet: HardwareSheet, microbatches: int, recompute: s
         optimizer=OptimizerSettings(on_host=row.get("optimizer_on_host", False)),
     )
     workload = with_experts(workload, row) if "num_experts" in row else workload
-    return evaluate(workload, estimate(sheet, workload, batch), bound_us=0.0).iteration_time_us / 1e6
+    return evaluate(workload, estimate(sheet, workload, batch)).iteration_time_us / 1e6
 
 
 def predicted_s(row: dict, sheet: HardwareSheet | None = None) -> float:

@@ -12,7 +12,7 @@ bytes.
 
 Within a step no layer is used twice, so there ``M`` is the sum of the layers' bytes. Inequality 3 is an edge of a graph
 whose nodes are layers. Compute gives the other edges. Between adjacent layers a tighter bound holds, because parameters
-are not divided (:mod:`megatron_ext.bounds.whole_parameters`). The iteration takes at least the longest path.
+are not divided ([Note: Whole parameters] in ``link_rates.py``). The iteration takes at least the longest path.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +21,7 @@ from itertools import accumulate
 
 from megatron_ext.bounds.critical_path import Durations, compute_durations
 from megatron_ext.bounds.least_loads import layer_bytes, missing_bytes
+from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
@@ -28,23 +29,13 @@ from megatron_ext.workload.workload import Chunk, Workload
 BringUs = Callable[[int], float]
 """Bytes -> the least microseconds in which they come."""
 
-WaitUs = Callable[[int, Sequence[int]], float]
-"""(Bytes that the limit leaves next to a layer, bytes of the next layer's parameters) -> the least microseconds between
-the two layers."""
-
 STEPS_AHEAD = 24
 """The most steps that one window spans. Several windows in a row bound longer spans almost as well."""
 
 
-def with_device_memory(
-    workload: Workload, timing: Timing, bring_us: Sequence[BringUs | None], wait_us: Sequence[WaitUs]
-) -> Durations:
-    """Least durations within steps, between adjacent steps, and across several steps; see the note above.
-
-    Args:
-        bring_us: by pipeline rank; None where nothing is gathered.
-        wait_us: by pipeline rank.
-    """
+def with_device_memory(workload: Workload, timing: Timing, links: Sequence[LinkRates]) -> Durations:
+    """Least durations within steps, between adjacent steps, and across several steps; see the note above. ``links``: by
+    pipeline rank."""
     least = compute_durations(workload, timing)
     limit = workload.streamed_bytes
     if limit is None:
@@ -53,11 +44,11 @@ def with_device_memory(
     steps, gaps, spans = [], [], []
     for rank, order in enumerate(steps_of_ranks(workload.parallel)):
         sizes = [layer_bytes(chunk) for chunk in workload.chunks_of_rank(rank)]
-        window = _window_rule(bring_us[rank], limit)
+        window = _window_rule(links[rank], limit)
         parameters = [_by_layer(chunk) for chunk in workload.chunks_of_rank(rank)]
 
         def between(before: int, after: list[int], rank: int = rank) -> float:
-            return wait_us[rank](limit - before, after) if before and after else 0.0
+            return links[rank].least_wait_us(limit - before, after) if before and after else 0.0
 
         waits = [_waits(row, between) for row in parameters]
         runs = [
@@ -166,5 +157,5 @@ def _brought(ahead, runs, limit, skipped) -> list[list[int]]:
     return found[1:]
 
 
-def _window_rule(bring_us: BringUs | None, limit: int) -> BringUs:
-    return cache(lambda needed: bring_us(needed - limit) if needed > limit and bring_us is not None else 0.0)
+def _window_rule(links: LinkRates, limit: int) -> BringUs:
+    return cache(lambda needed: links.least_us(needed - limit) if needed > limit and links.routes else 0.0)

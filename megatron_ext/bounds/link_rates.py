@@ -9,10 +9,22 @@
    best rate. For ``y`` such bytes both publishing and the link have moved at least ``y`` bytes. So ``q`` times the
    bytes published plus ``1 - q`` times the bytes over the link is at least ``y`` too, for any ``q`` from 0 to 1. With
    these weights all links and publishing run at the same time as in 2. The smallest rate over several ``q`` counts.
+
+[Note: Whole parameters]
+Between two layers each parameter is gathered as a whole or not at all. Symbols: ``free_bytes`` is what the limit of
+device memory leaves next to the earlier layer; ``S`` are the parameters of the later layer that are whole, or on their
+way, while the earlier one computes.
+
+1. A parameter lies in one group, and a group counts with all of its bytes from its issue on. So the bytes of ``S`` are
+   at most ``free_bytes``.
+2. The other parameters are issued after the earlier layer has ended, each over one link. A link takes at least
+   :meth:`LinkRates.least_alone_us` for ``n`` bytes, and longer while the other link is busy.
+3. So the time between the layers is at least the minimum over all ``S`` and all ways to spread the other parameters
+   over the links. Small parameters beyond :data:`LISTED` are left out, which can only lower the minimum.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import chain, combinations, permutations
 from math import inf
@@ -23,11 +35,14 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
 from megatron_ext.simulator.timing import PADDING_SHARE, Timing
 from megatron_ext.workload.bucket_rules import buckets
-from megatron_ext.workload.route import kind_of
+from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, kind_of
 from megatron_ext.workload.workload import Chunk, Workload, group_bytes
 
 PARTS_OF_PUBLISHING = (1.0, 0.75, 0.5, 0.25)
 """Values of ``q`` in the note, in addition to 0."""
+
+LISTED = 7
+"""The number of parameters of a layer that are considered, the largest first."""
 
 MOST_DOUBLINGS = 256
 """Enough doublings to get from the shortest time that plausible costs allow to the longest. With times of 1e-12 to
@@ -47,6 +62,7 @@ class LinkRates:
         offered = usable_routes(workload, timing)  # cpu_shard is no faster: it uses two links, one for all-gathers
         self.timing = timing
         self.least_us = cache(self._least_us)  # stages and micro-batches ask for the same sizes
+        self.least_alone_us, self._known_waits = cache(self._least_alone_us), cache(self._least_wait_us)
         self.curves = {route: _points(timing, route, largest) for route in offered}
         self.routes = tuple(route for route in offered if self.curves[route])
         # A group with one rank may come from its shard in host memory, as fast as a host copy, without being published.
@@ -93,13 +109,44 @@ class LinkRates:
         """No time shorter than this brings ``size`` bytes. With ``first``, none of these bytes has come before."""
         return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=40)
 
-    def least_alone_us(self, route: str, size: float) -> float:
+    def _least_alone_us(self, route: str, size: float) -> float:
         """No time shorter than this brings ``size`` bytes by ``route`` alone. No single gather takes longer than it."""
         if not size:
             return 0.0
         points = self.curves[route]
         start = size / self.best_rates[route]
         return least_enough(start, lambda us: us * _best_rate_within(points, us) >= size, halvings=20)
+
+    def least_wait_us(self, free_bytes: int, sizes: Sequence[int]) -> float:
+        """The least time from the end of a layer to the start of the rank's next layer; see [Note: Whole parameters].
+
+        Args:
+            free_bytes: what the limit leaves next to the earlier layer.
+            sizes: bytes of the later layer's parameters.
+        """
+        if sum(sizes) <= free_bytes or not self.routes:
+            return 0.0
+        if HOST_COPY not in self.routes and any(kind_of(route).staged for route in self.routes):
+            return 0.0  # the drive is no bound for groups that are already in staging slots
+        return self._known_waits(free_bytes, tuple(sorted(sizes, reverse=True)[:LISTED]))
+
+    def _least_wait_us(self, free_bytes: int, sizes: tuple[int, ...]) -> float:
+        ways = {(0, 0, 0)}  # (bytes that stay, bytes that are gathered, bytes that are copied)
+        for size in sizes:
+            found = {(stay + size, a, b) for stay, a, b in ways if stay + size <= free_bytes}
+            if ALL_GATHER in self.best_rates:
+                found |= {(stay, a + size, b) for stay, a, b in ways}
+            if HOST_COPY in self.best_rates:
+                found |= {(stay, a, b + size) for stay, a, b in ways}
+            ways = found
+        slower = [1.0 + self.excess.get(pair, 0.0) for pair in ((ALL_GATHER, HOST_COPY), (HOST_COPY, ALL_GATHER))]
+        together = 1.0 / slower[0] + 1.0 / slower[1] - 1.0
+        best = inf
+        for _, a, b in ways:
+            gather_us, copy_us = self.least_alone_us(ALL_GATHER, a), self.least_alone_us(HOST_COPY, b)
+            both = min(gather_us * slower[0], copy_us * slower[1]) if together > 0 else 0.0
+            best = min(best, gather_us + copy_us - both * together)
+        return best
 
     def _brings(self, us: float, size: float, first: bool) -> bool:
         rates = {route: _best_rate_within(self.curves[route], us) for route in self.routes}

@@ -28,7 +28,6 @@ from megatron_ext.bounds.device_memory import with_device_memory
 from megatron_ext.bounds.least_loads import Need, least_loads
 from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.reduce_bounds import LastBackward, forced_reduce_us, last_backwards, least_tail_us, rest_us
-from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload, optimizer_bytes
@@ -45,8 +44,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
     """
     ranks, steps = range(workload.parallel.pp), steps_of_ranks(workload.parallel)
     own = [_of_rank(workload, timing, rank) for rank in ranks]
-    bring_us = [one.rates.least_us if one.rates.routes else None for one in own]
-    least = with_device_memory(workload, timing, bring_us, [LeastWait(one.rates) for one in own])
+    least = with_device_memory(workload, timing, [one.rates for one in own])
     begins, ends = earliest(workload, timing, least, [*map(_ends_by_links, own)])
     remaining, bound = tails(workload, timing, least), 0.0
     for rank, one in enumerate(own):

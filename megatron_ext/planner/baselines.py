@@ -34,7 +34,7 @@ from megatron_ext.planner.pipelined_groups import pipelined_cut
 from megatron_ext.planner.problem import Problem
 from megatron_ext.planner.reroute import rerouted
 from megatron_ext.planner.stock import groups_of, stock_schedule
-from megatron_ext.schedule.footprint import pinned_need
+from megatron_ext.schedule.footprint import over_limit, pinned_need
 from megatron_ext.schedule.user_defined_schedule import Schedule, ScheduleMetadata
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.timing import Timing
@@ -200,14 +200,13 @@ def best_of_gathers(
 def check_pinned(workload: Workload, groups, hosted: Container[int]) -> None:
     """Raises InputError naming the node whose host copies exceed ``limits.pinned_host_bytes``."""
     limit = workload.limits.pinned_host_bytes
-    for node, need in enumerate(pinned_need(workload, groups, hosted)):
-        if limit is not None and need > limit:
-            raise InputError(
-                f"cannot fit: host copies on node {node} need {need} bytes, {need - limit} bytes short; "
-                f"policy hybrid gathers the groups without room by route {ALL_GATHER}",
-                field="limits.pinned_host_bytes",
-                value=limit,
-            )
+    for node, need, short in over_limit(pinned_need(workload, groups, hosted), limit):
+        raise InputError(
+            f"cannot fit: host copies on node {node} need {need} bytes, {short} bytes short; "
+            f"policy hybrid gathers the groups without room by route {ALL_GATHER}",
+            field="limits.pinned_host_bytes",
+            value=limit,
+        )
 
 
 def _named(schedule: Schedule, name: str) -> Schedule:

@@ -17,7 +17,6 @@ class Block(NamedTuple):
     parameter that layers of several blocks use is a group of its own. It belongs to all blocks from its first use to
     its last, because it stays whole within a step."""
 
-    pp_rank: int
     model_chunk_id: int
     first: int
     last: int
@@ -136,7 +135,7 @@ def _add_blocks(
             begin = first if ids else 0  # leading layers without parameters belong to the first block
             ids.append(len(blocks))
             size = sum(groups[index].bytes for index in own)
-            blocks.append(Block(chunk.pp_rank, chunk.model_chunk_id, begin, end - 1, own, size))
+            blocks.append(Block(chunk.model_chunk_id, begin, end - 1, own, size))
         elif ids:
             blocks[-1] = blocks[-1]._replace(last=end - 1)
     return tuple(ids)

@@ -5,6 +5,7 @@ A gather is issued as early as memory allows, but not before its earliest place 
 it in the order. Groups that stay whole, and groups at their own use, get memory first.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
@@ -96,7 +97,7 @@ class RankGaps:
         whole, limit = self.whole_bytes(decisions.kept), self.limit
         if max(whole) > limit:
             return None
-        placed, freed, last = [], [], -1
+        placed, last = [], -1
         for number in decisions.order:
             gap, size = self.gaps[number], self.sizes[number]
             lowest = max(last, self.first[number], decisions.earliest[number])
@@ -107,14 +108,22 @@ class RankGaps:
                 place -= 1
                 whole[place + 1] += size
             last = place
-            step, at = (-1, -1) if place < 0 else (self.uses[place].step, self.uses[place].before)
-            placed.append(Placed(gap.group, decisions.routes[number], step, self.uses[gap.use].step, at))
-            if gap.after >= 0:
-                freed.append(Freed(gap.group, self.uses[gap.after].step, self.uses[gap.after].after))
-        for group, numbers in self.of_group.items() if limit < inf else ():
-            last_use = self.uses[self.gaps[numbers[-1]].use]
-            freed.append(Freed(group, last_use.step, last_use.after))
-        return placed, freed
+            placed.append(self.gather(number, place, decisions.routes[number]))
+        return placed, self.freed(decisions.order, at_the_end=limit < inf)
+
+    def gather(self, number: int, place: int, route: Route) -> Placed:
+        """The gather in a gap, issued just before the use ``place`` (-1: at the start)."""
+        gap, (step, at) = self.gaps[number], (-1, -1)
+        if place >= 0:
+            step, at = self.uses[place].step, self.uses[place].before
+        return Placed(gap.group, route, step, self.uses[gap.use].step, at)
+
+    def freed(self, gathered: Iterable[int], at_the_end: bool) -> list[Freed]:
+        """Reshards before the gathers in these gaps, and after the last use of every group if ``at_the_end``."""
+        uses = [(gap.group, gap.after) for gap in map(self.gaps.__getitem__, gathered) if gap.after >= 0]
+        if at_the_end:
+            uses += [(group, self.gaps[numbers[-1]].use) for group, numbers in self.of_group.items()]
+        return [Freed(group, self.uses[use].step, self.uses[use].after) for group, use in uses]
 
     def decisions_of(self, schedule: Schedule, rank: int) -> Decisions:
         """The decisions that lead to the gathers of ``schedule``, whose groups must be the groups of these gaps."""

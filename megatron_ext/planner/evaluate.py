@@ -21,7 +21,6 @@ def evaluate(
     *,
     trace: bool = False,
     extrapolate: bool = False,
-    bound_us: float | None = None,
 ) -> Result:
     """Simulate one iteration of ``workload`` by ``schedule``, or by stock Megatron's rule.
 
@@ -29,7 +28,6 @@ def evaluate(
         schedule: must be valid (:func:`megatron_ext.schedule.validate.validate`).
         trace: keep every interval in ``Result.events``.
         extrapolate: read curves outside their measured range.
-        bound_us: the lower bound, if it was computed before from the same workload and table; saves time.
 
     Raises:
         InputError: the schedule is not for this workload, no schedule can fit (without ``schedule``), or the table
@@ -43,7 +41,6 @@ def evaluate(
     else:
         match(schedule, workload)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    if bound_us is None:
-        bound_us = lower_bound(with_most_headroom(workload), timing)
+    bound_us = lower_bound(with_most_headroom(workload), timing)
     result = simulate(workload, timing, schedule, trace=trace, bound_us=bound_us)
     return result._replace(memory=tuple(memory_bill(schedule, workload)))

@@ -20,7 +20,7 @@ from ortools.sat.python import cp_model
 
 from megatron_ext.bounds.reduce_bounds import least_tail_us
 from megatron_ext.formats.errors import InputError
-from megatron_ext.planner.assemble import Freed, Placed, assemble
+from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
 from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
@@ -165,7 +165,6 @@ class _ScheduleModel:
         counts = [len(uses) for uses in self.block_uses]
         self.reach = [[self._time(f"r{rank}.{n}") for n in range(most + 1)] for rank, most in enumerate(counts)]
         self.begin = [[self._time(f"b{rank}.{n}") for n in range(most)] for rank, most in enumerate(counts)]
-        self.gaps = [gap for rank in self.ranks for gap in rank.gaps]
         self.issue: dict[Gap, dict[int, cp_model.IntVar]] = {}
         self.keep: dict[Gap, cp_model.IntVar | None] = {}
         self.by: dict[Gap, dict[Route, cp_model.IntVar]] = {}
@@ -284,22 +283,15 @@ class _ScheduleModel:
         limit = self.workload.streamed_bytes
         if limit is None:
             return
-        groups = self.blocks.groups
-        for rank, block_uses in enumerate(self.block_uses):
-            whole_at: list[list] = [[] for _ in range(len(block_uses) + 1)]  # index 0 is the start
-            for gap in self.gaps:
-                if gap.rank != rank:
-                    continue
-                size = groups[gap.group].bytes
+        for rank in self.ranks:
+            whole_at: list[list] = [[] for _ in range(len(rank.uses) + 1)]  # index 0 is the start
+            for gap, size in zip(rank.gaps, rank.sizes):
                 for place in range(gap.first, gap.use + 1):
                     whole = [chosen for issue, chosen in self.issue[gap].items() if issue <= place]
                     kept = self.keep[gap]
-                    if kept is not None:
-                        whole.append(kept)
-                    whole_at[place + 1].append(size * sum(whole))
-            for terms in whole_at:
-                if terms:
-                    self.model.add(sum(terms) <= limit)
+                    whole_at[place + 1].append(size * sum(whole if kept is None else [*whole, kept]))
+            for terms in filter(None, whole_at):
+                self.model.add(sum(terms) <= limit)
 
     def start_from(self, known: Schedule) -> None:
         """Let the search start from a schedule of the same groups: its routes, its issue places and the groups that it
@@ -318,26 +310,19 @@ class _ScheduleModel:
     def schedule(self, solver) -> Schedule:
         """The schedule of the solution. Every gather is issued at the last use that is reached before the gather
         starts."""
-        placed: list[list[tuple]] = [[] for _ in self.block_uses]
-        freed: list[list[Freed]] = [[] for _ in self.block_uses]
-        for gap in self.gaps:
-            if self.keep[gap] is not None and solver.value(self.keep[gap]):
-                continue
-            start = solver.value(self.starts[gap])
-            issue = next(place for place, chosen in self.issue[gap].items() if solver.value(chosen))
-            # ends: each turn raises issue
-            while issue < gap.use and solver.value(self.reach[gap.rank][issue + 1]) <= start:
-                issue += 1
-            route: Route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
-            uses = self.block_uses[gap.rank]
-            step, at = (-1, -1) if issue < 0 else (uses[issue].step, uses[issue].before)
-            placed[gap.rank].append((issue, start, Placed(gap.group, route, step, uses[gap.use].step, at)))
-            if gap.after >= 0:
-                freed[gap.rank].append(Freed(gap.group, uses[gap.after].step, uses[gap.after].after))
-        if self.workload.zero_stage == 3:
-            final = {gap.group: gap for gap in self.gaps}  # gaps are in the order of use
-            for gap in final.values():
-                block_use = self.block_uses[gap.rank][gap.use]
-                freed[gap.rank].append(Freed(gap.group, block_use.step, block_use.after))
-        ordered = [[item for _, _, item in sorted(row)] for row in placed]
-        return assemble(self.workload, self.blocks.groups, ordered, freed, planner="exact")
+        placed, freed = [], []
+        for rank in self.ranks:
+            found = []
+            for number, gap in enumerate(rank.gaps):
+                if self.keep[gap] is not None and solver.value(self.keep[gap]):
+                    continue
+                start = solver.value(self.starts[gap])
+                place = next(place for place, chosen in self.issue[gap].items() if solver.value(chosen))
+                # ends: each turn raises place
+                while place < gap.use and solver.value(self.reach[gap.rank][place + 1]) <= start:
+                    place += 1
+                route: Route = next(route for route, chosen in self.by[gap].items() if solver.value(chosen))
+                found.append((place, start, rank.gather(number, place, route), number))
+            freed.append(rank.freed((number for *_, number in found), self.workload.zero_stage == 3))
+            placed.append([gather for *_, gather, _ in sorted(found)])
+        return assemble(self.workload, self.blocks.groups, placed, freed, planner="exact")

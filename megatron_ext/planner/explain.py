@@ -16,8 +16,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.candidate import Candidate
 from megatron_ext.planner.passes import rest_states, size_step_slots, time_host_step
 from megatron_ext.planner.reroute import rerouted
-from megatron_ext.schedule.group_facts import can_step_early, uses_of_groups
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import can_step_early, gradient_bytes, uses_of_groups
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule

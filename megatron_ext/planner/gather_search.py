@@ -139,21 +139,18 @@ class GatherSearch:
         blocks = blocks._replace(groups=groups)
         return self._equal.setdefault(blocks, blocks)
 
-    def _place(self, given: Grouping, workload: Workload, most_us: float = inf) -> Placement:
+    def _place(self, given: Grouping, workload: Workload) -> Placement:
         """Run the pass place for the complete workload or for the :func:`shortened` one."""
-        return self._placer(given.blocks, workload is self.rough).place(given.choices, most_us)
+        return self._placer(given.blocks, workload is self.rough).place(given.choices)
 
-    def estimate(self, point: GridPoint, most_us: float = inf) -> float:
+    def estimate(self, point: GridPoint) -> float:
         """Estimated end of the last step in microseconds, by a placement pass over the :func:`shortened` workload;
-        infinite if it is after ``most_us``."""
+        infinite if there is none."""
         if point not in self.estimates:
-            us = self._estimated(point, most_us)
-            if us == inf and most_us < inf:
-                return us  # without the bound it may be finite
-            self.estimates[point] = us
+            self.estimates[point] = self._estimated(point)
         return self.estimates[point]
 
-    def _estimated(self, point: GridPoint, most_us: float) -> float:
+    def _estimated(self, point: GridPoint) -> float:
         given, ends = self.made(point), self._grouped(point._replace(horizon=0))[1]
         if given is None:
             return inf
@@ -163,12 +160,11 @@ class GatherSearch:
             if least <= given.choices.horizon_us <= most:
                 return us
         try:
-            plan = self._place(given, self.rough, most_us)
+            plan = self._place(given, self.rough)
         except InputError as error:  # the size of a group was not measured
             self.refused = self.refused or error
             return inf
-        if plan.end_us < inf:
-            ends.append((*plan.alike, plan.end_us))
+        ends.append((*plan.alike, plan.end_us))
         return plan.end_us
 
     def descend(self) -> None:

@@ -193,7 +193,7 @@ class _ResidencyModel:
             around = one.gradient if kept.gradients is not None else 0
             copies = size // self.offloader.sharing[dp] if kind.reads_host_copy and not kept.shard_on_host else 0
             slots = GRADIENT_SLOTS * (one.gradient // dp) if kept.gradients == "host" else 0
-            rounding = self.offloader.rounding(one.group) if kept.shard_on_host else 0
+            rounding = one.rounding if kept.shard_on_host else 0
             bytes_there = throughout, around, buffer, rounding, brought
             ways.append(Way(kept, kind.name, *bytes_there, host - slots + copies, pinned + copies, slots, cost))
         return ways

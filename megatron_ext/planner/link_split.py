@@ -21,7 +21,7 @@ def finish_us(timing: Timing, route: str, size: int, others_busy: int) -> float:
         return 0.0
     us = timing.fastest_us(route, size)
     link = link_of(route)
-    if others_busy and not kind_of(route).staged and timing.slowdowns.disturbed[link]:
+    if others_busy and not kind_of(route).staged:
         us *= 1.0 + timing.slowdowns.excess(link, size)[OTHER_LINK[link]]
     return us
 

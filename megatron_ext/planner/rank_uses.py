@@ -4,7 +4,7 @@ from functools import cache
 from itertools import accumulate
 
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Workload

@@ -105,12 +105,8 @@ class StageCosts:
         self.step_us = sum(row.forward_us + row.backward_us for row in steps)
         limit = workload.limits.whole_parameter_bytes
         self.headroom = inf if limit is None else limit / workload.parallel.vp
-        self._known = cache(self._cost)
 
     def __call__(self, first: int, end: int) -> float:
-        return self._known(first, end)
-
-    def _cost(self, first: int, end: int) -> float:
         layers = self.layers[first:end]
         size, compute = sum(layer.bytes for layer in layers), sum(layer.us for layer in layers) + self.step_us
         if self.workload.zero_stage < 3:
@@ -139,6 +135,7 @@ def place(num_layers: int, stages: int, cost) -> tuple[int, ...] | None:
     The result is exact. Two dynamic programs run over (stages, layers placed), with ``stages * num_layers ** 2``
     operations each. A stage may have no layers.
     """
+    cost = cache(cost)
     slowest = [[inf] * (num_layers + 1) for _ in range(stages + 1)]  # of the last n stages with the layers from i on
     slowest[0][num_layers] = 0.0
     for number in range(1, stages + 1):

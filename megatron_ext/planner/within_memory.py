@@ -164,8 +164,7 @@ def _estimate(state: GatherSearch) -> float:
     least_us, best = inf, GridPoint(cuts[0], 0, state.middle, 0)
     for cut in sorted(cuts, key=lambda cut: -sum(map(len, state.cuts[cut]))):  # the most blocks are usually the best
         point = best._replace(cut=cut)
-        us = state.estimate(point, least_us * (1 + 1e-9))
-        least_us, best = min((least_us, best), (us, point))
+        least_us, best = min((least_us, best), (state.estimate(point), point))
     if state.steps > SMALL_STEPS:
         return least_us
     if least_us < inf and (made := state.made(best)) is not None:

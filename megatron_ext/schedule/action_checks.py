@@ -28,8 +28,10 @@ class InvalidSchedule(InputError):
 
     @classmethod
     def at_step(cls, pp_rank: int, index: int, message: str, field: str, value: object, file) -> "InvalidSchedule":
-        """An error at ``field`` of step ``index`` of a pipeline rank; index -1 is the start."""
-        field = f"ranks[{pp_rank}].steps[{index}].{field}"
+        """An error at ``field`` of step ``index`` of a pipeline rank, or without ``field`` at the step; index -1 is the
+        start."""
+        where = f"ranks[{pp_rank}].start" if index < 0 else f"ranks[{pp_rank}].steps[{index}]"
+        field = f"{where}.{field}" if field else where
         return cls(message, pp_rank=pp_rank, step_index=index, file=file, field=field, value=value)
 
 
@@ -47,9 +49,7 @@ class RankCheck:
         self.of_chunk = [[] for _ in range(schedule.parallel.vp)]
         for index in self.own:
             self.of_chunk[self.groups[index].model_chunk_id].append(index)
-        self.index, self.where = -1, f"ranks[{pp_rank}].start"  # of the present step
-        self.chunk = -1
-        self.within: set[int] = set()  # groups that are whole for their layers of this step and freed within it
+        self.index, self.chunk = -1, -1  # of the present step
         self.ready_at: dict[int, int] = {}  # group -> step index from which it is whole
         self.slot_of: dict[int, int] = {}  # group -> slot it is staged in
         self.in_slot: dict[int, int] = {}  # slot -> group
@@ -59,19 +59,16 @@ class RankCheck:
         if schedule.zero_stage < 3:  # whole parameters never leave the device
             self.resident = sum(self.groups[i].bytes for i in self.own)
             if self.resident > self.limit:
-                said = f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}"
-                self._raise(f"{said}, {self._excess()}", "limits.whole_parameter_bytes", self.limit)
+                said = f"needs {self.resident} bytes of whole parameters on pipeline rank {pp_rank}, {self._excess()}"
+                field = "limits.whole_parameter_bytes"
+                raise InvalidSchedule(said, pp_rank=pp_rank, file=file, field=field, value=self.limit)
 
     def _excess(self) -> str:
         return f"{self.resident - self.limit} more than limits.whole_parameter_bytes"
 
-    def _raise(self, message: str, field: str, value: object = ..., index: int | None = None) -> NoReturn:
-        where = dict(pp_rank=self.pp_rank, step_index=index)
-        raise InvalidSchedule(message, **where, file=self.file, field=field, value=value)
-
-    def refuse(self, message: str, field: str, value: object = ...) -> NoReturn:
-        """Refuse a field of the current step."""
-        self._raise(message, f"{self.where}.{field}", value, self.index)
+    def refuse(self, message: str, field: str = "", value: object = ...) -> NoReturn:
+        """Refuse a field of the current step, or the step."""
+        raise InvalidSchedule.at_step(self.pp_rank, self.index, message, field, value, self.file)
 
     def run(self) -> None:
         """Check all steps. Raises InvalidSchedule at the first action that is refused."""
@@ -83,30 +80,14 @@ class RankCheck:
             self._unshard(action, f"unshard[{n}]")
         for index, entry in enumerate(self.rank.steps):
             self.index = index
-            self.where = f"ranks[{self.pp_rank}].steps[{self.index}]"
             self.chunk = Step.parse(entry.step).model_chunk_id(self.schedule.parallel.pp)
             self._step(entry)
 
     def _step(self, entry: StepActions) -> None:
-        self.within = set()
+        """Check a step, with actions at layers in the order in which the layers run."""
         for n, action in enumerate(entry.stage_in):
             self._stage_in(action, f"stage_in[{n}]")
-        if any(action.at >= 0 for action in entry.unshard) or any(action.at >= 0 for action in entry.reshard):
-            self._by_layer(entry)
-        else:
-            for n, action in enumerate(entry.unshard):
-                self._unshard(action, f"unshard[{n}]")
-        for group in self.of_chunk[self.chunk]:
-            if self.ready_at.get(group, math.inf) > self.index and group not in self.within:
-                said = f"step {entry.step} computes on group {group}, which is not whole then"
-                self._raise(said, self.where, index=self.index)
-        for n, action in enumerate(entry.reshard):
-            if action.at < 0:
-                self._reshard(action, f"reshard[{n}]")
-
-    def _by_layer(self, entry: StepActions) -> None:
-        """Check a step with actions at layers, in the order in which the layers run."""
-        actions = actions_in_order(entry)
+        actions, within = actions_in_order(entry), set()  # groups that are freed within the step, after their layers
         if [action for action in actions if isinstance(action, Unshard)] != [*entry.unshard]:
             self.refuse("unshards must be listed in the order in which their layers run", "unshard")
         unshards, fields = 0, {id(action): f"reshard[{n}]" for n, action in enumerate(entry.reshard)}
@@ -116,7 +97,13 @@ class RankCheck:
                 unshards += 1
             elif action.at >= 0:
                 self._reshard(action, fields[id(action)])
-                self.within.add(action.group)
+                within.add(action.group)
+        for group in self.of_chunk[self.chunk]:
+            if self.ready_at.get(group, math.inf) > self.index and group not in within:
+                self.refuse(f"step {entry.step} computes on group {group}, which is not whole then")
+        for action in entry.reshard:
+            if action.at < 0:
+                self._reshard(action, fields[id(action)])
 
     def _own_group(self, group: int, field: str) -> None:
         if not 0 <= group < len(self.groups):

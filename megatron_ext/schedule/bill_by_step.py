@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from megatron_ext.schedule.group_facts import uses_of_groups
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule, Unshard
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Limits, Workload

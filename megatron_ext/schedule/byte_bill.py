@@ -14,8 +14,7 @@ Not billed: messages between stages; zeroing, the norm and the clipping of gradi
 from collections.abc import Iterator
 
 from megatron_ext.formats.moved_bytes import ADD_PASSES, MovedBytes, Row, add_up, reduced_bytes
-from megatron_ext.schedule.group_facts import can_step_early, members_of
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import can_step_early, gradient_bytes, members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.workload.bucket_layout import ITEM_BYTES as ITEMS
 from megatron_ext.workload.bucket_layout import shard_parts

@@ -1,8 +1,9 @@
 """Memory that a schedule needs: whole parameters on devices, pinned host memory on nodes."""
 
 from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate
 
-from megatron_ext.schedule.user_defined_schedule import Group, Schedule
+from megatron_ext.schedule.user_defined_schedule import Group, Rank, Schedule, Unshard
 from megatron_ext.workload.nodes import copies_of_nobody, nodes_spanned, pinned_bytes_of_nodes
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ON_DRIVE, ON_HOST
@@ -24,23 +25,15 @@ def device_peaks(schedule: Schedule) -> list[int]:
 
     A group counts from the issue of its unshard to its reshard. Below zero stage 3 all groups count.
     """
-    peaks = []
-    for rank in schedule.ranks:
-        if schedule.zero_stage < 3:
-            peaks.append(sum(g.bytes for g in schedule.groups if g.pp_rank == rank.pp_rank))
-            continue
-        resident = sum(schedule.groups[a.group].bytes for a in rank.start.unshard)
-        peak = resident
-        for entry in rank.steps:
-            for action in actions_in_order(entry):
-                size = schedule.groups[action.group].bytes
-                if hasattr(action, "route"):
-                    resident += size
-                    peak = max(peak, resident)
-                else:
-                    resident -= size
-        peaks.append(peak)
-    return peaks
+    return [_peak(schedule, rank) for rank in schedule.ranks]
+
+
+def _peak(schedule: Schedule, rank: Rank) -> int:
+    if schedule.zero_stage < 3:
+        return sum(group.bytes for group in schedule.groups if group.pp_rank == rank.pp_rank)
+    actions = [*rank.start.unshard, *(action for entry in rank.steps for action in actions_in_order(entry))]
+    sizes = (schedule.groups[a.group].bytes * (1 if isinstance(a, Unshard) else -1) for a in actions)
+    return max(accumulate(sizes), default=0)
 
 
 def actions_in_order(entry):

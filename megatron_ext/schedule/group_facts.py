@@ -40,6 +40,11 @@ def uses_of_groups(groups: Iterable[Group], workload: Workload) -> list[tuple[in
     return [members_of(group, workload).uses for group in groups]
 
 
+def gradient_bytes(group: Group, workload: Workload) -> int:
+    """Bytes of the whole gradient of ``group``, with Megatron's padding."""
+    return group.bytes // ITEM_BYTES[members_of(group, workload).dtype] * workload.optimizer.gradient_item_bytes
+
+
 def shard_numel(group: Group, workload: Workload) -> int:
     """Elements of one shard of a group, with Megatron's padding."""
     return group.bytes // ITEM_BYTES[members_of(group, workload).dtype] // group.ranks

@@ -3,9 +3,8 @@ large they are, and the buffers on the device that go with them."""
 
 from collections.abc import Iterable
 
-from megatron_ext.schedule.group_facts import largest_gradient, members_of
+from megatron_ext.schedule.group_facts import gradient_bytes, largest_gradient
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.state_layout import GRADIENT_SLOTS, LINE_BYTES, ROUNDING_BYTES, gradient_slot_bytes
 from megatron_ext.workload.workload import Workload
 
@@ -26,11 +25,6 @@ def planned_slot_bytes(largest: int, in_all: int) -> int:
     gradient of one parameter ``largest``."""
     size = max(largest, min(LARGE_SLOT_BYTES, in_all // PART))
     return -(-size // LINE_BYTES) * LINE_BYTES
-
-
-def gradient_bytes(group: Group, workload: Workload) -> int:
-    """Bytes of the whole gradient of ``group``, with Megatron's padding."""
-    return group.bytes // ITEM_BYTES[members_of(group, workload).dtype] * workload.optimizer.gradient_item_bytes
 
 
 def cast_part_bytes(slot_bytes: int) -> int:

@@ -7,8 +7,7 @@ allocated alone. The layers between two cuts run as one operation.
 
 from collections.abc import Sequence
 
-from megatron_ext.schedule.group_facts import uses_of_groups
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.activity_kinds import CPU, GPU, NVME
 from megatron_ext.simulator.timing import Timing

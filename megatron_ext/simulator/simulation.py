@@ -155,16 +155,6 @@ def _states_us(schedule: Schedule, workload: Workload, timing: Timing) -> list[f
 
 def with_prediction(schedule: Schedule, result: Result, baselines_us: dict[str, float] | None = None) -> Schedule:
     """The schedule with its prediction stored in it."""
-    predicted = Predicted(
-        iteration_time_us=result.iteration_time_us,
-        exposed_us=result.exposed_us,
-        peak_bytes=result.peak_bytes,
-        busy_us=result.busy_us,
-        memory=tuple(bill.memory for bill in result.memory),
-        bubble_rate=result.bubble_rate,
-        lower_bound_us=result.lower_bound_us,
-        gather_us=result.gather_us,
-        baselines_us=baselines_us or {},
-        left_out=result.left_out,
-    )
-    return msgspec.structs.replace(schedule, predicted=predicted)
+    figures = {name: getattr(result, name) for name in Predicted.__struct_fields__ if name in Result._fields}
+    figures |= {"memory": tuple(bill.memory for bill in result.memory), "baselines_us": baselines_us or {}}
+    return msgspec.structs.replace(schedule, predicted=Predicted(**figures))

@@ -14,7 +14,6 @@ class Slowdowns:
     """Excess times of one cost table, each looked up once and kept.
 
     Attributes:
-        disturbed: by kind, whether anything slows it at all, so that undisturbed kinds cost no look-ups.
         disturbs: by kind, whether it slows anything.
     """
 
@@ -25,7 +24,6 @@ class Slowdowns:
         rows = {(row.measured, row.busy) for row in table.contention if row.slowdown > 1.0} | self._shared
         self._pairs = [[(measured, busy) in rows for busy in KINDS] for measured in KINDS]
         """By kind and kind that runs at the same time: whether the second slows the first."""
-        self.disturbed = tuple(map(any, self._pairs))
         self.disturbs = tuple(map(any, zip(*self._pairs)))
         self.excess = cache(self._excess)
         self.slowing = cache(self._slowing)

@@ -4,8 +4,7 @@ iteration, and at the end, on the host or on the device."""
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_ext.schedule.group_facts import can_step_early, saved_bytes
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import can_step_early, gradient_bytes, saved_bytes
 from megatron_ext.schedule.memory_bill import states_on_drive_bytes
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
 from megatron_ext.simulator.timing import Timing

@@ -23,7 +23,8 @@ from megatron_ext.planner.quick_plan import FewRounds, TimedPlan, Times, fastest
 from megatron_ext.planner.stock import STOCK_RULES
 from megatron_ext.planner.without_plan import stock_bytes
 from megatron_ext.schedule.bill_by_step import fullest_steps
-from megatron_ext.schedule.host_slots import gradient_bytes, step_gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes
+from megatron_ext.schedule.host_slots import step_gradient_bytes
 from megatron_ext.schedule.memory_bill import memory_bill, on_nodes, resting_bytes
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.simulator.timing import Timing

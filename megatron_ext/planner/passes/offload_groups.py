@@ -23,8 +23,8 @@ from megatron_ext.bounds.host_room import optimizer_on_host
 from megatron_ext.bounds.memory_headroom import least_of_states
 from megatron_ext.formats.errors import InputError
 from megatron_ext.schedule.bill_by_step import activation_peaks
-from megatron_ext.schedule.group_facts import members_of, steps_on_host_shards, uses_of_groups
-from megatron_ext.schedule.host_slots import gradient_bytes, rounding_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, members_of, steps_on_host_shards, uses_of_groups
+from megatron_ext.schedule.host_slots import rounding_bytes
 from megatron_ext.schedule.memory_bill import on_nodes
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.timing import Timing
@@ -73,6 +73,8 @@ class OffloadCosts(NamedTuple):
     Attributes:
         span: its first and last layer.
         gradient: bytes of the whole gradient.
+        rounding: bytes of the buffer on the device in which the optimizer there rounds the group, if its shard rests in
+            host memory.
         ways: the ways in which the group can be kept.
         cost_us: by way, microseconds of links per iteration in addition to what the group takes when it is not
             relieved.
@@ -82,6 +84,7 @@ class OffloadCosts(NamedTuple):
     group: Group
     span: tuple[int, int]
     gradient: int
+    rounding: int
     ways: dict[Residency, float]
     held: dict[Residency, tuple[int, int, int, int]]
 
@@ -103,7 +106,6 @@ class Offloader:
         self.sharing = {ranks: ranks_of_copy(parallel, 0, ranks) for ranks in (parallel.dp, parallel.expert_dp)}
         self.by_shards = timing.offers(SHARD_GATHER)
         self._costs: dict[tuple, tuple[dict[Residency, float], dict[Residency, tuple[int, int, int, int]]]] = {}
-        self._rounding: dict[tuple, int] = {}
 
     def __call__(self, groups: Sequence[Group]) -> tuple[Group, ...] | None:
         """The groups with ``gradients``, ``reduce_every`` and ``shard_rests`` set; None if memory is short."""
@@ -196,7 +198,8 @@ class Offloader:
             ways = [way for way in ways if way.gradients is not None or not way.alone]
             held = {way: self._held(group, gradient, way) for way in ways}
             self._costs[key] = {way: self._cost_us(group, gradient, way) for way in ways}, held
-        return OffloadCosts(group, span, gradient, *self._costs[key])
+        rounding = rounding_bytes([replace(group, shard_rests="host")], self.workload) if on_host else 0
+        return OffloadCosts(group, span, gradient, rounding, *self._costs[key])
 
     def _held(self, group: Group, gradient: int, way: Residency) -> tuple[int, int, int, int]:
         """Bytes of a group that rest on the device, bytes that come there for the optimizer's step, and the bytes of
@@ -301,21 +304,13 @@ class Offloader:
         kept = dict(gradients=way.gradients, reduce_every=every, alone=way.alone)
         return replace(group, **kept, shard_rests=rests, algorithm=algorithm)
 
-    def rounding(self, group: Group) -> int:
-        """Bytes of the buffer on the device in which the optimizer there rounds ``group``, if its shard rests in host
-        memory."""
-        key = group.pp_rank, group.model_chunk_id, group.parameters[0], group.bytes
-        if key not in self._rounding:
-            self._rounding[key] = rounding_bytes([replace(group, shard_rests="host")], self.workload)
-        return self._rounding[key]
-
     def held(self, rank: int, weighed: list[OffloadCosts], kept: list[Residency]) -> int:
         """A lower bound of the bytes that the rank holds at its peak: in a step of the pipeline, assuming that all
         kinds of bytes are largest at the same time, or while its optimizer steps."""
         zero_3 = self.workload.zero_stage == 3
         whole = sum(one.group.bytes for one in weighed) if self.rule.whole_bytes is None else self.rule.whole_bytes
         resting, brought, pieces, legs = zip(*[one.held[way] for one, way in zip(weighed, kept)] or [(0, 0, 0, 0)])
-        rounding = max([self.rounding(one.group) for one, way in zip(weighed, kept) if way.shard_on_host], default=0)
+        rounding = max([one.rounding for one, way in zip(weighed, kept) if way.shard_on_host], default=0)
         moving = self.activations[rank] + self._coming_and_going(weighed, kept) + (whole if zero_3 else 0)
         buffers = max(pieces) + max(legs) + rounding
         return self.fixed[rank] + (0 if zero_3 else whole) + sum(resting) + buffers + max(moving, sum(brought))

@@ -311,22 +311,11 @@ class GatherPlacer:
         self.workload, self.timing, self.times = workload, timing, GroupTimes(workload, timing, blocks)
         self.ranks = [RankUses(workload, timing, blocks, rank) for rank in range(workload.parallel.pp)]
 
-    def place(self, choices: Choices, most_us: float = inf) -> Placement:
-        """Run the placement pass of all ranks through one iteration. If a rank cannot end by ``most_us``, the pass
-        stops and returns a part of a plan, with an infinite time."""
+    def place(self, choices: Choices) -> Placement:
+        """Run the placement pass of all ranks through one iteration."""
         parallel = self.workload.parallel
         placements = [RankPlacement(given, self.times, choices) for given in self.ranks]
-
-        def run(rank: int, index: int, _, arrival: float) -> float:
-            own = placements[rank]
-            if max(own.now, arrival) < inf:
-                own.now = own.run_step(index, arrival)
-                still_us = own.given.ideal[-1] - own.given.ideal[own.number]
-                if own.now + still_us <= most_us:
-                    return own.now
-            own.now = inf  # this rank, or one that it waits for, ends too late
-            return inf
-
+        run = lambda rank, index, _, arrival: placements[rank].run_step(index, arrival)
         run_in_order(parallel, steps_of_ranks(parallel), self.timing.p2p_us, run)
         rounding, us = ROUNDING * max(one.given.ideal[-1] for one in placements), choices.horizon_us
         within, beyond = max(one.within_us for one in placements), min(one.beyond_us for one in placements)

@@ -11,7 +11,6 @@ from megatron_ext.bounds.device_memory import step_us, with_device_memory
 from megatron_ext.bounds.least_loads import layer_bytes
 from megatron_ext.bounds.link_rates import LinkRates
 from megatron_ext.bounds.lower_bound import lower_bound
-from megatron_ext.bounds.whole_parameters import LeastWait
 from megatron_ext.planner import plan
 from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.problem import Problem
@@ -37,9 +36,7 @@ def test_a_step_waits_for_what_its_layers_need_beyond_the_limit():
 def least_of(work, table):
     timing = Timing(work, table)
     links = [LinkRates(work, timing, rank) for rank in range(work.parallel.pp)]
-    return timing, with_device_memory(
-        work, timing, [of_rank.least_us for of_rank in links], [LeastWait(of_rank) for of_rank in links]
-    )
+    return timing, with_device_memory(work, timing, links)
 
 
 def test_steps_are_longer_where_a_chunk_does_not_fit():
@@ -141,13 +138,17 @@ def test_nothing_is_faster(seed):
 def test_parameters_are_not_divided_between_links():
     """Beside a layer there is room for 5 bytes of the next one's 12. Divided, 7 would come in 3.5 us by two links."""
     work = make_workload(pp=1, vp=1, order="no_pipeline", zero_stage=3)
-    links = LinkRates(work, Timing(work, make_table(work)), 0)
-    links.least_alone_us = lambda route, size: float(size)
-    assert LeastWait(links)(5, (6, 4, 2)) == 6.0  # 4 stays; 6 by one link, 2 by the other
-    assert LeastWait(links)(6, (6, 4, 2)) == 4.0  # 6 stays
-    assert LeastWait(links)(12, (6, 4, 2)) == 0.0
-    links.excess = {("gpu", "cpu"): 0.5, ("cpu", "gpu"): 0.25}
-    assert LeastWait(links)(6, (6, 4, 2)) == pytest.approx(4 + 3 * (0.25 / 1.25))  # 4 by cpu, beside 2 by gpu for 3
+
+    def wait_us(free_bytes: int, excess) -> float:
+        links = LinkRates(work, Timing(work, make_table(work)), 0)
+        links.least_alone_us, links.excess = lambda route, size: float(size), excess
+        return links.least_wait_us(free_bytes, (6, 4, 2))
+
+    assert wait_us(5, {}) == 6.0  # 4 stays; 6 by one link, 2 by the other
+    assert wait_us(6, {}) == 4.0  # 6 stays
+    assert wait_us(12, {}) == 0.0
+    # 4 by cpu, beside 2 by gpu for 3
+    assert wait_us(6, {("gpu", "cpu"): 0.5, ("cpu", "gpu"): 0.25}) == pytest.approx(4 + 3 * (0.25 / 1.25))
 
 
 @pytest.mark.parametrize("seed", some(range(200, 212), 6))

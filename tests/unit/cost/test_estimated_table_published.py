@@ -96,7 +96,7 @@ def test_pipelines(row, order):
     samples = row["num_microbatches"] * batch.micro_batch_size
     published_us = samples / work.parallel.pp / row[f"measured_samples_per_gpu_s_{order}"] * 1e6
     estimated = estimate(A100, work, batch)
-    assert evaluate(work, estimated, bound_us=0.0).iteration_time_us == pytest.approx(published_us, rel=WITHIN)
+    assert evaluate(work, estimated).iteration_time_us == pytest.approx(published_us, rel=WITHIN)
     # The measured compute in its place comes closer than that.
     vp = work.parallel.vp
     backward_ms = row["backward_input_ms"] + row["backward_weight_ms"]
@@ -114,7 +114,7 @@ def test_pipelines(row, order):
         ),
     )
     both = combine({"measured": check(measured), "estimated": estimated})
-    assert evaluate(work, both, bound_us=0.0).iteration_time_us == pytest.approx(published_us, rel=0.16)
+    assert evaluate(work, both).iteration_time_us == pytest.approx(published_us, rel=0.16)
 
 
 @pytest.mark.parametrize("name", FSDP)
@@ -135,7 +135,7 @@ def test_fsdp_of_llama_3(name):
     for each in ("full", *((None,) if recompute == "half" else ())):
         batch = MicroBatch(8192, samples, sequence_parallel=tp > 1, recompute=each)
         work = gpt_workload(shape, parallel, batch, zero_stage=3)
-        times.append(evaluate(work, estimate(sheet, work, batch), bound_us=0.0).iteration_time_us / 1e6)
+        times.append(evaluate(work, estimate(sheet, work, batch)).iteration_time_us / 1e6)
     published_s = 8192 * samples / tp / tokens_per_s
     assert sum(times) / len(times) / published_s == pytest.approx(ratio, abs=0.015)
 

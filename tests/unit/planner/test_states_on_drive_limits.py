@@ -10,8 +10,8 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.states_on_drive import FEW_SLOTS, STATE_SLOTS, with_states_on_drive
-from megatron_ext.schedule.group_facts import largest_gradient, largest_region
-from megatron_ext.schedule.host_slots import gradient_bytes, narrow_gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, largest_gradient, largest_region
+from megatron_ext.schedule.host_slots import narrow_gradient_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import host_bytes_of_nodes, memory_bill
 from megatron_ext.schedule.rest_checks import check_rests

@@ -16,7 +16,7 @@ from megatron_ext.planner.problem import problem_of
 from megatron_ext.planner.stock import groups_of
 from megatron_ext.planner.within_memory import plan_within_memory
 from megatron_ext.schedule.footprint import pinned_host_bytes
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets

@@ -11,8 +11,8 @@ from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.schedule.bill_by_step import activation_peaks
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
-from megatron_ext.schedule.group_facts import make_group
-from megatron_ext.schedule.host_slots import gradient_bytes, host_add_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes, make_group
+from megatron_ext.schedule.host_slots import host_add_bytes
 from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import (
     buffer_bytes,

@@ -6,7 +6,7 @@ from planning_cases import line, make_table, make_workload
 
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
-from megatron_ext.schedule.host_slots import gradient_bytes
+from megatron_ext.schedule.group_facts import gradient_bytes
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.step_places import AROUND_ADD
 from megatron_ext.workload.bucket_rules import layer_buckets
