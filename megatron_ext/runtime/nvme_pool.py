@@ -105,7 +105,7 @@ def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -
     opened = failed = None
     try:
         opened = drive.open_file(descriptor, pid, directory, settings)
-    except (InputError, OSError) as refused:
+    except (InputError, OSError, RuntimeError) as refused:  # no more files, or threads
         failed = str(refused)
     if (failure := agreed_failure(failed, sharers.exchange)) is not None:
         if opened is not None:
