@@ -48,18 +48,13 @@ class Issuer:
     def wait(self, done: Callable[[], bool]) -> None:
         """Block until ``done()``, and issue meanwhile what is ready. Raises the error of a check."""
         if not done():
-            poll(done, self._check, self.turn)
+            poll(done, self._check, self.poll)
 
     def join(self, transfer: Transfer | None) -> None:
         """Block until ``transfer`` has ended; raise its error, if any."""
         if transfer is not None:
             self.wait(lambda: transfer.ended)
             transfer.check()
-
-    def turn(self) -> None:
-        """:meth:`poll`, if anything is left."""
-        if self.left:
-            self.poll()
 
     def _check(self) -> None:
         for check in self.checks:

@@ -13,7 +13,7 @@ An action that belongs to a layer runs at the boundary before or after the layer
 the chunk, when the step begins or ends. Layers without actions get no hook.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,7 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
         poll: called before the actions between two layers; issues what threads have made ready. None: nothing is.
     """
     start, steps = placed
+    first = () if poll is None else (poll,)
     backward_of = {(place.step.stage, place.step.microbatch): place.at for place in steps if place.step.kind == "B"}
     forwards, backwards, carried = [], [], ()
     for step, chunk, begin, at_boundaries, end in steps:
@@ -107,7 +108,8 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
             for boundary in sorted({*at_boundaries, *backward}):
-                own, later = (_polled(poll, at.get(boundary, ())) for at in (at_boundaries, backward))
+                there = (at.get(boundary) for at in (at_boundaries, backward))
+                own, later = ((*first, *actions) if actions else () for actions in there)
                 before.append(layers.arm(chunk, boundary, own, later))
             forwards.append((chunk, tuple(before)))
             carried = tuple(end)
@@ -152,10 +154,6 @@ def place_actions(
             for index, entry in enumerate(rank.steps)
         ],
     )
-
-
-def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...]:
-    return tuple(actions) if poll is None or not actions else (poll, *actions)
 
 
 class _GradientAction(NamedTuple):
