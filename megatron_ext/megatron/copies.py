@@ -57,7 +57,6 @@ class Copies:
     def __init__(self, own: OwnRank):
         self.routes: dict[str, CopyRoute] = {}
         self.publisher, self.pool, self.closing = None, None, []
-        self.own_bytes = 0  # this rank's part of the node's host copies
         if not own.schedule.publish:
             return
         sharers = _make_sharers(own)
@@ -74,7 +73,6 @@ class Copies:
             raise errors[0]
         self.pool = pool
         self.closing.append(pool.close)
-        self.own_bytes = pool.own_bytes
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin()
