@@ -91,7 +91,7 @@ class NvmePool:
     def close(self) -> None:
         """Close the files, which are deleted when the last rank has closed them, and unmap the slots."""
         self._close_files()
-        self._device.unpin(self._slots)
+        self._device.unpin(self._slots.data_ptr())
         self._memory.release()
         del self._slots  # a view of the mapping
         with contextlib.suppress(BufferError):  # another view is still alive; the mapping ends with the process

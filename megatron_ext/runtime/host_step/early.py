@@ -198,7 +198,7 @@ class EarlySteps(Part):
         """The steps of ``standing`` count and are returned. The other units of ``stepped`` get their states back. In an
         iteration that is ``skipped``, their shards get their parameters back."""
         if stepped:
-            self._device.synchronize(self._link.left)  # copies may still read the host's parameters
+            self._link.left.synchronize()  # copies may still read the host's parameters
         for unit in stepped:
             self._stepped.remove(unit)
             if unit in standing:
