@@ -252,7 +252,7 @@ class _Movers:
         self._calls = queue.SimpleQueue()
         self.submit = self._calls.put
         self._moving = [
-            threading.Thread(target=_call_all, args=(self._calls,), name="megatron_ext-drive", daemon=True)
+            threading.Thread(target=guarded(_call_all), args=(self._calls,), name="megatron_ext-drive", daemon=True)
             for _ in range(number)
         ]
         self._end = weakref.finalize(self, _end_all, number, self._calls)
