@@ -115,7 +115,7 @@ def _pin(place: Place, block: mmap.mmap) -> Finding:
     taken = max(place.exchange(time.monotonic() - start))
     if why is not None:
         return failed(name, why, lock_refused.ADVICE)
-    device.unpin(memory)
+    device.unpin(memory.data_ptr())
     rate = taken / (len(block) / 2**30)
     found = f"{rate:.2f} s per GiB, {place.ranks_per_node} ranks at once"
     return passed(name, found, figures={"seconds_per_gib": rate})

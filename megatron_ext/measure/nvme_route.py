@@ -74,7 +74,7 @@ class NvmeRead(Operation):
         self.worker.close()
         self.route.close()
         self.drive.close()
-        self.fabric.device.unpin(self.staged)
+        self.fabric.device.unpin(self.staged.data_ptr())
 
 
 class NvmeStage(NvmeRead):

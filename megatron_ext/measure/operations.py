@@ -200,7 +200,9 @@ class Internode(Operation):
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
         self.threads = self.worker = Worker(f"measure-{self.name}")
-        self.exchange = NodeExchange(make_node_groups(fabric.options.parallel))
+        groups = make_node_groups(fabric.options.parallel)
+        assert groups is not None  # the link is offered only if the replicas are on several nodes
+        self.exchange = NodeExchange(groups)
         _ = fabric.host
 
     def issue(self, size_bytes: int, round_index: int) -> Transfer:

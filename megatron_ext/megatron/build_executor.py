@@ -206,7 +206,7 @@ class _Builder:
             schedule, rank, own.groups, by_name, own.clock, self.boundaries, own.recorder, checked, self.reducer
         )
         threads = any(part is not None for part in (self.copies.publisher, self.host_step, self.reducer))
-        return compile_program(placed, self.boundaries, own.issuer.turn if threads else None)
+        return compile_program(placed, self.boundaries, own.issuer.poll if threads else None)
 
     def _rehearse(self) -> None:
         own = self.own

@@ -57,7 +57,6 @@ class Copies:
     def __init__(self, own: OwnRank):
         self.routes: dict[str, CopyRoute] = {}
         self.publisher, self.pool, self.closing = None, None, []
-        self.own_bytes = 0  # this rank's part of the node's host copies
         if not own.schedule.publish:
             return
         sharers = _make_sharers(own)
@@ -74,7 +73,6 @@ class Copies:
             raise errors[0]
         self.pool = pool
         self.closing.append(pool.close)
-        self.own_bytes = pool.own_bytes
         if device.kind == "cuda" and dist.get_rank() == 0 and pool.bytes > SAID_BYTES:
             say(f"page-locking {pool.bytes / 1e9:.0f} GB on every rank; `plan` says how long it takes")
         pool.pin()
@@ -91,7 +89,7 @@ class Copies:
             route.drop()
 
 
-def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange]]:
+def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange | None]]:
     """Sharers of this rank's published groups, which are in the order of publishing, with the exchange with other
     nodes: one entry for each number of ranks that groups are sharded over. Collective over all ranks of the run."""
     planned, published, found = own.schedule.groups, [entry.group for entry in own.schedule.publish], []
@@ -102,19 +100,19 @@ def _make_sharers(own: OwnRank) -> list[tuple[Sharers, NodeExchange]]:
             among = own.process_groups[ranks] if nodes is None else nodes.local
             exchange = partial(gather_objects, process_group=among)
             sharers = Sharers(groups, dist.get_rank(among), dist.get_world_size(among), exchange)
-            found.append((sharers, NodeExchange(nodes)))
+            found.append((sharers, None if nodes is None else NodeExchange(nodes)))
     return found
 
 
-def _targets(own: OwnRank, nodes_of: dict[int, NodeExchange]) -> list[Target]:
+def _targets(own: OwnRank, nodes_of: dict[int, NodeExchange | None]) -> list[Target]:
     """One target for each group that this rank publishes, with the source from which it is published."""
     offloaded = offloaded_shards(own.optimizers, own.buckets)
     # If states do not rest in host memory there is no such copy: the group is published from its shard.
     source = {i: copy for i, copy in offloaded.items() if own.schedule.groups[i].states_rest is None}
     return [
-        Target(own.groups[entry.group], "cpu" in entry.to, "nvme" in entry.to, source.get(entry.group), nodes)
-        for entry in own.schedule.publish
-        if (nodes := nodes_of.get(entry.group)) is not None
+        Target(own.groups[index], "cpu" in to, "nvme" in to, source.get(index), nodes_of[index])
+        for index, to in ((entry.group, entry.to) for entry in own.schedule.publish)
+        if index in nodes_of
     ]
 
 

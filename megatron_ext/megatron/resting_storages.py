@@ -35,7 +35,7 @@ def resting_storages(
     gradients = [buffer.grad_data for ddp in own.ddps for buffer in buffers_of(ddp)]
     device["gradients"] += storage_bytes(gradients)
     device["buffers"] += buffer_bytes
-    host["host_copies"] += copies.own_bytes
+    host["host_copies"] += 0 if copies.pool is None else copies.pool.own_bytes
     if host_step is not None:
         device["buffers"] += host_step.link.device_bytes
         host += host_step.held_bytes()

@@ -67,11 +67,7 @@ class CudaDevice(Device):
             why = lock_refused.said(size, f"cudaHostRegister: error {code}")
             raise InputError(why, field="page-locked memory")
 
-    def unpin(self, tensor: torch.Tensor) -> None:
-        self.unlock(tensor.data_ptr())
-
-    def unlock(self, address: int) -> None:
-        """Undo :meth:`pin` of the memory at ``address``."""
+    def unpin(self, address: int) -> None:
         torch.cuda.synchronize(self.device)  # copies from this memory may still be running
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(address)

@@ -159,8 +159,8 @@ class DriveFile:
             self.direct = False
             self._direct = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.block_bytes, self.queue_depth = settings.block_bytes, settings.queue_depth
-        self._movers = _Movers(self.queue_depth)
         self._close = weakref.finalize(self, os.close, self.descriptor)
+        self._movers = _Movers(self.queue_depth)
 
     def configure(self, block_bytes: int, queue_depth: int) -> None:
         """Change the size of requests and how many are in flight. Not allowed during a read."""
@@ -245,29 +245,20 @@ class DriveFile:
 
 
 class _Movers:
-    """Up to ``number`` threads that run the submitted calls, begun in order; see [Note: Blocks in flight]."""
+    """``number`` threads that run the submitted calls, begun in order; see [Note: Blocks in flight]. They start with
+    the file, which may be read while the process ends: Python starts no thread then."""
 
     def __init__(self, number: int):
-        self._number, self._calls = number, queue.SimpleQueue()
-        self._moving: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end_all, self._moving, self._calls)
+        self._calls = queue.SimpleQueue()
+        self.submit = self._calls.put
+        self._moving = [
+            threading.Thread(target=guarded(_call_all), args=(self._calls,), name="megatron_ext-drive", daemon=True)
+            for _ in range(number)
+        ]
+        self._end = weakref.finalize(self, _end_all, number, self._calls)
         self._end.atexit = False
-
-    def submit(self, call: Callable[[], None]) -> None:
-        if len(self._moving) < self._number:
-            thread = threading.Thread(
-                target=guarded(_call_all), args=(self._calls,), name="megatron_ext-drive", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if "shutdown" not in str(error):
-                    raise
-                if not self._moving:  # since Python 3.12 no thread begins while the process ends
-                    return call()
-            else:
-                self._moving.append(thread)
-        self._calls.put(call)
+        for thread in self._moving:
+            thread.start()
 
     def close(self) -> None:
         """Wait until all submitted calls have ended."""
@@ -281,8 +272,8 @@ def _call_all(calls: queue.SimpleQueue) -> None:
         call()
 
 
-def _end_all(threads: list[threading.Thread], calls: queue.SimpleQueue) -> None:
-    for _ in threads:
+def _end_all(number: int, calls: queue.SimpleQueue) -> None:
+    for _ in range(number):
         calls.put(None)
 
 

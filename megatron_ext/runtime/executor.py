@@ -128,7 +128,7 @@ class Executor(StepCalls):
             self._out_of_order("forward", virtual_microbatch_id, model_chunk_id)
         self._count_forward = count + 1
         if self._left:
-            self.issuer.turn()
+            self.issuer.poll()
         for action in actions:
             action()
 
@@ -139,7 +139,7 @@ class Executor(StepCalls):
         if chunk != model_chunk_id or count != virtual_microbatch_id:
             self._out_of_order("backward", virtual_microbatch_id, model_chunk_id)
         if self._left:
-            self.issuer.turn()
+            self.issuer.poll()
         for action in actions:
             action()
 
@@ -151,7 +151,7 @@ class Executor(StepCalls):
         for action in actions:
             action()
         if self._left:
-            self.issuer.turn()
+            self.issuer.poll()
 
     def end_iteration(self) -> None:
         """End the iteration: drop its whole copies, and wait until its shards are written.

@@ -176,7 +176,7 @@ class Reducer(Part):
         order=None,
         recorder: Recorder = NOTHING,
     ):
-        self.gradients, self.on_host, self.device, self.order = gradients, frozenset(on_host), device, order
+        self.gradients, self.on_host, self.order = gradients, frozenset(on_host), order
         self.residency = WholeBytes()
         self.sample: Callable[[], None] | None = None
         self.complete: Callable[[int, Transfer | None], None] | None = None
@@ -234,14 +234,11 @@ class Reducer(Part):
             self._recorder.add("reduce_wait", "a gradient", begin, self._recorder.now())
         if to_host is None:
             self._add(gradient, gradient.part)
-        self._free(gradient)
-        if to_host is None and last and self.complete is not None:
-            self.complete(gradient.index, None)
-
-    def _free(self, gradient: Gradient) -> None:
         gradient.resize(0)
         gradient.state = _FREED
         self.residency.bytes -= gradient.bytes
+        if to_host is None and last and self.complete is not None:
+            self.complete(gradient.index, None)
 
     def _add(self, gradient: Gradient, part: torch.Tensor) -> None:
         gradient.shard.add_(part)

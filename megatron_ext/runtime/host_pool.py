@@ -230,7 +230,7 @@ class HostPool:
     def close(self) -> None:
         """Unmap the blocks. Their memory is freed with their last ranks."""
         for block in self.blocks if self._pinned else ():
-            self._device.unpin(block.memory)
+            self._device.unpin(block.memory.data_ptr())
         self.copies.clear()
         with self._closing:
             self.flags, self.reads_done, self.own_reads_done = {}, [], []

@@ -24,7 +24,7 @@ class Issuer:
 
     def __init__(self) -> None:
         self.left: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
-        self.checks: list[Callable[[], None]] = []
+        self.check: Callable[[], None] = lambda: None  # raises if what this rank waits for will never come
 
     def when(self, ready: Callable[[], bool], issue: Callable[[], None]) -> None:
         """Call ``issue`` as soon as ``ready()`` is true: now, or when this thread polls."""
@@ -48,19 +48,10 @@ class Issuer:
     def wait(self, done: Callable[[], bool]) -> None:
         """Block until ``done()``, and issue meanwhile what is ready. Raises the error of a check."""
         if not done():
-            poll(done, self._check, self.turn)
+            poll(done, self.check, self.poll)
 
     def join(self, transfer: Transfer | None) -> None:
         """Block until ``transfer`` has ended; raise its error, if any."""
         if transfer is not None:
             self.wait(lambda: transfer.ended)
             transfer.check()
-
-    def turn(self) -> None:
-        """:meth:`poll`, if anything is left."""
-        if self.left:
-            self.poll()
-
-    def _check(self) -> None:
-        for check in self.checks:
-            check()

@@ -114,19 +114,15 @@ class MemoryPool:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
         self._pool = _new_pool()
-        self._rehearse(rehearsal, first_bytes)
-        return torch.cuda.memory_reserved() - before
-
-    def _rehearse(self, rehearsal: Callable[[], None], first_bytes: int) -> None:
-        assert self._pool is not None
         with torch.cuda.use_mem_pool(self._pool):
             torch.empty(first_bytes, dtype=torch.uint8, device="cuda")
         reserved = -1
         for _ in range(ROUNDS):
             if reserved == torch.cuda.memory_reserved():
-                return
+                break
             reserved = torch.cuda.memory_reserved()
             rehearsal()
+        return torch.cuda.memory_reserved() - before
 
 
 def _missing() -> str | None:

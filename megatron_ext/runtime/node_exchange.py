@@ -60,23 +60,18 @@ class NodeExchange:
     """The exchange of one rank with its counterparts.
 
     Args:
-        groups: process groups over host memory; None if the data-parallel group lies on one node.
+        groups: process groups over host memory.
 
     Attributes:
-        counterparts: their process group, in node order; None if there are none.
+        counterparts: their process group, in node order.
         dp_ranks: data-parallel ranks of the counterparts, in the same order.
     """
 
-    def __init__(self, groups: NodeGroups | None = None):
-        self.counterparts = None if groups is None else groups.across
-        self.dp_ranks: tuple[int, ...] = () if groups is None else groups.counterparts
-        self._ranks = () if groups is None else tuple(dist.get_process_group_ranks(groups.across))
+    def __init__(self, groups: NodeGroups):
+        self.counterparts, self.dp_ranks = groups.across, groups.counterparts
+        self._ranks = dist.get_process_group_ranks(groups.across)
         self._buffers: dict[torch.dtype, list[torch.Tensor]] = {}
         self._begun = 0
-
-    @property
-    def crosses_nodes(self) -> bool:
-        return self.counterparts is not None
 
     def begin(self, shards: Sequence[torch.Tensor], dp_rank: int) -> Arriving:
         """Exchange shards with the counterparts. Collective over them, in the same order on all.
@@ -86,8 +81,6 @@ class NodeExchange:
                 until the exchange is over. The others are received into; :meth:`places` makes buffers for them.
             dp_rank: this rank.
         """
-        if not self.crosses_nodes:
-            return Arriving((), (dp_rank,), tuple(shards))
         nodes, mine, tag = len(self.dp_ranks), self.dp_ranks.index(dp_rank), self._begun % IN_FLIGHT
         self._begun += 1
         # Begin with the next node, so that not all send to one node at once.
@@ -99,8 +92,6 @@ class NodeExchange:
     def places(self, own: torch.Tensor, dp_rank: int) -> list[torch.Tensor]:
         """The ``shards`` argument of :meth:`begin`, with buffers to receive into. They are valid until
         :data:`IN_FLIGHT` further exchanges have begun, because up to this many may be in flight."""
-        if not self.crosses_nodes:
-            return [own]
         others = [rank for rank in self.dp_ranks if rank != dp_rank]
         come = dict(zip(others, self.buffer(own.dtype, own.numel() * len(others)).view(len(others), -1)))
         return [(come | {dp_rank: own})[rank] for rank in self.dp_ranks]

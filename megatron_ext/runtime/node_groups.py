@@ -46,22 +46,15 @@ def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: in
             nodes = nodes_of_replicas(parallel, pp_rank, which, ranks)
             if len(nodes) == 1:
                 continue
-            places = {
-                members[dp_rank]: (node, index)
-                for node, dp_ranks in enumerate(nodes)
-                for index, dp_rank in enumerate(dp_ranks)
-            }
-            local = [
-                _new_group([rank for rank, place in places.items() if place[0] == node], backend)
-                for node in range(len(nodes))
-            ]
-            across = [
-                _new_group([rank for rank, place in places.items() if place[1] == index], backend)
-                for index in range(len(nodes[0]))
-            ]
-            if dist.get_rank() in places:
-                node, index = places[dist.get_rank()]
-                found = NodeGroups(local[node], across[index], nodes, index)
+            # By node, and by index on a node.
+            local, across = (
+                [_new_group([members[dp_rank] for dp_rank in dp_ranks], backend) for dp_ranks in among]
+                for among in (nodes, zip(*nodes, strict=True))
+            )
+            for node, dp_ranks in enumerate(nodes):
+                for index, dp_rank in enumerate(dp_ranks):
+                    if members[dp_rank] == dist.get_rank():
+                        found = NodeGroups(local[node], across[index], nodes, index)
     return found
 
 

@@ -91,7 +91,7 @@ class NvmePool:
     def close(self) -> None:
         """Close the files, which are deleted when the last rank has closed them, and unmap the slots."""
         self._close_files()
-        self._device.unpin(self._slots)
+        self._device.unpin(self._slots.data_ptr())
         self._memory.release()
         del self._slots  # a view of the mapping
         with contextlib.suppress(BufferError):  # another view is still alive; the mapping ends with the process
@@ -105,7 +105,7 @@ def _open_shared(directory, size: int, sharers: Sharers, settings: DriveReads) -
     opened = failed = None
     try:
         opened = drive.open_file(descriptor, pid, directory, settings)
-    except (InputError, OSError) as refused:
+    except (InputError, OSError, RuntimeError) as refused:  # no more files, or threads
         failed = str(refused)
     if (failure := agreed_failure(failed, sharers.exchange)) is not None:
         if opened is not None:

@@ -64,5 +64,5 @@ def unlock_unused(device) -> None:
     """Unlock the blocks that are not used any more."""
     while _unused:
         address, _ = _unused[0]
-        device.unlock(address)
+        device.unpin(address)
         _unused.popleft()

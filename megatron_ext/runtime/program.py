@@ -13,7 +13,8 @@ An action that belongs to a layer runs at the boundary before or after the layer
 the chunk, when the step begins or ends. Layers without actions get no hook.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -100,6 +101,7 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
         poll: called before the actions between two layers; issues what threads have made ready. None: nothing is.
     """
     start, steps = placed
+    first = () if poll is None else (poll,)
     backward_of = {(place.step.stage, place.step.microbatch): place.at for place in steps if place.step.kind == "B"}
     forwards, backwards, carried = [], [], ()
     for step, chunk, begin, at_boundaries, end in steps:
@@ -107,7 +109,8 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
         if step.kind == "F":
             backward = backward_of[step.stage, step.microbatch]
             for boundary in sorted({*at_boundaries, *backward}):
-                own, later = (_polled(poll, at.get(boundary, ())) for at in (at_boundaries, backward))
+                there = (at.get(boundary) for at in (at_boundaries, backward))
+                own, later = ((*first, *actions) if actions else () for actions in there)
                 before.append(layers.arm(chunk, boundary, own, later))
             forwards.append((chunk, tuple(before)))
             carried = tuple(end)
@@ -141,64 +144,23 @@ def place_actions(
         check_uses: check state and version of every group at every layer that uses it.
         reducer: handles the gradients that come and go; None if all gradients stay whole.
     """
-    compiler = _Compiler(schedule, groups, routes, clock, layers, recorder)
-    gradients = _gradient_actions(schedule, rank, layers, reducer) if reducer is not None else {}
+    compiler = _Compiler(schedule, groups, routes, clock, layers, recorder, reducer)
     waits = compiler.waits_by_step(rank)
     start = [*map(compiler.stage_in, rank.start.stage_in), *map(compiler.unshard, rank.start.unshard)]
     return PlacedActions(
         start,
         [
-            compiler.place(Step.parse(entry.step), entry, waits.get(index, ()), check_uses, gradients.get(index, ()))
+            compiler.place(Step.parse(entry.step), entry, waits.get(index, ()), check_uses)
             for index, entry in enumerate(rank.steps)
         ],
     )
 
 
-def _polled(poll: Action | None, actions: Sequence[Action]) -> tuple[Action, ...]:
-    return tuple(actions) if poll is None or not actions else (poll, *actions)
-
-
-class _GradientAction(NamedTuple):
-    """An action on a gradient in a backward step, before or after a layer."""
-
-    behind: bool
-    layer: int
-    action: Action
-
-
-def _gradient_actions(
-    schedule: Schedule, rank: Rank, layers: Layers, reducer: Reducer
-) -> dict[int, list[_GradientAction]]:
-    """Actions by step of the rank. Every gradient is allocated before the backward of its group's last layer and
-    reduced after the backward of its first layer, in the order in which the layers run."""
-    visits, found = schedule.parallel.num_microbatches, {}
-    done: dict[int, int] = {}
-    for number, entry in enumerate(rank.steps):
-        step = Step.parse(entry.step)
-        if step.kind == "F":
-            continue
-        chunk = step.model_chunk_id(schedule.parallel.pp)
-        visit = done[chunk] = done.get(chunk, 0) + 1
-        actions = found[number] = []
-        for index, gradient in reducer.gradients.items():
-            group = schedule.groups[index]
-            if group.model_chunk_id != chunk:
-                continue
-            first, last = layers.uses(index)
-            if (visit - 1) % group.reduce_every == 0:
-                begins = layers.block(chunk, last)[1]
-                actions.append(_GradientAction(False, begins, partial(reducer.allocate, gradient, group.alone)))
-            if visit % group.reduce_every == 0 or visit == visits:
-                ends = layers.block(chunk, first)[0]
-                actions.append(_GradientAction(True, ends, partial(reducer.reduce, gradient, visit == visits)))
-        actions.sort(key=lambda item: (-item.layer, item.behind))
-    return found
-
-
 class _Compiler:
-    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder):
+    def __init__(self, schedule: Schedule, groups, routes, clock: Clock, layers, recorder, reducer: Reducer | None):
         self.schedule, self.groups, self.routes, self.layers = schedule, groups, routes, layers
-        self.clock, self.recorder = clock, recorder
+        self.clock, self.recorder, self.reducer = clock, recorder, reducer
+        self._backwards: Counter[int] = Counter()  # of each chunk so far
 
     def waits_by_step(self, rank: Rank) -> dict[int, list[int]]:
         """Groups that have to be whole at each step, in the order of their issue."""
@@ -210,11 +172,14 @@ class _Compiler:
                 waits.setdefault(index if action.need_by < 0 else action.need_by, []).append(action.group)
         return waits
 
-    def place(self, step: Step, entry, waits, check_uses: bool, gradients=()) -> PlacedStep:
-        """Place the actions of one step, in this order: reduces, frees, issues, waits, allocations."""
+    def place(self, step: Step, entry, waits, check_uses: bool) -> PlacedStep:
+        """Place the actions of the next step, in this order: reduces, frees, issues, waits, allocations."""
         chunk = step.model_chunk_id(self.schedule.parallel.pp)
         place = PlacedStep(step, chunk, [*map(self.stage_in, entry.stage_in)], {}, [])
-        for _, layer, action in (item for item in gradients if item.behind):
+        reduces, allocations = (), ()
+        if step.kind == "B" and self.reducer is not None:
+            reduces, allocations = self.gradients(chunk, self.reducer)
+        for layer, action in reduces:
             self._behind(place, layer).append(action)
         for action in actions_in_order(entry):
             if isinstance(action, Reshard):
@@ -229,7 +194,7 @@ class _Compiler:
             if own:
                 layer = first if step.kind == "F" else self.layers.block(chunk, last)[1]
             self._before(place, layer).append(self.wait(index))
-        for _, layer, action in (item for item in gradients if not item.behind):
+        for layer, action in allocations:
             self._before(place, layer).append(action)
         if check_uses:
             for index, group in self.groups.items():
@@ -239,6 +204,27 @@ class _Compiler:
                             layer = self.layers.block(chunk, layer)[1]
                         self._before(place, layer).append(partial(group.check_usable, self.clock))
         return place
+
+    def gradients(self, chunk: int, reducer: Reducer) -> tuple[list[tuple[int, Action]], list[tuple[int, Action]]]:
+        """Reduces in the next backward of ``chunk``, each with the layer after whose backward it is made, and
+        allocations, each with the layer before whose backward it is made, in the order in which the layers run. Every
+        gradient is allocated before the backward of its group's last layer and reduced after that of its first."""
+        self._backwards[chunk] += 1
+        visit, visits = self._backwards[chunk], self.schedule.parallel.num_microbatches
+        reduces, allocations = [], []
+        for index, gradient in reducer.gradients.items():
+            group, (first, last) = self.schedule.groups[index], self.layers.uses(index)
+            if group.model_chunk_id != chunk:
+                continue
+            if (visit - 1) % group.reduce_every == 0:
+                begins = self.layers.block(chunk, last)[1]
+                allocations.append((begins, partial(reducer.allocate, gradient, group.alone)))
+            if visit % group.reduce_every == 0 or visit == visits:
+                ends = self.layers.block(chunk, first)[0]
+                reduces.append((ends, partial(reducer.reduce, gradient, visit == visits)))
+        for actions in (reduces, allocations):
+            actions.sort(key=lambda one: -one[0])
+        return reduces, allocations
 
     def _before(self, place: PlacedStep, layer: int) -> list[Action]:
         """The list of actions just before ``layer`` computes (-1: at the begin of the step)."""

@@ -27,7 +27,8 @@ from megatron_ext.runtime.worker import LATER, Transfer, Worker
 
 
 class Target(NamedTuple):
-    """A group and the copies that its shards are written to; ``nodes`` is the exchange with the nodes that share them.
+    """A group and the copies that its shards are written to; ``nodes`` is the exchange with the other nodes that share
+    them, if any.
 
     ``offloaded``, if the optimizer steps on the host, gives ``(start, host tensor)`` of every piece of
     the shard, or None if only the device has the shard.
@@ -37,17 +38,13 @@ class Target(NamedTuple):
     host: bool
     nvme: bool
     offloaded: Callable | None = None
-    nodes: NodeExchange = NodeExchange()
-
-    @property
-    def on_host(self) -> bool:
-        """Whether its shard is read from host memory."""
-        return self.offloaded is not None or self.group.on_host
+    nodes: NodeExchange | None = None
 
 
 def by_thread(targets: list[Target]) -> set[int]:
-    """Indices of the groups whose host copy is written by threads."""
-    return {target.group.index for target in targets if target.on_host or target.nodes.crosses_nodes}
+    """Indices of the groups whose host copy is written by threads: their shards come from host memory, or from other
+    nodes."""
+    return {t.group.index for t in targets if t.offloaded is not None or t.group.on_host or t.nodes is not None}
 
 
 class _Shard(NamedTuple):
@@ -80,7 +77,7 @@ class Publisher(Part):
         self.targets = targets
         self.pool, self.nvme, self.device, self.issuer, self.clock, self.recorder = copies
         self.worker, self.arrivals = Worker("publisher"), None
-        if any(target.nodes.crosses_nodes for target in targets):
+        if any(target.nodes is not None for target in targets):
             self.arrivals = Worker("publisher-arrivals")
         self.stream = self.device.stream("publish")
         self.stream.log = log_of(self.recorder, "publish", "to_host", "publish")
@@ -97,15 +94,9 @@ class Publisher(Part):
         self._sent: deque[Transfer] = deque()  # exchanges in flight; used by the thread
         self._bounces = self._last_ns = 0
 
-    def publish(self, iterations: int, from_shards: bool = False) -> None:
+    def updated(self, iterations: int, by_optimizer: bool) -> None:
         """Issue the write of every group's shard at the clock's version, after :meth:`settled` for the previous
-        version.
-
-        Args:
-            iterations: training iterations that have ended on this rank. What they read is overwritten only when every
-                rank of the node has ended as many.
-            from_shards: the shards have values that the host's optimizer does not have.
-        """
+        version. What ``iterations`` have read is overwritten only when every rank of the node has ended as many."""
         assert all(job.ended for job in self._jobs)
         self._jobs = []  # only here: a thread that has not looked yet must also find jobs that have ended
         self._published += 1
@@ -114,7 +105,7 @@ class Publisher(Part):
         for flag in self.pool.reads_done:
             stream.wait_flag(flag, iterations, partial(self.pool.check_reads_done, iterations))
         for number, target in enumerate(self.targets):
-            shard, before = self._place(number, target, from_shards), None
+            shard, before = self._place(number, target, not by_optimizer), None
             self._count(shard)
             if target.nvme or self.pool.by_thread(target.group):
                 job = self.worker.submit(partial(self._write, shard, version, iterations))
@@ -126,9 +117,6 @@ class Publisher(Part):
                 self.issuer.when(
                     lambda before=before: before is None or before.ended, partial(self._copy, shard, version)
                 )
-
-    def updated(self, iterations: int, by_optimizer: bool) -> None:
-        self.publish(iterations, from_shards=not by_optimizer)
 
     def _place(self, number: int, target: Target, from_shards: bool) -> _Shard:
         """Where this rank's shard of ``target`` is placed in host memory."""
@@ -151,7 +139,7 @@ class Publisher(Part):
         recorder, own, target = self.recorder, shard.own, shard.target
         if not recorder.counts:
             return
-        nodes = max(len(target.nodes.dp_ranks), 1)
+        nodes = 1 if target.nodes is None else len(target.nodes.dp_ranks)
         if shard.pieces is not None:
             recorder.moved("publish", "host_memory", sum(copy.nbytes for _, copy in shard.pieces) + own.nbytes)
         elif target.group.on_host and own is not target.group.shard:
@@ -178,15 +166,16 @@ class Publisher(Part):
     def _write(self, shard: _Shard, version: int, iterations: int, transfer: Transfer):
         """Bring a shard to host memory, send it, write it, and store its flags."""
         try:
-            start = perf_counter_ns()
+            start, arriving = perf_counter_ns(), None
             if len(self._sent) == IN_FLIGHT:
                 self._sent.popleft().wait()
             self._bring(shard, iterations)
-            with torch.no_grad():
-                arriving = shard.target.nodes.begin(self._places(shard), shard.target.group.dp_rank)
+            if (nodes := shard.target.nodes) is not None:
+                with torch.no_grad():
+                    arriving = nodes.begin(self._places(shard, nodes), shard.target.group.dp_rank)
             end = partial(self._end, shard, arriving, version, start)
             if self.arrivals is None:
-                end(transfer)
+                end()
             else:
                 self._sent.append(self.arrivals.submit(partial(self._end_of_job, end, transfer)))
                 return LATER
@@ -194,9 +183,9 @@ class Publisher(Part):
             self.pool.fail(error)
             raise
 
-    def _end_of_job(self, end: Callable[[Transfer], None], job: Transfer, transfer: Transfer) -> None:
+    def _end_of_job(self, end: Callable[[], None], job: Transfer, transfer: Transfer) -> None:
         try:
-            end(transfer)
+            end()
             job.finish()
         except BaseException as error:
             self.pool.fail(error)
@@ -221,17 +210,17 @@ class Publisher(Part):
             elif own is not group.shard:
                 own.copy_(group.shard)
 
-    def _places(self, shard: _Shard) -> list[torch.Tensor]:
+    def _places(self, shard: _Shard, nodes: NodeExchange) -> list[torch.Tensor]:
         """Where this rank's shard is, and where those of the counterparts are received: directly in the host copy."""
-        group, nodes = shard.target.group, shard.target.nodes
-        if shard.target.host and nodes.dp_ranks:
+        group = shard.target.group
+        if shard.target.host:
             return [self.pool.slice_of(group, dp_rank) for dp_rank in nodes.dp_ranks]
         return nodes.places(shard.own, group.dp_rank)
 
-    def _end(self, shard: _Shard, arriving: Arriving, version: int, start: int, transfer: Transfer) -> None:
+    def _end(self, shard: _Shard, arriving: Arriving | None, version: int, start: int) -> None:
         """Wait for the shards of the counterparts on other nodes; write them to the copy on the drive, if any."""
-        target = shard.target
-        for dp_rank, part in arriving.wait():
+        target, own = shard.target, [(shard.target.group.dp_rank, shard.own)]
+        for dp_rank, part in own if arriving is None else arriving.wait():
             if target.nvme and self.nvme is not None:
                 self.nvme.write(target.group, dp_rank, part)
         if target.host and self.pool.by_thread(target.group):

@@ -85,10 +85,6 @@ class Device:
         """Difference between the device's address of a byte in page-locked ``memory`` and its host address."""
         return 0
 
-    def synchronize(self, event: Any) -> None:
-        """Block this thread until ``event``."""
-        event.synchronize()
-
     def settle(self) -> None:
         """Block this thread until the compute stream has done its queued work."""
 
@@ -99,8 +95,8 @@ class Device:
             InputError: the driver refuses; the error gives the bytes and the limit.
         """
 
-    def unpin(self, tensor: torch.Tensor) -> None:
-        """Undo :meth:`pin`."""
+    def unpin(self, address: int) -> None:
+        """Undo :meth:`pin` of the memory at ``address``."""
 
     def close(self) -> None:
         """Unlock the memory that is not used any more."""

@@ -113,7 +113,7 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
     groups = [RankGroup(index, "chunk 0", torch.full((1 << 13,), float(index)), rank, 2) for index in range(3)]
     # All groups first: who makes one with a rank that is gone waits for the launcher, which here is none.
     of_nodes = make_node_groups(parallel)
-    local, nodes = None if of_nodes is None else of_nodes.local, NodeExchange(of_nodes)
+    local, nodes = (None, None) if of_nodes is None else (of_nodes.local, NodeExchange(of_nodes))
     sums, gathers, legs = dist.new_group([0, 1]), dist.new_group([0, 1]), make_node_groups(parallel)
     watch = Watch(rank, 1.0 if stalls else 0.0)
 

@@ -77,7 +77,7 @@ class DelayedUpdate(Part):
         self._link.device.compute.record(self._computed)
         if any(piece.gradient_on_host for unit in units for piece in unit.pieces):
             # The CPU copies these into rooms from which parameters of the previous update may still be leaving.
-            self._link.device.synchronize(self._link.left)
+            self._link.left.synchronize()
         for unit in units:
             unit.arrive([self._computed], [piece.gradient() for piece in unit.pieces])
             unit.begin()  # now, because the next iteration changes gradients in host memory
@@ -104,7 +104,7 @@ class DelayedUpdate(Part):
         waited = perf_counter_ns()
         link.leaving.wait(link.device.compute.record(self._computed))  # queued work may still read the shards
         if link.device.kind == "cuda" and any(piece.shard_on_host for unit in self._pending for piece in unit.pieces):
-            link.device.synchronize(self._computed)
+            self._computed.synchronize()
         for unit in self._pending:
             unit.leave()
         link.wait_for_leaves()

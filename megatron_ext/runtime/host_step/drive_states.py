@@ -50,7 +50,7 @@ class DriveUnit(HostUnit):
             super().__init__(group, optimizer, pieces, states, state_layout.LINE_BYTES)
         else:
             super().__init__(group, optimizer, pieces, states.rooms, later=True)
-        self.regions = Regions(optimizer, states.moments, 0)
+        self.regions = Regions(optimizer, states.moments)
         self.slot: int | None = None
         self.read: Transfer | None = None
         self.written: Transfer | None = None

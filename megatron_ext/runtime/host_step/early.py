@@ -143,7 +143,7 @@ class EarlySteps(Part):
             behind: when this transfer has ended, the gradient is complete in host memory; None: it lies on the device.
             handle: of the reduce; None: the compute stream has already been told to wait for the reduce.
         """
-        self._issuer.turn()  # issues parameters of units stepped meanwhile, which frees rooms
+        self._issuer.poll()  # issues parameters of units stepped meanwhile, which frees rooms
         for unit in self._units.get(group, ()) if self._open else ():
             if handle is None:
                 self._device.compute.record(self._reduced[unit])
@@ -198,7 +198,7 @@ class EarlySteps(Part):
         """The steps of ``standing`` count and are returned. The other units of ``stepped`` get their states back. In an
         iteration that is ``skipped``, their shards get their parameters back."""
         if stepped:
-            self._device.synchronize(self._link.left)  # copies may still read the host's parameters
+            self._link.left.synchronize()  # copies may still read the host's parameters
         for unit in stepped:
             self._stepped.remove(unit)
             if unit in standing:

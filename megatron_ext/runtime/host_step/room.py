@@ -164,7 +164,7 @@ class Room:
     def arrive(self, unit: Unit, gradients: Sequence[torch.Tensor | None], behind: Sequence[Any]) -> None:
         """Queue copies into the room of those ``gradients`` that lie on the device. They are ready after the events
         ``behind``."""
-        link, stream = self._link, self._link.arriving
+        link, stream, self._narrow = self._link, self._link.arriving, []
         for event in (*behind, self._last_left):  # parameters may still be leaving from the same memory
             stream.wait(event)
         for piece, start, gradient in zip(unit.pieces, unit.starts, gradients, strict=True):
@@ -185,10 +185,6 @@ class Room:
         stream.record(link.arrived)
         self._arrivals += 1
         stream.store(self._arrived, self._arrivals)
-
-    def clear(self) -> None:
-        """Forget the gradients that have arrived: they are not used for a step any more."""
-        self._narrow.clear()
 
     def leave(self, unit: Unit) -> None:
         """Queue the copies of the parameters to the device."""
@@ -224,7 +220,6 @@ class Room:
         for own, half in self._narrow:
             own.copy_(half)
             self._count_passes(own, half)
-        self._narrow.clear()
         if unit not in self._places:
             pairs = zip(unit.pieces, unit.starts, strict=True)
             self._places[unit] = [self._place(self._wide, n, own.parameter.shape, torch.float32) for own, n in pairs]

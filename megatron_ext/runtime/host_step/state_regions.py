@@ -17,7 +17,7 @@ class Region:
 
     __slots__ = ("parameter", "names", "offset", "shape", "tensor_bytes")
 
-    def __init__(self, parameter: torch.Tensor, moments: int, offset: int):
+    def __init__(self, parameter: torch.Tensor, offset: int):
         self.parameter, self.offset, self.shape = parameter, offset, parameter.shape
         self.names: tuple[str, ...] = ()
         self.tensor_bytes = state_layout.tensor_bytes(parameter.numel())
@@ -37,13 +37,13 @@ class Regions:
             are the same if a step always counts.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moments: int, start: int):
-        self.optimizer, self.place, self.other, self.regions = optimizer, start, start, []
-        offset = 0
+    def __init__(self, optimizer: torch.optim.Optimizer, moments: int):
+        self.optimizer, self.regions = optimizer, []
+        offset = self.place = self.other = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype is torch.float32
-                self.regions.append(Region(parameter, moments, offset))
+                self.regions.append(Region(parameter, offset))
                 offset += state_layout.region_bytes(parameter.numel(), moments)
         self.bytes = offset
 

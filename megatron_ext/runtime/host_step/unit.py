@@ -90,7 +90,6 @@ class HostUnit:
     def give_up(self) -> None:
         """Release the room: the unit was stepped, or will not be."""
         assert self.room is not None
-        self.room.clear()
         self.room, self._gradients, self._begun = None, (), False
         self.rooms.free(self)
 

@@ -18,7 +18,7 @@ class CopyRoute(StreamRoute):
         super().__init__(name, copies.device, copies.issuer)
         self.issuer, self.clock = copies.issuer, copies.clock
         self.stream.log = log_of(copies.recorder, "gather", "to_device", "cpu")
-        copies.issuer.checks.append(lambda: copies.pool.check_peers(copies.clock.version))
+        copies.issuer.check = lambda: copies.pool.check_peers(copies.clock.version)
 
 
 class HostCopy(CopyRoute):

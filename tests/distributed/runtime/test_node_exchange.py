@@ -20,11 +20,6 @@ def test_every_shard_enters_a_node_once_and_stays_while_the_next_is_on_its_way()
     assert result.returncode == 0, result.stderr
 
 
-def test_one_node_exchanges_nothing():
-    exchange, own = NodeExchange(), torch.zeros(8)
-    assert exchange.begin(exchange.places(own, 3), 3).wait() == [(3, own)]
-
-
 def test_receives_are_issued_before_sends(monkeypatch):
     """And not all to the same node first; see [Note: Receives first]."""
     issued = []

@@ -38,7 +38,7 @@ class Node:
     def __init__(self, directory, nodes=None):
         self.clock, self.issuer, device = Clock(), Issuer(), HostDevice()
         self.groups = [RankGroup(index, "chunk 0", torch.full((1 << 12,), float(index)), 0, 1) for index in range(3)]
-        targets = [Target(group, True, True, nodes=nodes or NodeExchange()) for group in self.groups]
+        targets = [Target(group, True, True, nodes=nodes) for group in self.groups]
         alone = lambda value: [value]
         sharers = [Sharers(self.groups, 0, 1, alone)]
         self.pool = HostPool(sharers, {0, 1, 2}, by_thread(targets), device)
@@ -49,7 +49,7 @@ class Node:
 
     def publish(self) -> None:
         self.clock.version += 1
-        self.publisher.publish(0)
+        self.publisher.updated(0, True)
 
     def close(self) -> None:
         self.publisher.close()
@@ -81,10 +81,7 @@ def within(function, seconds: float = 100):
 class SlowNetwork(NodeExchange):
     """An exchange whose shards, all its own, come when the test says so, or fail to."""
 
-    crosses_nodes = True
-
     def __init__(self):
-        super().__init__()
         self.dp_ranks = (0,)
         self.works = []
 

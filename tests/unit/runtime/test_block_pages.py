@@ -88,20 +88,20 @@ def test_memory_that_cannot_be_had_is_refused_on_all_ranks(monkeypatch):
 
 
 def test_the_whole_pool_is_page_locked_at_once_and_released_at_once():
-    locked = []
+    locked, unlocked = [], []
 
     class Device(HostDevice):
-        pin = staticmethod(lambda memory: locked.append(memory.numel()))
-        unpin = staticmethod(lambda memory: locked.append(-memory.numel()))
+        pin = staticmethod(lambda memory: locked.append((memory.data_ptr(), memory.numel())))
+        unpin = staticmethod(unlocked.append)
 
     groups = [RankGroup(index, "chunk 0", torch.zeros(1 << 12), 0, 1) for index in range(3)]
     pool = HostPool([Sharers(groups, 0, 1, lambda value: [value])], {0, 2}, set(), Device())
     assert locked == []
     pool.pin()
-    size = pool.bytes
-    assert size >= groups[0].bytes + groups[2].bytes and locked == [size]
+    ((address, size),) = locked
+    assert size == pool.bytes >= groups[0].bytes + groups[2].bytes and unlocked == []
     pool.close()
-    assert locked == [size, -size]
+    assert unlocked == [address] and len(locked) == 1
 
 
 def test_pages_that_several_threads_make_are_large_where_they_may_be(monkeypatch):

@@ -8,7 +8,6 @@ from megatron_ext.runtime.group import Clock, RankGroup
 from megatron_ext.runtime.host_pool import FAILED, HostPool, Sharers
 from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.node_copies import NodeCopies
-from megatron_ext.runtime.node_exchange import NodeExchange
 from megatron_ext.runtime.publisher import Publisher, Target
 
 DENSE, EXPERTS = (
@@ -28,10 +27,10 @@ def pool():
 
 def test_each_group_is_published_in_its_own_block_in_one_order(pool):
     clock, issuer = Clock(), Issuer()
-    targets = [Target(group, True, False, nodes=NodeExchange()) for group in (EXPERTS, DENSE)]
+    targets = [Target(group, True, False) for group in (EXPERTS, DENSE)]
     publisher = Publisher(targets, NodeCopies(pool, None, HostDevice(), issuer, clock))
     clock.version = 2
-    publisher.publish(0)
+    publisher.updated(0, True)
     publisher.settled()
     publisher.end_reads(1)
     assert pool.published(DENSE) == pool.published(EXPERTS) == [2]

@@ -99,7 +99,7 @@ def test_an_error_of_what_is_issued_reaches_who_polls_and_it_is_not_issued_again
 def test_who_waits_hears_of_somebody_that_is_gone(monkeypatch):
     monkeypatch.setattr(flags, "LOOK_SECONDS", 0.001)
     issuer = Issuer()
-    issuer.checks.append(lambda: 1 / 0)
+    issuer.check = lambda: 1 / 0
     issuer.wait(lambda: True)  # nobody looks where nobody waits
     with pytest.raises(ZeroDivisionError):
         issuer.wait(lambda: False)

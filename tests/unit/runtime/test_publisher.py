@@ -21,7 +21,7 @@ class OneRank:
 
     def __init__(self, offloaded=None, nodes=None, drive=None, host=True, recorder=NOTHING):
         self.groups = [RankGroup(index, "chunk 0", torch.full((256,), 1.0 + index), 0, 2) for index in range(3)]
-        targets = [Target(group, host, drive is not None, offloaded, nodes or NodeExchange()) for group in self.groups]
+        targets = [Target(group, host, drive is not None, offloaded, nodes) for group in self.groups]
         self.device, hosted = HostDevice(), {0, 1, 2} if host else set()
         self.pool = HostPool(
             [Sharers(self.groups, 0, 1, lambda value: [value])], hosted, by_thread(targets), self.device
@@ -30,9 +30,9 @@ class OneRank:
         copies = NodeCopies(self.pool, drive, self.device, self.issuer, self.clock, recorder)
         self.publisher = Publisher(targets, copies)
 
-    def publish(self, iterations: int = 0, **how) -> None:
+    def publish(self, iterations: int = 0, by_optimizer: bool = True) -> None:
         self.clock.version += 1
-        self.publisher.publish(iterations, **how)
+        self.publisher.updated(iterations, by_optimizer)
 
     def versions(self, where: int = 0) -> list[int]:
         return [self.pool.published(group, where)[0] for group in self.groups]
@@ -45,10 +45,7 @@ class OneRank:
 class OtherNode(NodeExchange):
     """An exchange with one counterpart, all of whose elements are 9."""
 
-    crosses_nodes = True
-
     def __init__(self):
-        super().__init__()
         self.dp_ranks = (0, 1)
 
     def begin(self, shards, dp_rank):
@@ -107,7 +104,7 @@ def test_shards_that_the_optimizer_holds_on_the_host_are_rounded_from_there():
 
 def test_values_that_the_host_s_optimizer_does_not_know_come_from_the_shards():
     rank = OneRank(offloaded=lambda: [(0, torch.full((128,), 0.5))])
-    rank.publish(from_shards=True)
+    rank.publish(by_optimizer=False)
     rank.publisher.settled()
     assert rank.versions() == [2, 2, 2]
     assert [float(copy[0]) for copy in rank.pool.copies.values()] == [1.0, 2.0, 3.0]

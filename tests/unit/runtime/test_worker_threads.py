@@ -30,7 +30,7 @@ OF_EVENTS = {"synchronize", "record", "query", "elapsed_time", "wait_event", "wa
 """Methods of events and streams, and of tensors that would wait for the device."""
 
 MAKES = {"private_flags", "page_locked", "device_of", "unlock_unused", "cudart", "CudaStream", "CudaDevice"}
-MAKES |= {"pin_memory", "host_tensor", "pin", "unpin", "unlock", "cuda"}
+MAKES |= {"pin_memory", "host_tensor", "pin", "unpin", "cuda"}
 """Functions, and methods of whatever, that lock or unlock memory or make what the driver knows."""
 
 AWAY = {"device", "pin_memory"}
