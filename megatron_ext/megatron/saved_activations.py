@@ -33,35 +33,26 @@ class Saved(NamedTuple):
     recompute_bytes: int
 
 
-DECIDES = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend", "cross_entropy_fusion_impl"),
-)
-"""Settings of Megatron's TransformerConfig that decide what is saved and what is recomputed."""
-
-_known: dict[tuple, Saved | None] = {}
-
-
-def with_saved_bytes(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
+def with_saved_bytes(chunk: Chunk, module: torch.nn.Module, args, known: dict) -> Chunk:
     """A described chunk with the bytes that its layers save; unchanged if ``module`` cannot run without data.
 
     Args:
         module: the chunk on the ``meta`` device; it cannot be used afterwards.
         args: options with ``seq_length``, ``micro_batch_size`` and ``hidden_size``.
+        known: what was counted for other chunks of the same model; this chunk is added.
     """
     # Chunks with the same layers save the same, and most chunks of a model have the same layers.
-    sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
-    sizes["seq_length"] //= context_ranks(args)  # of one rank
-    sizes["on_gpu"] = getattr(args, "distributed_backend", None) in (None, "nccl")
-    sizes["fused_swiglu"] = getattr(args, "bias_swiglu_fusion", "no_bias_swiglu_fusion" not in vars(args))
-    config = bare(module).config
-    settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
-    layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
-    key = (chunk.layer_kinds, layers, tuple(sizes.values()), settings)
-    if key not in _known:
-        _known[key] = saved_activations(module, **sizes)
-    saved = _known[key]
-    return chunk if saved is None else msgspec.structs.replace(chunk, **saved._asdict())
+    key = chunk.layer_kinds, tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
+    if key not in known:
+        known[key] = saved_activations(
+            module,
+            seq_length=args.seq_length // context_ranks(args),  # of one rank
+            micro_batch_size=args.micro_batch_size,
+            hidden_size=args.hidden_size,
+            on_gpu=getattr(args, "distributed_backend", None) in (None, "nccl"),
+            fused_swiglu=getattr(args, "bias_swiglu_fusion", "no_bias_swiglu_fusion" not in vars(args)),
+        )
+    return chunk if known[key] is None else msgspec.structs.replace(chunk, **known[key]._asdict())
 
 
 def saved_activations(
