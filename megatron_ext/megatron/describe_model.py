@@ -17,7 +17,7 @@ from megatron_ext.megatron import releases
 from megatron_ext.megatron.boundaries import bare, layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
-from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
+from megatron_ext.megatron.refusals import refuse_model
 from megatron_ext.megatron.saved_activations import balance_experts, with_saved_bytes
 from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
@@ -102,7 +102,6 @@ def workload_of_modules(args, modules: list[torch.nn.Module]) -> Workload:
     """
     for module in modules:
         refuse_model(bare(module))
-        refuse_frozen(bare(module))
     pp_rank, known = parallel_state.get_pipeline_model_parallel_rank(), {}
     chunks = [
         with_saved_bytes(describe_chunk(module, pp_rank, index), module, args, known)
