@@ -20,6 +20,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.releases import accepted
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup, instances_of
@@ -35,13 +36,7 @@ READ_AT_ONCE = 4
 
 def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters of a DDP chunk by their name in the bare model."""
-    names = {}
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad:
-            while name.startswith("module."):  # precision wrappers
-                name = name[len("module.") :]
-            names[name] = parameter
-    return names
+    return {name: parameter for name, parameter in bare(ddp).named_parameters() if parameter.requires_grad}
 
 
 def is_expert(parameter) -> bool:
