@@ -129,16 +129,13 @@ class Linear(torch.nn.Module):
             _add_norm(self, "layer_norm_", normalization, in_features, params_dtype, self.sequence_parallel)
         self.weight = empty(self.out_features, self.in_features, dtype=params_dtype)
         self.bias = empty(self.out_features, dtype=params_dtype) if bias else torch.Tensor()
-        self._mark()
-
-    def _mark(self) -> None:
-        """Set the attributes that tell Megatron which parameters are cut, and along which dimension."""
+        # Attributes that tell Megatron which parameters are cut, and along which dimension.
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-        set_tensor_model_parallel_attributes(self.weight, True, 1 if self.parallel_mode == "row" else 0, 1)
-        if self.use_bias and self.parallel_mode == "row":
+        set_tensor_model_parallel_attributes(self.weight, True, 1 if parallel_mode == "row" else 0, 1)
+        if bias and parallel_mode == "row":
             setattr(self.bias, "sequence_parallel", self.sequence_parallel)  # noqa: B010 - no attribute of torch's
-        elif self.use_bias and self.parallel_mode == "column":
+        elif bias and parallel_mode == "column":
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def multiply(self, x, gather: Callable | None):
