@@ -42,7 +42,8 @@ process, so it is refused, with the number of missing bytes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
@@ -126,14 +127,11 @@ def _write_model(optimizer, loaded) -> None:
 
 def _without_padding(write):
     def without_padding(optimizer, *args, **kwargs):
-        laid_out = [buffer.param_index_map for buffer in optimizer.buffers]
-        try:
+        with ExitStack() as stack:
             for buffer in optimizer.buffers:
-                buffer.param_index_map = _places_without_padding(buffer)
+                places = _places_without_padding(buffer)
+                stack.enter_context(mock.patch.object(buffer, "param_index_map", places))
             return write(optimizer, *args, **kwargs)
-        finally:
-            for buffer, places in zip(optimizer.buffers, laid_out):
-                buffer.param_index_map = places
 
     return without_padding
 
