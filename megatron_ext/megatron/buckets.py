@@ -150,23 +150,19 @@ def groups_by_bucket(buffer, members: dict[int, list[torch.nn.Parameter]]) -> li
 
 
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
-    """The parameters of every group; refuses a parameter of the chunk that is in no group."""
+    """The parameters of every group; refuses a parameter that the chunk lacks, or that is in no group."""
     names = parameter_names(ddp)
-    members = {index: _members(index, group, names, file) for index, group in groups.items()}
+    members = {}
+    for index, group in groups.items():
+        absent = next((name for name in group.parameters if name not in names), None)
+        if absent is not None:
+            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
+            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=absent)
+        members[index] = [names[name] for name in group.parameters]
     placed = {id(parameter) for parameters in members.values() for parameter in parameters}
     for name, parameter in names.items():
         if id(parameter) not in placed:
             raise InputError("this parameter of the model is in no group", file=file, field="groups", value=name)
-    return members
-
-
-def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
-    members = []
-    for name in group.parameters:
-        if name not in names:
-            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
-            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=name)
-        members.append(names[name])
     return members
 
 

@@ -1,6 +1,5 @@
 """The workload of a real model: its parameters, read from the modules that will train."""
 
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -183,7 +182,6 @@ def _take_meta_tensors() -> None:
 _META_COLLECTIVES: list[torch.library.Library] = []
 
 
-@contextlib.contextmanager
 def only_fake_groups():
     """In this context every process group has the ``fake`` backend. Megatron also makes groups over host memory,
     which would wait for other ranks in a single process."""
@@ -192,5 +190,4 @@ def only_fake_groups():
     def fake_group(*args, backend=None, **kwargs):
         return new_group(*args, **kwargs)
 
-    with mock.patch.object(torch.distributed, "new_group", fake_group):
-        yield
+    return mock.patch.object(torch.distributed, "new_group", fake_group)
