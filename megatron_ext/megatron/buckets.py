@@ -113,10 +113,9 @@ def lay_out_buckets(
 def _take(ddp, by_index: dict, ordered: dict[bool, list]) -> None:
     """Give ``ddp`` its new bucket groups; ``ordered``: by whether they are of experts."""
     ddp.bucket_groups, ddp.expert_parallel_bucket_groups = ordered[False], ordered[True]
-    if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
-        for own in ordered.values():
-            for later, earlier in zip(own[1:], own[:-1]):
-                later.next_param_gather_bucket_group = earlier
+    for own in ordered.values():  # refuse_ddp_config requires overlap_param_gather, for which Megatron sets this order
+        for later, earlier in zip(own[1:], own[:-1]):
+            later.next_param_gather_bucket_group = earlier
     ddp.param_to_bucket_group = {parameter: group for group in by_index.values() for parameter in group.params}
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # frees the old buckets' blocks, which have other sizes
