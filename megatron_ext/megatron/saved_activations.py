@@ -59,7 +59,7 @@ def saved_activations(
     chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu=True, fused_swiglu=True
 ) -> Saved | None:
     """Count the bytes that a chunk on the ``meta`` device would save in training; None if it cannot run on that device,
-    with the reason on stderr."""
+    with the reason on stderr. The chunk cannot be used afterwards."""
     layers, config = layers_of(chunk), bare(chunk).config
     uneven = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_pad_expert_input_to_capacity", False)
     if not layers or uneven:  # how many tokens an expert gets depends on the data
@@ -158,33 +158,22 @@ def _move_other_tensors(chunk: torch.nn.Module) -> None:
 
 
 def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size: int) -> Saved:
-    parameters = list(model.parameters())
     tokens = torch.zeros((micro_batch_size, seq_length), dtype=torch.int64)
     mask = torch.zeros((1, 1, seq_length, seq_length), dtype=torch.bool)
-    counted = _OneMicroBatch(len(layers), [*parameters, mask])
-    was_training = model.training
+    counted = _OneMicroBatch(len(layers), [*model.parameters(), mask])
     model.train()
-    handles = [
+    for index, layer in enumerate(layers):
         layer.module.register_forward_pre_hook(counted.layer_begins(index), with_kwargs=True)
-        for index, layer in enumerate(layers)
-    ]
-    experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
-    handles += [module.register_forward_pre_hook(_split_evenly) for module in experts]
-    try:
-        with counted.saved:
-            if not model.pre_process:
-                parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-                shape = (seq_length // parts, micro_batch_size, hidden_size)
-                model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
-            output = model(tokens, tokens, mask, labels=tokens)
-            return counted.result(output)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter in parameters:
-            parameter.grad = None
-        model.set_input_tensor(None)
-        model.train(was_training)
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            module.register_forward_pre_hook(_split_evenly)
+    with counted.saved:
+        if not model.pre_process:
+            parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+            shape = (seq_length // parts, micro_batch_size, hidden_size)
+            model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
+        output = model(tokens, tokens, mask, labels=tokens)
+        return counted.result(output)
 
 
 @contextlib.contextmanager
