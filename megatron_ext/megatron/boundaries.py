@@ -150,8 +150,8 @@ class _Armed:
     """
 
     def __init__(self, inner: Callable):
+        update_wrapper(self, inner)  # first, as it also copies attributes, and ``inner`` may be another _Armed
         self.armed, self.inner = [], inner
-        update_wrapper(self, inner)
 
     def __call__(self, *args, **kwargs):
         if self.armed:
