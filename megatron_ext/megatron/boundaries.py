@@ -1,13 +1,10 @@
 """Layers of a GPT chunk: which parameters they use, and the boundaries between them at which actions can run."""
 
-import contextlib
 import copy
-import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from types import MethodType
 from typing import NamedTuple
 
 import torch
@@ -131,16 +128,12 @@ class Boundaries:
     def arm(self, model_chunk_id: int, boundary: int, forward, backward):
         """A function that makes ``forward`` run just before layer ``boundary`` computes next, and
         ``backward`` when the gradient of that layer's input is complete."""
-        armed = self._armed(model_chunk_id, boundary)
-        return partial(armed.append, _with_hook(forward, backward) if backward else _without_hook(forward))
-
-    def _armed(self, model_chunk_id: int, boundary: int) -> list:
-        """The list of actions to run when this layer computes next; the first call wraps the layer's forward."""
         key = (model_chunk_id, boundary)
         if key not in self._waiting:
             self._waiting[key], restore = _wrap_forward(self.layers[model_chunk_id][boundary].module)
             self._restore.append(restore)
-        return self._waiting[key]
+        action = _with_hook(forward, backward) if backward else _without_hook(forward)
+        return partial(self._waiting[key].append, action)
 
     def close(self) -> None:
         """Restore the forward of the layers."""
@@ -152,15 +145,18 @@ class Boundaries:
 class _Armed:
     """Takes the place of a module's forward: runs the actions in ``armed`` once, and then the forward itself.
 
-    The module's ``forward`` becomes a method of this object, because a deep copy of the module (an average of the
-    weights, for example) has to compute with its own parameters: ``copy.deepcopy`` copies a method together with the
-    object that it is bound to, and it does not copy functions.
+    It is an object, because a deep copy of the module (an average of the weights, for example) has to compute with its
+    own parameters: ``copy.deepcopy`` copies objects and methods, and it does not copy functions.
     """
 
-    __slots__ = ("armed", "inner")
-
-    def __init__(self, inner):
+    def __init__(self, inner: Callable):
+        update_wrapper(self, inner)  # first, as it also copies attributes, and ``inner`` may be another _Armed
         self.armed, self.inner = [], inner
+
+    def __call__(self, *args, **kwargs):
+        if self.armed:
+            self.armed.pop()(args[0] if args else kwargs.get("hidden_states"))
+        return self.inner(*args, **kwargs)
 
     def __deepcopy__(self, memo) -> "_Armed":
         return _Armed(copy.deepcopy(self.inner, memo))
@@ -171,27 +167,15 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     undoes this."""
     own, held = "forward" in vars(module), _Armed(module.forward)
 
-    def forward(self, *args, **kwargs):
-        if self.armed:
-            self.armed.pop()(args[0] if args else kwargs.get("hidden_states"))
-        return self.inner(*args, **kwargs)
-
-    update_wrapper(forward, held.inner)
-    with contextlib.suppress(ValueError, TypeError):  # compiled functions may have no signature
-        signature = inspect.signature(held.inner)
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
-    method = MethodType(forward, held)
-
     def restore() -> None:
-        if vars(module).get("forward") is not method:
+        if vars(module).get("forward") is not held:
             return  # it was wrapped since then: the wrapper calls ours, in which nothing is armed any more
         if own:  # a wrapper that other code has put there
             module.forward = held.inner
         else:
             del module.forward
 
-    module.forward = method
+    module.forward = held
     return held.armed, restore
 
 

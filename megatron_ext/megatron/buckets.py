@@ -20,6 +20,7 @@ import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
 
 from megatron_ext.formats.errors import InputError
+from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.late_model import LateModel
 from megatron_ext.megatron.releases import accepted
 from megatron_ext.megatron.scheduled_bucket_group import ScheduledBucketGroup, instances_of
@@ -35,13 +36,7 @@ READ_AT_ONCE = 4
 
 def parameter_names(ddp) -> dict[str, torch.nn.Parameter]:
     """Trainable parameters of a DDP chunk by their name in the bare model."""
-    names = {}
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad:
-            while name.startswith("module."):  # precision wrappers
-                name = name[len("module.") :]
-            names[name] = parameter
-    return names
+    return {name: parameter for name, parameter in bare(ddp).named_parameters() if parameter.requires_grad}
 
 
 def is_expert(parameter) -> bool:
@@ -118,10 +113,9 @@ def lay_out_buckets(
 def _take(ddp, by_index: dict, ordered: dict[bool, list]) -> None:
     """Give ``ddp`` its new bucket groups; ``ordered``: by whether they are of experts."""
     ddp.bucket_groups, ddp.expert_parallel_bucket_groups = ordered[False], ordered[True]
-    if ddp.ddp_config.use_distributed_optimizer and ddp.ddp_config.overlap_param_gather:
-        for own in ordered.values():
-            for later, earlier in zip(own[1:], own[:-1]):
-                later.next_param_gather_bucket_group = earlier
+    for own in ordered.values():  # refuse_ddp_config requires overlap_param_gather, for which Megatron sets this order
+        for later, earlier in zip(own[1:], own[:-1]):
+            later.next_param_gather_bucket_group = earlier
     ddp.param_to_bucket_group = {parameter: group for group in by_index.values() for parameter in group.params}
     if next(iter(by_index.values())).buckets[0].param_data.device.type == "cuda":
         torch.cuda.empty_cache()  # frees the old buckets' blocks, which have other sizes
@@ -155,23 +149,19 @@ def groups_by_bucket(buffer, members: dict[int, list[torch.nn.Parameter]]) -> li
 
 
 def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
-    """The parameters of every group; refuses a parameter of the chunk that is in no group."""
+    """The parameters of every group; refuses a parameter that the chunk lacks, or that is in no group."""
     names = parameter_names(ddp)
-    members = {index: _members(index, group, names, file) for index, group in groups.items()}
+    members = {}
+    for index, group in groups.items():
+        absent = next((name for name in group.parameters if name not in names), None)
+        if absent is not None:
+            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
+            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=absent)
+        members[index] = [names[name] for name in group.parameters]
     placed = {id(parameter) for parameters in members.values() for parameter in parameters}
     for name, parameter in names.items():
         if id(parameter) not in placed:
             raise InputError("this parameter of the model is in no group", file=file, field="groups", value=name)
-    return members
-
-
-def _members(index: int, group: Group, names, file) -> list[torch.nn.Parameter]:
-    members = []
-    for name in group.parameters:
-        if name not in names:
-            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
-            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=name)
-        members.append(names[name])
     return members
 
 

@@ -215,7 +215,6 @@ class BuildingRun:
         try:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_model(bare(ddp))
-            refusals.refuse_frozen(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
             checkpoint_layout.refuse_other_groups(self.schedule.groups, buckets.lie_in_order(ddp, groups))
             if not self.stock_gather:
@@ -310,9 +309,7 @@ class BuildingRun:
     def _announce(self, args) -> None:
         """Print what this run does, and why its prediction may not hold."""
         lines = run_summary.start_lines(self.schedule, self.path, self.trace_path, reference=self.stock_gather)
-        warning = refusals.environment_mismatch(self.schedule, self.path)
-        if warning is not None:
-            lines.append(warning)
+        lines += refusals.environment_mismatch(self.schedule, self.path)
         if len(schedules := self.own.schedules) > 1:
             lines.append(f"schedules for {', '.join(map(str, schedules))} micro-batches, as the batch size grows")
         if not self.stock_gather:

@@ -42,7 +42,8 @@ process, so it is refused, with the number of missing bytes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
 from megatron.core import dist_checkpointing
@@ -52,17 +53,8 @@ from megatron_ext.formats.errors import option_error
 from megatron_ext.megatron.releases import has_all
 from megatron_ext.runtime import free_host_memory
 
-NAMES = (
-    "get_parameter_state_dp_reshardable",
-    "sharded_param_state_dp_reshardable",
-    "load_parameter_state_from_dp_reshardable",
-)
-
 GATHERED = ("param", "exp_avg", "exp_avg_sq")
 """Names of the fp32 tensors that Megatron gathers for every parameter."""
-
-RESHARDABLE = "sharded_param_state_fully_reshardable"
-
 
 OTHER_GROUPS = (
     "the checkpoint stores optimizer states by bucket, and this schedule has other buckets: load it as it was saved "
@@ -82,12 +74,12 @@ def _replace(name: str, ours: Callable[[Callable], Callable], owner: object = Di
 def install() -> None:
     """Let distributed optimizers write and load states if a rank's shard of a bucket holds no parameter, and write
     fully reshardable states from their right places. States of other groups are refused."""
-    _replace(RESHARDABLE, _without_padding)
+    _replace("sharded_param_state_fully_reshardable", _without_padding)
     _replace("load", _of_these_groups(), dist_checkpointing)
     _replace("load_parameter_state_from_dp_zero", lambda load: _of_these_groups()(_then(_write_model)(load)))
-    if has_all(DistributedOptimizer, *NAMES):
-        for name, ours in zip(NAMES, (_then(fill_empty_shards), _then(number_shards), _with_empty), strict=True):
-            _replace(name, ours)
+    _replace("get_parameter_state_dp_reshardable", _then(fill_empty_shards))
+    _replace("sharded_param_state_dp_reshardable", _then(number_shards))
+    _replace("load_parameter_state_from_dp_reshardable", _with_empty)
 
 
 def _then(change: Callable) -> Callable:
@@ -135,14 +127,11 @@ def _write_model(optimizer, loaded) -> None:
 
 def _without_padding(write):
     def without_padding(optimizer, *args, **kwargs):
-        laid_out = [buffer.param_index_map for buffer in optimizer.buffers]
-        try:
+        with ExitStack() as stack:
             for buffer in optimizer.buffers:
-                buffer.param_index_map = _places_without_padding(buffer)
+                places = _places_without_padding(buffer)
+                stack.enter_context(mock.patch.object(buffer, "param_index_map", places))
             return write(optimizer, *args, **kwargs)
-        finally:
-            for buffer, places in zip(optimizer.buffers, laid_out):
-                buffer.param_index_map = places
 
     return without_padding
 

@@ -189,7 +189,12 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
     Raises:
         InputError: Megatron or we refuse the options.
     """
-    from megatron_ext.megatron.describe_model import make_fake_world, only_fake_groups, size_without_tokenizer
+    from megatron_ext.megatron.describe_model import (
+        make_fake_world,
+        only_fake_groups,
+        size_without_tokenizer,
+        workload_of_modules,
+    )
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     make_fake_world(rank, world_size)
@@ -204,7 +209,7 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except _Built:
-            return _described(chunks)
+            return Described(workload=workload_of_modules(of_run(), chunks), layer_options=options_of_layers(of_run()))
         except InputError:
             raise
         except (Exception, SystemExit) as error:
@@ -292,39 +297,6 @@ def _leave_no_trace() -> None:
         with contextlib.suppress(ImportError):
             for name in names.split():
                 setattr(importlib.import_module(f"megatron.{module}"), name, lambda *_, **__: None)
-
-
-def _described(chunks: list) -> Described:
-    from megatron.core import parallel_state
-
-    from megatron_ext.megatron.boundaries import bare
-    from megatron_ext.megatron.describe_model import describe_chunk
-    from megatron_ext.megatron.gpt_arguments import context_ranks
-    from megatron_ext.megatron.refusals import refuse_frozen, refuse_model
-    from megatron_ext.megatron.saved_activations import with_saved_bytes
-    from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
-    from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
-    from megatron_ext.workload.whole_gradients import options_with_whole_gradients
-
-    args = of_run()
-    for chunk in chunks:
-        refuse_model(bare(chunk))
-        refuse_frozen(bare(chunk))
-    workload = workload_of_run(args)
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    how = {"sequence_parallel": args.sequence_parallel, "context_parallel": context_ranks(args)}
-    batch = MicroBatch(args.seq_length, args.micro_batch_size, **how)
-    workload = msgspec.structs.replace(
-        workload,
-        p2p_bytes=p2p_bytes(workload.parallel, batch, args.hidden_size, args.params_dtype.itemsize),
-        chunks=tuple(
-            with_saved_bytes(describe_chunk(chunk, pp_rank, index), chunk, args) for index, chunk in enumerate(chunks)
-        ),
-        experts=experts_of(args),
-        ramp=numbers_of_run(args)[:-1],
-        keeps_gradients=bool(options_with_whole_gradients(vars(args))),
-    )
-    return Described(workload=workload, layer_options=options_of_layers(args))
 
 
 def _reason(error: BaseException) -> str:

@@ -1,6 +1,5 @@
 """The workload of a real model: its parameters, read from the modules that will train."""
 
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -8,22 +7,23 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.megatron import releases
-from megatron_ext.megatron.boundaries import layers_of
+from megatron_ext.megatron.boundaries import bare, layers_of
 from megatron_ext.megatron.gpt_arguments import batch_of, dtype_of, limits_of, parallel_of
 from megatron_ext.megatron.megatron_on_cpu import norm_parts_of_sequences
-from megatron_ext.megatron.optimizer_of_args import optimizer_settings
+from megatron_ext.megatron.refusals import refuse_model
 from megatron_ext.megatron.saved_activations import balance_experts, with_saved_bytes
-from megatron_ext.megatron.workload_of_run import experts_of
+from megatron_ext.megatron.workload_of_run import experts_of, numbers_of_run, workload_of_run
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.whole_gradients import options_with_whole_gradients
-from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_workload
+from megatron_ext.workload.workload import Chunk, Parameter, Workload, check
 
 
 def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
@@ -79,30 +79,49 @@ def describe_options(args) -> Workload:
     Raises:
         InputError: Megatron refuses the combination.
     """
-    parallel = parallel_of(args)
-    chunks = []
-    for pp_rank in range(parallel.pp):
-        chunks += _chunks_of_rank(args, parallel, pp_rank)
-    return workload_of_chunks(args, chunks)
+    parallel, known = parallel_of(args), {}
+    of_ranks = (_chunks_of_rank(args, parallel, pp_rank, known) for pp_rank in range(parallel.pp))
+    return workload_of_chunks(args, [chunk for chunks in of_ranks for chunk in chunks])
 
 
 def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
     """The workload of described chunks, for checked options."""
-    parallel = parallel_of(args)
-    return make_workload(
-        parallel=parallel,
-        zero_stage=args.zero_stage,
+    workload = _of_options(args, chunks, tuple(args.ramp))
+    return check(msgspec.structs.replace(workload, zero_stage=args.zero_stage, limits=limits_of(args)))
+
+
+def workload_of_modules(args, modules: list[torch.nn.Module]) -> Workload:
+    """The workload of one pipeline rank's chunks, for Megatron's own validated arguments.
+
+    Args:
+        modules: the chunks on the ``meta`` device; they cannot be used afterwards.
+
+    Raises:
+        InputError: a schedule cannot be combined with the model or the options.
+    """
+    for module in modules:
+        refuse_model(bare(module))
+    pp_rank, known = parallel_state.get_pipeline_model_parallel_rank(), {}
+    chunks = [
+        with_saved_bytes(describe_chunk(module, pp_rank, index), module, args, known)
+        for index, module in enumerate(modules)
+    ]
+    return _of_options(args, chunks, numbers_of_run(args)[:-1])
+
+
+def _of_options(args, chunks: list[Chunk], ramp: tuple[int, ...]) -> Workload:
+    workload, item_bytes = workload_of_run(args), ITEM_BYTES[dtype_of(args)]
+    return msgspec.structs.replace(
+        workload,
+        p2p_bytes=p2p_bytes(workload.parallel, batch_of(args), args.hidden_size, item_bytes),
         chunks=tuple(chunks),
-        p2p_bytes=p2p_bytes(parallel, batch_of(args), args.hidden_size, ITEM_BYTES[dtype_of(args)]),
-        limits=limits_of(args),
-        optimizer=optimizer_settings(args),
         experts=experts_of(args),
-        ramp=tuple(args.ramp),
+        ramp=ramp,
         keeps_gradients=bool(options_with_whole_gradients(vars(args))),
     )
 
 
-def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
+def _chunks_of_rank(args, parallel: Parallel, pp_rank: int, known: dict) -> list[Chunk]:
     from megatron_ext.megatron import gpt_model
 
     make_fake_world(parallel.global_rank(pp_rank, 0), parallel.world_size)
@@ -122,7 +141,7 @@ def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:
             vars(config).update(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
         # Precision wrappers convert every parameter.
         return [
-            with_saved_bytes(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args)
+            with_saved_bytes(describe_chunk(chunk.to(dtype), pp_rank, index), chunk, args, known)
             for index, chunk in enumerate(built)
         ]
     finally:
@@ -163,7 +182,6 @@ def _take_meta_tensors() -> None:
 _META_COLLECTIVES: list[torch.library.Library] = []
 
 
-@contextlib.contextmanager
 def only_fake_groups():
     """In this context every process group has the ``fake`` backend. Megatron also makes groups over host memory,
     which would wait for other ranks in a single process."""
@@ -172,5 +190,4 @@ def only_fake_groups():
     def fake_group(*args, backend=None, **kwargs):
         return new_group(*args, **kwargs)
 
-    with mock.patch.object(torch.distributed, "new_group", fake_group):
-        yield
+    return mock.patch.object(torch.distributed, "new_group", fake_group)

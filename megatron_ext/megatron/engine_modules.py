@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch.nn import functional as F
@@ -27,22 +27,10 @@ PARTS = ("cross_entropy", "distributed", "fp8", "ops", "optimizers", "permutatio
 PACKAGES = ("", ".common", ".common.recipe", ".pytorch", *(f".pytorch.{part}" for part in PARTS))
 
 
-class _Module(torch.nn.Module):
-    """Base of all modules. They are made on torch's default device, whatever device they are given."""
-
-    def new_parameter(self, name: str, shape: tuple[int, ...], dtype, fill: float | None = None, /, **options):
-        """Register a parameter and initialize it: with the number ``fill``, or as ``options`` of Transformer Engine
-        say. These are a function (by default a normal distribution), and a tracker with the name of its random
-        state."""
-        parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype))
-        self.register_parameter(name, parameter)
-        tracker, state = options.get("get_rng_state_tracker"), options.get("rng_tracker_name")
-        named = [] if state is None else [state]
-        with torch.no_grad(), contextlib.nullcontext() if tracker is None else tracker().fork(*named):
-            if fill is None:
-                (options.get("init_method") or partial(torch.nn.init.normal_, std=0.023))(parameter)
-            else:
-                parameter.fill_(fill)
+def empty(*shape: int, dtype=None) -> torch.nn.Parameter:
+    """A parameter without values, which a description does not use. It is made on torch's default device, whatever
+    device a module is given."""
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype))
 
 
 class SavesInputs(torch.autograd.Function):
@@ -62,7 +50,7 @@ class SavesInputs(torch.autograd.Function):
             return None, *torch.autograd.grad(ctx.function(*inputs), inputs, gradient)
 
 
-class LayerNorm(_Module):
+class LayerNorm(torch.nn.Module):
     """A layer norm with the parameters ``weight`` and ``bias``."""
 
     kind = "LayerNorm"
@@ -81,7 +69,7 @@ class LayerNorm(_Module):
         size = normalized_shape if hidden_size is None else hidden_size
         assert size is not None
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        _add_norm(self, "", self.kind, size, params_dtype, sequence_parallel, zero_centered_gamma)
+        _add_norm(self, "", self.kind, size, params_dtype, sequence_parallel)
 
     def forward(self, x):
         return _norm(self.kind, x, self.weight, getattr(self, "bias", None), self.eps, self.zero_centered_gamma)
@@ -93,11 +81,9 @@ class RMSNorm(LayerNorm):
     kind = "RMSNorm"
 
 
-def _add_norm(module: _Module, prefix: str, kind: str, size: int, dtype, sequence_parallel, zero_centered) -> None:
-    module.new_parameter(f"{prefix}weight", (size,), dtype, 0.0 if zero_centered else 1.0)
-    if kind == "LayerNorm":
-        module.new_parameter(f"{prefix}bias", (size,), dtype, 0.0)
-    for parameter in module.parameters():
+def _add_norm(module: torch.nn.Module, prefix: str, kind: str, size: int, dtype, sequence_parallel) -> None:
+    for part in ("weight", "bias") if kind == "LayerNorm" else ("weight",):
+        module.register_parameter(f"{prefix}{part}", parameter := empty(size, dtype=dtype))
         setattr(parameter, "sequence_parallel", sequence_parallel)  # noqa: B010 - no attribute of torch's
 
 
@@ -109,12 +95,11 @@ def _norm(kind: str, x, weight, bias, eps: float, zero_centered: bool):
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-class Linear(_Module):
+class Linear(torch.nn.Module):
     """A linear layer: ``weight`` and ``bias``, cut by ``parallel_mode`` over tensor-parallel ranks."""
 
     normalizes = False
     save_original_input = False  # Megatron sets it if an fp8 layer must not save its input in fp8
-    weight: torch.Tensor
 
     def __init__(
         self,
@@ -122,7 +107,6 @@ class Linear(_Module):
         out_features: int,
         *,
         sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
         tp_group=None,
         tp_size: int = 1,
         bias: bool = True,
@@ -139,28 +123,19 @@ class Linear(_Module):
         self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
         self.sequence_parallel = sequence_parallel and tp_size > 1
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         if self.normalizes:
-            how = params_dtype, self.sequence_parallel, zero_centered_gamma
-            _add_norm(self, "layer_norm_", normalization, in_features, *how)
-        shape = (self.out_features, self.in_features)
-        self.new_parameter("weight", shape, params_dtype, **options)
-        if bias:
-            self.new_parameter("bias", (self.out_features,), params_dtype, 0.0)
-        else:
-            self.bias = torch.Tensor()
-        self._mark()
-
-    def _mark(self) -> None:
-        """Set the attributes that tell Megatron which parameters are cut, and along which dimension."""
+            _add_norm(self, "layer_norm_", normalization, in_features, params_dtype, self.sequence_parallel)
+        self.weight = empty(self.out_features, self.in_features, dtype=params_dtype)
+        self.bias = empty(self.out_features, dtype=params_dtype) if bias else torch.Tensor()
+        # Attributes that tell Megatron which parameters are cut, and along which dimension.
         from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-        set_tensor_model_parallel_attributes(self.weight, True, 1 if self.parallel_mode == "row" else 0, 1)
-        if self.use_bias and self.parallel_mode == "row":
+        set_tensor_model_parallel_attributes(self.weight, True, 1 if parallel_mode == "row" else 0, 1)
+        if bias and parallel_mode == "row":
             setattr(self.bias, "sequence_parallel", self.sequence_parallel)  # noqa: B010 - no attribute of torch's
-        elif self.use_bias and self.parallel_mode == "column":
+        elif bias and parallel_mode == "column":
             set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
 
     def multiply(self, x, gather: Callable | None):
@@ -198,7 +173,7 @@ class LayerNormLinear(Linear):
     normalizes = True
 
 
-class DotProductAttention(_Module):
+class DotProductAttention(torch.nn.Module):
     """Attention. Query, key and value have shape (sequence, batch, heads, channels). The only possible parameter is
     ``softmax_offset``, one number per head, with ``softmax_type="learnable"``.
 
@@ -223,7 +198,7 @@ class DotProductAttention(_Module):
         super().__init__()
         self.dropout, self.scale, self.softmax_type = attention_dropout, softmax_scale, softmax_type
         if softmax_type == "learnable":
-            self.new_parameter("softmax_offset", (num_attention_heads // tp_size,), None, **options)
+            self.softmax_offset = empty(num_attention_heads // tp_size)
 
     def forward(self, query, key, value, attention_mask=None, *, attn_mask_type: str = "causal", **options):
         # Transformer Engine saves copies if the three are not one tensor (get_qkv_layout), and their source is freed.
@@ -249,7 +224,7 @@ class DotProductAttention(_Module):
         return torch.softmax(torch.cat([scores, more], -1), -1)[..., :-1] @ value
 
 
-class GroupedLinear(_Module):
+class GroupedLinear(torch.nn.Module):
     """A linear layer for each local expert: ``weight0``, ``bias0``, ``weight1``, ... Megatron itself cuts them over
     expert-tensor-parallel ranks, and brings the tokens."""
 
@@ -267,9 +242,9 @@ class GroupedLinear(_Module):
         super().__init__()
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for number in range(num_gemms):
-            self.new_parameter(f"weight{number}", (out_features, in_features), params_dtype, **options)
+            setattr(self, f"weight{number}", empty(out_features, in_features, dtype=params_dtype))
             if bias:
-                self.new_parameter(f"bias{number}", (out_features,), params_dtype, 0.0)
+                setattr(self, f"bias{number}", empty(out_features, dtype=params_dtype))
 
     def forward(self, x, m_splits, is_first_microbatch: bool | None = None, **options):
         """``x`` has shape (tokens, in); ``m_splits`` are the numbers of tokens of each expert. With ``return_bias`` the
@@ -282,22 +257,11 @@ class GroupedLinear(_Module):
         return (out, biases) if self.return_bias else out
 
 
-class Padding(_Module):
+class Padding(torch.nn.Module):
     """Padding of each expert's tokens in fp8 layers. A description cannot know how many tokens there are."""
 
     def __init__(self, *arguments, **options):
         super().__init__()
-
-
-class DelayedScaling:
-    """An fp8 recipe, which is never used to compute here."""
-
-    def __init__(self, **options):
-        vars(self).update(options)
-
-
-class CudaRNGStatesTracker:
-    """Base class of Megatron's tracker, which is made only with --te-rng-tracker."""
 
 
 class QuantizedTensor:
@@ -339,10 +303,11 @@ def install() -> None:
     """Let ``import transformer_engine`` find these modules. Call before Megatron is imported, which looks only once."""
     make_packages(f"transformer_engine{name}" for name in PACKAGES)
     vars(sys.modules["transformer_engine"])["__version__"] = VERSION
-    fill(".common.recipe", DelayedScaling=DelayedScaling)
+    fill(".common.recipe", DelayedScaling=SimpleNamespace)  # a recipe, which is never used to compute here
     fill(".pytorch.fp8", FP8GlobalStateManager=FP8GlobalStateManager, fp8_autocast=nothing, fp8_model_init=nothing)
     fill(".pytorch.cross_entropy", parallel_cross_entropy=parallel_cross_entropy)
-    fill(".pytorch.distributed", CudaRNGStatesTracker=CudaRNGStatesTracker, activation_recompute_forward=nothing)
+    # The base class of Megatron's tracker, which is made only with --te-rng-tracker.
+    fill(".pytorch.distributed", CudaRNGStatesTracker=object, activation_recompute_forward=nothing)
     fill(".pytorch.optimizers", FusedAdam=fused_adam)
     fill(".pytorch.tensor", QuantizedTensor=QuantizedTensor)
     fill(".pytorch.ops", __getattr__=_operation)

@@ -175,11 +175,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument("--attention-backend", choices=("flash", "fused", "unfused", "local", "auto"))
     if verb in DESCRIBES:
         parser.add_argument(flag(gpt_arguments.CONTEXT), type=int, default=argparse.SUPPRESS)
-    return add_other_options(parser)
-
-
-def add_other_options(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Let ``parser`` accept the options above; :func:`check_other_options` refuses some of them."""
+    # Options of the lists above are accepted here; check_other_options refuses some of them.
     group = parser.add_argument_group("Megatron's other options")
     known = set(parser._option_string_actions)
     judged = {flag(name): name for name in (*REFUSED, *BATCH, *NEUTRAL)}
@@ -205,7 +201,9 @@ def check_other_options(args, verb: str = "describe") -> None:
         InputError: naming the option and its value.
     """
     given = vars(args)
-    _refuse_neutral(given)
+    for name, neutral in NEUTRAL.items():
+        if given.get(name) not in (None, [str(neutral)]):
+            _refuse(given, name, f"cannot be combined with a schedule: {REASONS[name]}")
     how = _CHECKOUT.get(verb, _CHECKOUT["describe"])
     for name in [name for name in REFUSED if name != gpt_arguments.CONTEXT or verb not in DESCRIBES]:
         if given.get(name) not in (None, REFUSED[name]):
@@ -236,12 +234,6 @@ _CHECKOUT = {
 
 def _refuse(given: dict, name: str, why: str) -> NoReturn:
     raise option_error(name, why, " ".join(given[name]) or ...)
-
-
-def _refuse_neutral(given: dict) -> None:
-    for name, neutral in NEUTRAL.items():
-        if given.get(name) not in (None, [str(neutral)]):
-            _refuse(given, name, f"cannot be combined with a schedule: {REASONS[name]}")
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: list[str], passed_over: list[str] | None) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 import torch
 
 from megatron_ext.megatron.releases import late_sum_of
-from megatron_ext.megatron.shards import HeldGradient
+from megatron_ext.megatron.shards import HeldGradient, in_place_of_gradients
 
 upstream = import_module("megatron.core.distributed.finalize_model_grads")  # its package has a function of this name
 
@@ -68,12 +68,7 @@ def add_up_shards(held: Iterable[HeldGradient]) -> Callable[[], None]:
 
 @torch.no_grad()
 def _with_whole_gradients(add_up: Callable, made: dict[torch.nn.Parameter, MadeWhole], *args, **kwargs) -> None:
-    for parameter, whole in made.items():
-        vars(parameter)["main_grad"] = whole
-    try:
+    with in_place_of_gradients(made):
         add_up(*args, **kwargs)
-    finally:
-        for parameter, whole in made.items():
-            vars(parameter)["main_grad"] = whole.main_grad
     for whole in made.values():
         whole.keep()

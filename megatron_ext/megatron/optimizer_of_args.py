@@ -5,7 +5,8 @@ from megatron_ext.workload.optimizer_settings import OptimizerSettings
 
 
 def optimizer_settings(args) -> OptimizerSettings:
-    """Dtypes and place of gradients and optimizer states for parsed options.
+    """Dtypes and place of gradients and optimizer states for parsed options. The optimizer is Adam: refusals.py refuses
+    any other.
 
     Args:
         args: the example's or ``describe``'s options, or Megatron's validated arguments.
@@ -16,17 +17,12 @@ def optimizer_settings(args) -> OptimizerSettings:
             device are to be delayed.
     """
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else None
-    given = getattr(args, "optimizer", "adam")
-    name = given[0] if isinstance(given, list) and given else given
     # Megatron's own arguments and `describe` have the option; the example accumulates in fp32.
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", True)
-    momentum = float(getattr(args, "sgd_momentum", 0.9))
-    moments = 2 if name == "adam" else int(momentum > 0)
-    states = [_dtype(getattr(args, f"exp_avg{part}_dtype", None)) for part in ("", "_sq")][:moments]
-    if half is None and getattr(args, "optimizer_cpu_offload", False):
+    on_host = bool(getattr(args, "optimizer_cpu_offload", False))
+    if half is None and on_host:
         why = "Megatron's host optimizer cannot step float32 parameters; train with --bf16 or --fp16"
         raise option_error("optimizer_cpu_offload", why)
-    on_host = bool(getattr(args, "optimizer_cpu_offload", False))
     fraction = getattr(args, "optimizer_offload_fraction", 1.0)
     if on_host and str(fraction) not in ("1", "1.0"):
         why = (
@@ -41,7 +37,7 @@ def optimizer_settings(args) -> OptimizerSettings:
     return OptimizerSettings(
         gradient_dtype="float32" if half is None or in_fp32 else half,
         main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),
-        moment_dtypes=tuple(states),
+        moment_dtypes=tuple(_dtype(getattr(args, name, None)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
         on_host=on_host,
         delayed=delay is not None,
     )

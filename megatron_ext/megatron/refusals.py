@@ -223,22 +223,19 @@ def refuse_combinations(args) -> None:
         raise option_error(found[0], f"{NOT_COMBINED} {REASONS[found[0]]}", getattr(args, found[0], None))
 
 
-def environment_mismatch(schedule: Schedule, path) -> str | None:
-    """One line if the schedule was planned from costs of other hardware or software than this
-    machine's: it trains the same, but its prediction may not hold. None if they agree or the schedule does not say."""
+def environment_mismatch(schedule: Schedule, path) -> list[str]:
+    """One line if the schedule was planned from costs of other hardware or software than this machine's: it trains the
+    same, but its prediction may not hold. No line if they agree or the schedule does not say."""
     measured_on = schedule.metadata.options.measured_on
     if measured_on is None:
-        return None
+        return []
     metadata = Metadata(hardware=measured_on.hardware, software=measured_on.software)
     from megatron_ext.runtime import machine  # imports torch, which is not needed to read options
 
     here = {part: facts for part, facts in machine.environment().items() if getattr(metadata, part) is not None}
     found = environment.environment_differences(metadata, here)
-    return (
-        f"{path}: planned from costs of another environment ({'; '.join(found)}): its prediction may not hold here"
-        if found
-        else None
-    )
+    said = f"{path}: planned from costs of another environment ({'; '.join(found)}): its prediction may not hold here"
+    return [said] if found else []
 
 
 def require_hooks(root: Path) -> None:
@@ -277,39 +274,27 @@ def megatron_root() -> Path:
 
 
 def refuse_model(model) -> None:
-    """Refuse models whose layers do not all lie in one ``decoder``: actions can be placed only between these.
+    """Refuse models whose layers do not all lie in one ``decoder``: actions can be placed only between these. And
+    refuse parameters without gradient: they are in no bucket, so no schedule moves them and no bill counts them. If a
+    layer has no others, its input may have no gradient to which actions of a backward could be attached.
 
     Args:
         model: a torch module, without wrappers.
 
     Raises:
-        InputError: naming the model's class and what is missing for it.
+        InputError: naming the model's class and what is missing for it, or the first parameter without gradient.
     """
     has = {name for name, _ in model.named_children()}
     layers = {name.partition(".layers.")[0] for name, _ in model.named_parameters() if ".layers." in name}
+    why = ""
     if has & {"vision_model", "language_model", "vision_projection"}:
         why = "a vision model and a language model: steps, bills and bounds are not known for the vision model"
     elif "encoder" in layers and ("decoder" in layers or "decoder" in has):
         why = "an encoder next to its decoder: messages between stages carry two tensors, which is not supported"
     elif layers and not layers <= {"decoder", "mtp"}:
         why = f"its layers in {', '.join(sorted(layers))}: actions can only be placed between layers of one decoder"
-    else:
-        return
-    raise InputError(f"has {why}", field=type(model).__name__)
-
-
-def refuse_frozen(model) -> None:
-    """Refuse parameters without gradient.
-
-    Such parameters are in no bucket, so no schedule moves them and no bill counts them. If a layer has no others, its
-    input may have no gradient to which actions of a backward could be attached.
-
-    Args:
-        model: a torch module, without wrappers.
-
-    Raises:
-        InputError: naming the first such parameter.
-    """
+    if why:
+        raise InputError(f"has {why}", field=type(model).__name__)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             raise InputError("takes no gradient: frozen parameters cannot be scheduled", field=name)

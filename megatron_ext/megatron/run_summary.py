@@ -133,9 +133,7 @@ def _predicted(schedule: Schedule) -> str:
     found = schedule.predicted
     if found is None:
         return "nothing, because the schedule has no prediction"
-    gather = "" if found.gather_us is None else f", gather time {found.gather_us / 1e3:.3f} ms"
-    exposed = max(found.exposed_us, default=0.0)
-    return f"iteration {found.iteration_time_us / 1e3:.3f} ms, exposed {exposed / 1e3:.3f} ms{gather}"
+    return _figures(found.iteration_time_us, max(found.exposed_us, default=0.0), found.gather_us)
 
 
 def end_lines(
@@ -145,7 +143,7 @@ def end_lines(
     if measured is None:
         return [f"nothing measured: fewer than {SAMPLED.start + 1} iterations were trained, or all were run again"]
     whose = "Megatron's own gather" if reference else "the schedule"
-    lines = [f"measured with {whose}, median of {measured.iterations} iterations: {_figures(measured)}"]
+    lines = [f"measured with {whose}, median of {measured.iterations} iterations: {_figures(*measured[1:])}"]
     if reference:
         return lines
     lines.append(f"predicted: {_predicted(schedule)}")
@@ -157,7 +155,7 @@ def end_lines(
     exposed_us = compared.exposed_us - measured.exposed_us
     iteration_us = compared.iteration_us - measured.iteration_us
     lines += [
-        f"Megatron's own gather at this layout: {_figures(compared)}",
+        f"Megatron's own gather at this layout: {_figures(*compared[1:])}",
         f"gained in an iteration: {exposed_us / 1e3:.3f} ms of exposed time, {iteration_us / 1e3:.3f} ms in all, which "
         "includes what else the machine did in the two runs",
     ]
@@ -175,8 +173,6 @@ def early_lines(taken: int, taken_back: int) -> list[str]:
     ]
 
 
-def _figures(measured: RunTimes) -> str:
-    return (
-        f"iteration {measured.iteration_us / 1e3:.3f} ms, exposed {measured.exposed_us / 1e3:.3f} ms, "
-        f"gather time {measured.gather_us / 1e3:.3f} ms"
-    )
+def _figures(iteration_us: float, exposed_us: float, gather_us: float | None) -> str:
+    gather = "" if gather_us is None else f", gather time {gather_us / 1e3:.3f} ms"
+    return f"iteration {iteration_us / 1e3:.3f} ms, exposed {exposed_us / 1e3:.3f} ms{gather}"

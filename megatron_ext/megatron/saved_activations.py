@@ -33,42 +33,33 @@ class Saved(NamedTuple):
     recompute_bytes: int
 
 
-DECIDES = (
-    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-    *("sequence_parallel", "attention_dropout", "hidden_dropout", "attention_backend", "cross_entropy_fusion_impl"),
-)
-"""Settings of Megatron's TransformerConfig that decide what is saved and what is recomputed."""
-
-_known: dict[tuple, Saved | None] = {}
-
-
-def with_saved_bytes(chunk: Chunk, module: torch.nn.Module, args) -> Chunk:
+def with_saved_bytes(chunk: Chunk, module: torch.nn.Module, args, known: dict) -> Chunk:
     """A described chunk with the bytes that its layers save; unchanged if ``module`` cannot run without data.
 
     Args:
         module: the chunk on the ``meta`` device; it cannot be used afterwards.
         args: options with ``seq_length``, ``micro_batch_size`` and ``hidden_size``.
+        known: what was counted for other chunks of the same model; this chunk is added.
     """
     # Chunks with the same layers save the same, and most chunks of a model have the same layers.
-    sizes = {name: getattr(args, name) for name in ("seq_length", "micro_batch_size", "hidden_size")}
-    sizes["seq_length"] //= context_ranks(args)  # of one rank
-    sizes["on_gpu"] = getattr(args, "distributed_backend", None) in (None, "nccl")
-    sizes["fused_swiglu"] = getattr(args, "bias_swiglu_fusion", "no_bias_swiglu_fusion" not in vars(args))
-    config = bare(module).config
-    settings = tuple(str(getattr(config, name, None)) for name in DECIDES)
-    layers = tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
-    key = (chunk.layer_kinds, layers, tuple(sizes.values()), settings)
-    if key not in _known:
-        _known[key] = saved_activations(module, **sizes)
-    saved = _known[key]
-    return chunk if saved is None else msgspec.structs.replace(chunk, **saved._asdict())
+    key = chunk.layer_kinds, tuple((p.name.rpartition(".")[2], p.shape, p.dtype, p.layer) for p in chunk.parameters)
+    if key not in known:
+        known[key] = saved_activations(
+            module,
+            seq_length=args.seq_length // context_ranks(args),  # of one rank
+            micro_batch_size=args.micro_batch_size,
+            hidden_size=args.hidden_size,
+            on_gpu=getattr(args, "distributed_backend", None) in (None, "nccl"),
+            fused_swiglu=getattr(args, "bias_swiglu_fusion", "no_bias_swiglu_fusion" not in vars(args)),
+        )
+    return chunk if known[key] is None else msgspec.structs.replace(chunk, **known[key]._asdict())
 
 
 def saved_activations(
     chunk: torch.nn.Module, *, seq_length: int, micro_batch_size: int, hidden_size: int, on_gpu=True, fused_swiglu=True
 ) -> Saved | None:
     """Count the bytes that a chunk on the ``meta`` device would save in training; None if it cannot run on that device,
-    with the reason on stderr."""
+    with the reason on stderr. The chunk cannot be used afterwards."""
     layers, config = layers_of(chunk), bare(chunk).config
     uneven = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_pad_expert_input_to_capacity", False)
     if not layers or uneven:  # how many tokens an expert gets depends on the data
@@ -98,7 +89,6 @@ PREDICTION = "multi_token_prediction"
 """The module of Megatron's layers that predict further tokens."""
 
 
-@contextlib.contextmanager
 def _decisions_are_true(unknown: type[Exception]):
     """Layers of multi-token prediction ask whether there are tokens to predict; in this context the answer is yes.
     Questions of other layers about missing values still raise."""
@@ -112,8 +102,7 @@ def _decisions_are_true(unknown: type[Exception]):
                 raise
             return True
 
-    with mock.patch.object(torch.Tensor, "__bool__", decide_without_data):
-        yield
+    return mock.patch.object(torch.Tensor, "__bool__", decide_without_data)
 
 
 BALANCED = {
@@ -169,33 +158,22 @@ def _move_other_tensors(chunk: torch.nn.Module) -> None:
 
 
 def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size: int) -> Saved:
-    parameters = list(model.parameters())
     tokens = torch.zeros((micro_batch_size, seq_length), dtype=torch.int64)
     mask = torch.zeros((1, 1, seq_length, seq_length), dtype=torch.bool)
-    counted = _OneMicroBatch(len(layers), [*parameters, mask])
-    was_training = model.training
+    counted = _OneMicroBatch(len(layers), [*model.parameters(), mask])
     model.train()
-    handles = [
+    for index, layer in enumerate(layers):
         layer.module.register_forward_pre_hook(counted.layer_begins(index), with_kwargs=True)
-        for index, layer in enumerate(layers)
-    ]
-    experts = [module for name, module in model.named_modules() if name.endswith(".mlp.experts")]
-    handles += [module.register_forward_pre_hook(_split_evenly) for module in experts]
-    try:
-        with counted.saved:
-            if not model.pre_process:
-                parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
-                shape = (seq_length // parts, micro_batch_size, hidden_size)
-                model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
-            output = model(tokens, tokens, mask, labels=tokens)
-            return counted.result(output)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for parameter in parameters:
-            parameter.grad = None
-        model.set_input_tensor(None)
-        model.train(was_training)
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.experts"):
+            module.register_forward_pre_hook(_split_evenly)
+    with counted.saved:
+        if not model.pre_process:
+            parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+            shape = (seq_length // parts, micro_batch_size, hidden_size)
+            model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
+        output = model(tokens, tokens, mask, labels=tokens)
+        return counted.result(output)
 
 
 @contextlib.contextmanager

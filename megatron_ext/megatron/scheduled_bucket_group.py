@@ -112,9 +112,8 @@ def replace_pre_hooks(ddp, unshard_all: Callable[[], None]) -> None:
 
     Callers that disable the hooks (evaluation, checkpoints) need all parameters whole, so ``unshard_all`` is called.
     """
-    if ddp.use_forward_hook:
-        # Without the argument param_sync it always synchronises, which our bucket groups ignore at this point.
-        ddp.disable_forward_pre_hook(**accepted(ddp.disable_forward_pre_hook, param_sync=False))
+    # Without the argument param_sync it always synchronises, which our bucket groups ignore at this point.
+    ddp.disable_forward_pre_hook(**accepted(ddp.disable_forward_pre_hook, param_sync=False))
 
     def enable() -> None:
         """Nothing to enable: the program is always active."""

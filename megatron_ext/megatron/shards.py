@@ -9,6 +9,7 @@ optimizer identify them by ``id``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -157,9 +158,8 @@ def hold_gradients(optimizers, held: list[HeldGradient], recorder: Recorder = NO
                 device = device if gradient.on_host and not steps_on_host else None
                 standing[parameter] = ShardOf(gradient.shard, start, parameter.numel(), device, recorder=recorder)
         if standing:
-            optimizer._copy_model_grads_to_main_grads = _with_shards(
-                optimizer._copy_model_grads_to_main_grads, standing
-            )
+            take = optimizer._copy_model_grads_to_main_grads
+            optimizer._copy_model_grads_to_main_grads = in_place_of_gradients(standing)(take)
 
 
 def steps_on_the_host(optimizer) -> bool:
@@ -167,20 +167,17 @@ def steps_on_the_host(optimizer) -> bool:
     return hasattr(getattr(optimizer, "optimizer", None), "gpu_params_map_cpu_copy")
 
 
-def _with_shards(copy_gradients: Callable, standing: dict) -> Callable:
-    """``copy_gradients``, changed to take the shards in ``standing`` instead of their parameters' whole gradients."""
-
-    def copy_from_shards(*args, **kwargs):
-        whole = {parameter: parameter.main_grad for parameter in standing}
-        for parameter, shard in standing.items():
-            parameter.main_grad = shard
-        try:
-            return copy_gradients(*args, **kwargs)
-        finally:
-            for parameter, gradient in whole.items():
-                parameter.main_grad = gradient
-
-    return copy_from_shards
+@contextmanager
+def in_place_of_gradients(standing: dict) -> Iterator[None]:
+    """In this context each parameter in ``standing`` has its entry in place of its ``main_grad``."""
+    whole = {parameter: parameter.main_grad for parameter in standing}
+    for parameter, entry in standing.items():
+        parameter.main_grad = entry
+    try:
+        yield
+    finally:
+        for parameter, gradient in whole.items():
+            parameter.main_grad = gradient
 
 
 def offloaded_shards(optimizers, groups: list[tuple[object, RankGroup]]) -> dict[int, Callable]:

@@ -7,7 +7,9 @@ states without data in checkpoints, recompute. With ``engine=False`` it is Apex,
 Megatron takes where Transformer Engine is not. ``train_checkout.py`` trains by a script's default arguments.
 """
 
+import contextlib
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -124,6 +126,25 @@ class _Attention:
 def get_dummy_wgrad(shape: list, dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
     """What stands for a gradient that is elsewhere: not a number, so that whoever uses it is seen."""
     return torch.full(shape, 0.0 if zero else float("nan"), dtype=dtype)
+
+
+class Initialized:
+    """Parameters of a module of ``engine_modules`` get values as Transformer Engine's options say: matrices from a
+    function (by default a normal distribution), with the random state of a tracker; norms are 1 and biases 0."""
+
+    def __init__(self, *arguments, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, **options):
+        super().__init__(*arguments, **options)
+        self.fuse_wgrad_accumulation = options.get("fuse_wgrad_accumulation", False)
+        named = [] if rng_tracker_name is None else [rng_tracker_name]
+        for name, parameter in self.named_parameters():
+            tracker = (
+                contextlib.nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork(*named)
+            )
+            with torch.no_grad(), tracker:
+                if parameter.dim() > 1 or name == "softmax_offset":
+                    (init_method or partial(torch.nn.init.normal_, std=0.023))(parameter)
+                else:
+                    parameter.fill_(float("weight" in name and not options.get("zero_centered_gamma", False)))
 
 
 class _Training:
@@ -307,7 +328,7 @@ def install_engine() -> None:
         base = getattr(sys.modules[engine], kind)
         added = {"multiply": _Training.multiply} if issubclass(base, engine_modules.Linear) else {}
         states = {name: one for name, one in vars(_Training).items() if "fp8" in name or "extra_state" in name}
-        bases = (_Attention, base) if kind == "DotProductAttention" else (base,)
+        bases = (_Attention, Initialized, base) if kind == "DotProductAttention" else (Initialized, base)
         setattr(sys.modules[engine], kind, type(kind, bases, added | states))
 
 

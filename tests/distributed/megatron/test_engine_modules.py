@@ -196,8 +196,16 @@ if ALL:  # two trainings, each with imports of its own
             assert result.returncode == 0 and words in result.stderr + result.stdout, result.stderr[-3000:]
 
 
+class TrainedExperts(engine_stand_in.Initialized, GroupedLinear):
+    """With values, as a training by the stand-in has them."""
+
+
+class TrainedLinear(engine_stand_in.Initialized, Linear):
+    """With values."""
+
+
 def test_layers_of_experts_compute_each_on_its_own_tokens():
-    layers = GroupedLinear(2, 8, 4, params_dtype=torch.float32)
+    layers = TrainedExperts(2, 8, 4, params_dtype=torch.float32)
     assert [name for name, _ in layers.named_parameters()] == ["weight0", "bias0", "weight1", "bias1"]
     x = torch.randn(5, 8)
     expected = torch.cat([x[:3] @ layers.weight0.T + layers.bias0, x[3:] @ layers.weight1.T + layers.bias1])
@@ -206,7 +214,9 @@ def test_layers_of_experts_compute_each_on_its_own_tokens():
     assert out.shape == (5, 4) and len(biases) == 2
 
 
-@pytest.mark.parametrize("make", [partial(GroupedLinear, 2), Linear])
+@pytest.mark.parametrize(
+    "make", [partial(TrainedExperts, 2), type("Trained", (engine_stand_in.Initialized, Linear), {})]
+)
 def test_replicas_of_an_expert_begin_alike_on_tensor_parallel_ranks(make):
     """The state of experts is the same on all ranks that hold an expert; the default state differs among them."""
     named = []

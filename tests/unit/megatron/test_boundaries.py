@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -78,6 +79,19 @@ def test_a_layers_forward_keeps_its_signature():
     before = inspect.signature(layers[1].forward)
     boundaries.arm(0, 1, (), ())
     assert inspect.signature(layers[1].forward) == before and "input" in before.parameters
+
+
+def test_a_layer_that_is_wrapped_twice_runs_what_either_has_armed():
+    layers, first = two_layers()
+    second, seen = Boundaries([], {}, []), []
+    second.layers = first.layers
+    for number, boundaries in enumerate((first, second)):
+        boundaries.arm(0, 1, (partial(seen.append, number),), ())()
+    run(layers)
+    assert seen == [1, 0]
+    second.close()
+    run(layers, first.arm(0, 1, (partial(seen.append, 2),), ()))
+    assert seen == [1, 0, 2]
 
 
 def test_what_runs_in_forward_alone_asks_for_no_activation():

@@ -18,6 +18,12 @@ from megatron_ext.megatron import checkpoint_states
 from megatron_ext.runtime import free_host_memory
 from megatron_ext.workload.bucket_layout import PARAMETER_ALIGNMENT, bucket_numel
 
+NAMES = (
+    "get_parameter_state_dp_reshardable",
+    "sharded_param_state_dp_reshardable",
+    "load_parameter_state_from_dp_reshardable",
+)
+RESHARDABLE = "sharded_param_state_fully_reshardable"
 WHOLE = "load_parameter_state_from_dp_zero"
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -55,7 +61,7 @@ def optimizer_of(rank: int, ranks: int, buckets: list[list[int]]) -> SimpleNames
 
 def megatrons(number: int):
     """A method of Megatron's optimizer, with or without what was added to it."""
-    return getattr(DistributedOptimizer, checkpoint_states.NAMES[number])
+    return getattr(DistributedOptimizer, NAMES[number])
 
 
 def written(ranks: int, buckets: list[list[int]]) -> list[torch.Tensor]:
@@ -75,7 +81,7 @@ def written(ranks: int, buckets: list[list[int]]) -> list[torch.Tensor]:
 
 @pytest.fixture
 def megatron_as_it_is(monkeypatch):
-    for name in (*checkpoint_states.NAMES, checkpoint_states.RESHARDABLE):
+    for name in (*NAMES, RESHARDABLE):
         method = getattr(DistributedOptimizer, name)
         monkeypatch.setattr(DistributedOptimizer, name, getattr(method, "of_megatron", method))
 
@@ -170,7 +176,7 @@ def test_states_of_padded_buckets_are_those_of_their_parameters(megatron_as_it_i
     model = {str(i): ShardedTensor.from_rank_offsets(str(i), parameter) for i, parameter in enumerate(places)}
 
     def firsts() -> list[float]:
-        write = getattr(DistributedOptimizer, checkpoint_states.RESHARDABLE)
+        write = getattr(DistributedOptimizer, RESHARDABLE)
         return [state["param"].data[0].item() for state in write(optimizer, model, False, {}).values()]
 
     right = [0, 64, 704, 768]

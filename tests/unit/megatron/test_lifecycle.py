@@ -186,7 +186,7 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
         SimpleNamespace(params=[*ddp.module.parameters()], grad_dtype=torch.float32, data_parallel_world_size=2)
     ]
     monkeypatch.setattr(building_run.parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    for refusal in ("refuse_ddp_config", "refuse_model", "refuse_frozen"):
+    for refusal in ("refuse_ddp_config", "refuse_model"):
         monkeypatch.setattr(building_run.refusals, refusal, lambda config: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
     laid_out, told = [], []

@@ -20,7 +20,7 @@ FILES = [path for path in sorted(ROOM.glob("*.py")) if path.name not in ("releas
 QUESTIONS = r"\bhasattr\(|inspect\.signature|package_info|core\.__version__|\b(up to|since|from|before) 0\.\d+"
 PROBES = re.compile(QUESTIONS, re.IGNORECASE)
 NOT_OF_A_RELEASE = {
-    "boundaries.py": 2,  # of torch; of the function that is wrapped
+    "boundaries.py": 1,  # of torch
     "checkpoint_states.py": 1,  # whether we have replaced it
     "host_gradients.py": 1,  # whether we have replaced it
     "host_optimizers.py": 1,  # of torch
