@@ -17,7 +17,7 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.workload.gpt_shapes import MicroBatch
-from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTES
 
 MOST_SLOWDOWN = 1e6
 
@@ -25,6 +25,9 @@ JOINED, CAST_ON_DEVICE = "joined", "cast_on_device"
 """Algorithms of ``host_step``: the step as a run makes it by a schedule. Adjacent tensors are joined into one, and
 copies overlap with steps. With ``joined`` parameters are cast to 16 bits on the host, with ``cast_on_device`` on the
 device."""
+
+CHOSEN = {"routes.gpu": ALGORITHM_NAMES, "host_step": (JOINED, CAST_ON_DEVICE)}
+"""By curve, the algorithms that a schedule chooses. Of all others the fastest one counts at every size."""
 
 ESTIMATE = "megatron-ext cost estimate"
 """Program in the source of a table that was estimated from a data sheet."""

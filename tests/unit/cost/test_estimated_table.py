@@ -302,7 +302,7 @@ def test_adam_of_pytorch_takes_what_was_measured_on_an_h200():
     work, batch = run_of(dp=1)
     costs = Costs(estimate(sheets.load("h200-one-gpu"), work, batch._replace(local=True)))
     for size, measured_us in ((1 << 28, 4146.7), (1 << 27, 2165.7)):
-        assert costs.optimizer_us(size) == pytest.approx(measured_us, rel=0.12)
+        assert costs.estimate("optimizer", size).us == pytest.approx(measured_us, rel=0.12)
 
 
 def test_what_the_host_takes_by_hand():
