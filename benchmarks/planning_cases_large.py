@@ -105,12 +105,16 @@ def make_workload(
         )
         chunks.append(workload.Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=parameters))
     limit = None if zero_stage == 1 else int(2.5 * max(chunk.bytes for chunk in chunks))
-    return workload.make_workload(
-        parallel=parallel,
-        zero_stage=zero_stage,
-        chunks=tuple(chunks),
-        p2p_bytes=SEQUENCE * hidden * 2 // tp,
-        limits=workload.Limits(whole_parameter_bytes=limit),
+    return workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=SEQUENCE * hidden * 2 // tp,
+            limits=workload.Limits(whole_parameter_bytes=limit),
+        )
     )
 
 

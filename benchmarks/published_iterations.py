@@ -93,11 +93,10 @@ def simulated_s(row: dict, sheet: HardwareSheet, microbatches: int, recompute: s
         loss_fusion=row.get("loss_fusion"),
     )
     workload = gpt_workload(
-        shape,
+        shape._replace(stage_layers=tuple(row.get("layers_of_stages", ()))),
         Parallel.of(microbatches=microbatches, **sizes),
         batch,
         zero_stage=row.get("zero_stage", 1),
-        layers_of_stages=row.get("layers_of_stages"),
         optimizer=OptimizerSettings(on_host=row.get("optimizer_on_host", False)),
     )
     workload = with_experts(workload, row) if "num_experts" in row else workload

@@ -23,7 +23,7 @@ from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.whole_gradients import options_with_whole_gradients
-from megatron_ext.workload.workload import Chunk, Parameter, Workload, make_workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Chunk, Parameter, Workload, check
 
 
 def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) -> Chunk:
@@ -89,7 +89,9 @@ def describe_options(args) -> Workload:
 def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
     """The workload of described chunks, for checked options."""
     parallel = parallel_of(args)
-    return make_workload(
+    made = Workload(
+        schema_version=SCHEMA_VERSION,
+        kind="workload",
         parallel=parallel,
         zero_stage=args.zero_stage,
         chunks=tuple(chunks),
@@ -100,6 +102,7 @@ def workload_of_chunks(args, chunks: list[Chunk]) -> Workload:
         ramp=tuple(args.ramp),
         keeps_gradients=bool(options_with_whole_gradients(vars(args))),
     )
+    return check(made)
 
 
 def _chunks_of_rank(args, parallel: Parallel, pp_rank: int) -> list[Chunk]:

@@ -72,12 +72,16 @@ def make_workload(
                         )
                     )
             chunks.append(workload.Chunk(pp_rank=rank, model_chunk_id=chunk, parameters=tuple(parameters)))
-    return workload.make_workload(
-        parallel=parallel,
-        zero_stage=zero_stage,
-        chunks=tuple(chunks),
-        p2p_bytes=p2p_bytes,
-        limits=workload.Limits(**limits),
+    return workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes,
+            limits=workload.Limits(**limits),
+        )
     )
 
 

@@ -86,7 +86,8 @@ def pipeline(row: dict, vp: int) -> tuple[Workload, MicroBatch]:
     counts = [(layers + 2) // stages] * stages
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     batch = MicroBatch(1024, micro_batch_size, score_heads=heads)  # attention was not fused
-    return gpt_workload(gpt(layers, hidden, heads, 1024), parallel, batch, layers_of_stages=counts), batch
+    shape = gpt(layers, hidden, heads, 1024)._replace(stage_layers=tuple(counts))
+    return gpt_workload(shape, parallel, batch), batch
 
 
 @pytest.mark.parametrize("order", ["1f1b", "interleaved"])

@@ -2,10 +2,11 @@
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
+from msgspec.structs import replace
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import Experts, make_workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Experts, Workload, check
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,11 @@ def test_experts_that_do_not_divide_the_ranks_are_refused_in_megatrons_words():
 
 def test_experts_that_do_not_divide_over_ranks_are_refused_in_megatrons_words():
     parallel = Parallel.of(dp=4, ep=4, microbatches=4)
-    make_workload(parallel=parallel, chunks=(), experts=Experts(num_experts=8, router_topk=2))
+    work = Workload(schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=1, chunks=())
+    check(replace(work, experts=Experts(num_experts=8, router_topk=2)))
     for experts, said in (
         (Experts(num_experts=6, router_topk=2), "Number of experts should be a multiple of expert model parallel_size"),
         (Experts(num_experts=4, router_topk=5), "experts.router_topk = 5: there are 4 experts"),
     ):
         with pytest.raises(InputError, match=said):
-            make_workload(parallel=parallel, chunks=(), experts=experts)
+            check(replace(work, experts=experts))
