@@ -69,12 +69,12 @@ def make_workload(
     they differ most between implementations. With zero stage 3 there is room for two chunks and
     a half."""
     pp, vp = pp or shape.pp, vp or shape.vp
-    parallel = Parallel.of(
-        pp=pp,
-        vp=vp,
-        dp=data_parallel,
-        tp=shape.tp,
-        microbatches=microbatches,
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=data_parallel,
+        tensor_model_parallel_size=shape.tp,
+        num_microbatches=microbatches,
         gpus_per_node=8,
         order="interleaved" if vp > 1 else "1f1b",
     )
