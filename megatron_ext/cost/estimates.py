@@ -65,7 +65,8 @@ class Costs:
         if not factors:
             return alone
         # Delays by several links add up. At best they overlap with each other.
-        return alone.scaled(1 + sum(factor - 1 for factor in factors), low=max(factors), high=prod(factors))
+        us, low_us = alone.us * (1 + sum(factor - 1 for factor in factors)), alone.low_us * max(factors)
+        return alone._replace(us=us, low_us=low_us, high_us=alone.high_us * prod(factors))
 
     def slowdown(self, measured: str, busy: str, size_bytes: int | None = None) -> float:
         """The factor by which ``measured`` takes longer while ``busy`` works; 1.0 without a row.
