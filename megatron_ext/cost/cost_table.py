@@ -103,6 +103,10 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     backward_launch_us: float | None = None
 
 
+TIMES = tuple(f"{way}_{figure}" for figure in ("us", "p95_us", "launch_us") for way in ("forward", "backward"))
+"""Names of the times of a row of ``compute``."""
+
+
 class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Time of the training thread in addition to launching layers: for the reduce of one group, and for the optimizer's
     step of one parameter. ``slowest``: the factor by which all launches may take longer, including those of layers."""
@@ -302,8 +306,7 @@ def _check_compute(table: CostTable, checker: Checker) -> None:
         by_place = row.pp_rank is not None and row.model_chunk_id is not None
         if by_place == (row.layer_kind is not None) or (row.pp_rank is None) != (row.model_chunk_id is None):
             checker.refuse("give either pp_rank and model_chunk_id, or layer_kind", field)
-        times = ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us")
-        for name in (*times, "forward_launch_us", "backward_launch_us"):
+        for name in TIMES:
             checker.duration(getattr(row, name), f"{field}.{name}")
         checker.not_below("forward_us", row.forward_us, row.forward_p95_us, f"{field}.forward_p95_us")
         checker.not_below("backward_us", row.backward_us, row.backward_p95_us, f"{field}.backward_p95_us")

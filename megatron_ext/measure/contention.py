@@ -206,14 +206,14 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
     return contended, contended / alone
 
 
-def leader_of(fabric: Fabric, operation: Operation) -> int | None:
-    """The rank that leads the ranks, this one among them, that must repeat ``operation`` equally often; None if the
-    operation waits for no other rank."""
+def leader_of(fabric: Fabric, operation: Operation) -> int:
+    """The rank that leads the ranks, this one among them, that must repeat ``operation`` equally often: this rank
+    itself if the operation waits for no other."""
     options, rank, tp = fabric.options, fabric.rank, fabric.options.tensor_model_parallel_size
     if isinstance(operation, Internode):  # the counterparts wait for each other
         return rank + (min(operation.exchange.dp_ranks) - fabric.dp_rank) * tp
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
-        return None
+        return rank
     if operation.name == "p2p":
         peer = options.peers[rank]
         return rank if peer is None or fabric.pp_rank % 2 == 0 else peer
@@ -236,8 +236,7 @@ class Busy:
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
         leader = leader_of(fabric, operation)
-        self.alone, self.leads = leader is None, leader in (None, fabric.rank)
-        self.word = 1 + (leader or 0)  # word 0 is rank 0's
+        self.word, self.leads = 1 + leader, leader == fabric.rank  # word 0 is what all ranks agree by
         self.slack = 2 if fabric.torch_device.type == "cpu" else IN_FLIGHT + 2
 
     def start(self) -> None:
@@ -245,7 +244,7 @@ class Busy:
         self._stop = threading.Event()
         self._running = threading.Event()
         self._error: BaseException | None = None
-        if not self.alone and self.leads:
+        if self.leads:
             self.fabric.board.post(self.word, NEVER)
         self.fabric.barrier()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -276,8 +275,7 @@ class Busy:
         while True:
             if self.leads and end == NEVER and self._stop.is_set():
                 end = round_index + self.slack
-                if not self.alone:
-                    self.fabric.board.post(self.word, end)
+                self.fabric.board.post(self.word, end)
             elif not self.leads:
                 end = self.fabric.board.read(self.word)
             if round_index >= end:

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 import torch
 
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operation import DONE, Handle, Operation
+from megatron_ext.measure.operation import DONE, Operation
+from megatron_ext.runtime.worker import Waitable
 
 PARAMETER_BYTES = 2
 """Bytes of one element of whole parameters: the host optimizer takes only 16-bit parameters."""
@@ -27,7 +28,7 @@ class TimedHostStep(Operation):
     fused = True
     _size: int | None = None
 
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
+    def issue(self, size_bytes: int, round_index: int) -> Waitable:
         if size_bytes != self._size:
             self.build(size_bytes)
             self._size = size_bytes
