@@ -45,16 +45,16 @@ class TimedHostStep(Operation):
 
     def step(self) -> None:
         """Make one step as training does."""
+        self.bring()
+        self._optimizer.step()
+        for parameter, main in zip(self._parameters, self._main):
+            parameter.copy_(main.detach(), non_blocking=True)
+
+    def bring(self) -> None:
+        """Copy the gradients to where they are stepped on."""
         for stepped, gradient in zip(self._stepped, self.gradients):
             stepped.copy_(gradient, non_blocking=True)
         self.fabric.device.settle()
-        self._optimizer.step()
-        self.bring_back()
-
-    def bring_back(self) -> None:
-        """Copy the new parameters to the device."""
-        for parameter, main in zip(self._parameters, self._main):
-            parameter.copy_(main.detach(), non_blocking=True)
 
     def elements(self, size_bytes: int) -> int:
         """The number of elements of ``size_bytes`` of whole parameters."""
@@ -99,9 +99,8 @@ class DeviceStep(TimedHostStep):
         """All of it, and the temporaries of a step that is not fused."""
         return 0, sum(super().made_bytes(size_bytes))
 
-    def step(self) -> None:
-        self._optimizer.step()
-        self.bring_back()
+    def bring(self) -> None:
+        return  # they are there
 
     def stepped_on(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
