@@ -61,11 +61,11 @@ def read(path, *, collective: str | None = None, algorithm: str | None = None) -
         notes.append(f"{len(devices)} devices are listed, but busbw is that of {ranks or 'another number of'} ranks")
     elif hardware is not None:
         hardware["devices"] = len(devices) // max(len({host for host, _ in devices if host}), 1)
-    named = {"algorithms": {algorithm: points}} if algorithm else {"points": points}
+    named = {algorithm: points} if algorithm else {}
     return table_of(
         path,
         collective,
-        Curve(source=source, **named),
+        Curve(points=() if named else points, algorithms=named, source=source),
         source=Source(program="nccl-tests"),
         hardware=hardware,
         software=log.last(nccl_tests=r"nccl-tests version\s+([\d.]+)", nccl=r"NCCL version\s+([\d.]+)") or None,
