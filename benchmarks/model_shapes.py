@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_ext.workload import workload
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.parallel import Parallel, megatron_order
 
 
 def llama(layers: int, hidden: int, ffn: int, heads: int, vocab: int) -> GptShape:
@@ -63,7 +63,15 @@ def make_workload(
         layers: only so many of the shape's layers, without embedding and output.
     """
     shape = SHAPES[name] if layers is None else SHAPES[name]._replace(layers=layers)
-    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, microbatches=microbatches, gpus_per_node=gpus_per_node)
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=dp,
+        tensor_model_parallel_size=tp,
+        num_microbatches=microbatches,
+        gpus_per_node=gpus_per_node,
+        order=megatron_order(pp, vp),
+    )
     one_layer, vocabulary = (2 * sum(map(prod, sizes)) for sizes in (shape.layer(tp).values(), [matrix(shape, tp)]))
     largest = max(device_layers * one_layer, vocabulary + one_layer) + 2**20  # and buckets' padding
     limits = workload.Limits(whole_parameter_bytes=largest if zero_stage == 3 else None)

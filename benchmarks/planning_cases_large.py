@@ -69,12 +69,12 @@ def make_workload(
     they differ most between implementations. With zero stage 3 there is room for two chunks and
     a half."""
     pp, vp = pp or shape.pp, vp or shape.vp
-    parallel = Parallel.of(
-        pp=pp,
-        vp=vp,
-        dp=data_parallel,
-        tp=shape.tp,
-        microbatches=microbatches,
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=data_parallel,
+        tensor_model_parallel_size=shape.tp,
+        num_microbatches=microbatches,
         gpus_per_node=8,
         order="interleaved" if vp > 1 else "1f1b",
     )
@@ -105,12 +105,16 @@ def make_workload(
         )
         chunks.append(workload.Chunk(pp_rank=stage % pp, model_chunk_id=stage // pp, parameters=parameters))
     limit = None if zero_stage == 1 else int(2.5 * max(chunk.bytes for chunk in chunks))
-    return workload.make_workload(
-        parallel=parallel,
-        zero_stage=zero_stage,
-        chunks=tuple(chunks),
-        p2p_bytes=SEQUENCE * hidden * 2 // tp,
-        limits=workload.Limits(whole_parameter_bytes=limit),
+    return workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=SEQUENCE * hidden * 2 // tp,
+            limits=workload.Limits(whole_parameter_bytes=limit),
+        )
     )
 
 

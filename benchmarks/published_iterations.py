@@ -26,7 +26,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.workload import workload as workloads
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.parallel import Parallel, megatron_order
 from megatron_ext.workload.workload import Experts, Workload
 
 HERE = Path(__file__).parent
@@ -79,9 +79,17 @@ def with_experts(workload: Workload, row: dict) -> Workload:
 def simulated_s(row: dict, sheet: HardwareSheet, microbatches: int, recompute: str | None) -> float:
     """One iteration of ``microbatches``, in seconds."""
     shape, (pp, vp, tp) = GptShape(**DATA["shapes"][row["shape"]]), (row.get(n) or 1 for n in ("pp", "vp", "tp"))
-    order = "interleaved" if vp > 1 else "1f1b" if pp > 1 else "no_pipeline"
-    sizes = {name: row.get(name, 1) for name in ("dp", "ep")} | {"etp": row.get("etp"), "order": order}
-    sizes |= {"pp": pp, "vp": row.get("vp"), "tp": tp, "gpus_per_node": row.get("gpus_per_node", 8)}
+    parallel = Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp,
+        data_parallel_size=row.get("dp", 1),
+        tensor_model_parallel_size=tp,
+        num_microbatches=microbatches,
+        gpus_per_node=row.get("gpus_per_node", 8),
+        order=megatron_order(pp, vp),
+        expert_model_parallel_size=row.get("ep", 1),
+        expert_tensor_parallel_size=row.get("etp"),
+    )
     batch = MicroBatch(
         row["seq_length"],
         row.get("micro_batch_size", 1),
@@ -93,11 +101,10 @@ def simulated_s(row: dict, sheet: HardwareSheet, microbatches: int, recompute: s
         loss_fusion=row.get("loss_fusion"),
     )
     workload = gpt_workload(
-        shape,
-        Parallel.of(microbatches=microbatches, **sizes),
+        shape._replace(stage_layers=tuple(row.get("layers_of_stages", ()))),
+        parallel,
         batch,
         zero_stage=row.get("zero_stage", 1),
-        layers_of_stages=row.get("layers_of_stages"),
         optimizer=OptimizerSettings(on_host=row.get("optimizer_on_host", False)),
     )
     workload = with_experts(workload, row) if "num_experts" in row else workload

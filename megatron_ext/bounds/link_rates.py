@@ -234,7 +234,7 @@ def _publish_points(timing: Timing, pp_rank: int, route: str, largest: int) -> l
     sizes: set[int] = set()
     for own in timing.kinds:
         nodes, publish = own.crosses_nodes[pp_rank], own.table.publish
-        if not own.costs.offers_publish(route) or (nodes > 1 and not own.costs.offers_publish("internode")):
+        if not all(map(own.offers_curve, (f"publish.{route}", *(["publish.internode"] if nodes > 1 else [])))):
             return []
         of_kind = {p.size_bytes for p in points_of(getattr(publish, route)) + points_of(publish.internode)}
         sizes |= of_kind | ({-(-size * nodes // (nodes - 1)) for size in of_kind} if nodes > 1 else set())

@@ -17,7 +17,7 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.facts import Facts
 from megatron_ext.formats.versions import SCHEMA_VERSION as SCHEMA_VERSION
 from megatron_ext.workload.gpt_shapes import MicroBatch
-from megatron_ext.workload.route import ROUTES
+from megatron_ext.workload.route import ALGORITHM_NAMES, ROUTES
 
 MOST_SLOWDOWN = 1e6
 
@@ -25,6 +25,9 @@ JOINED, CAST_ON_DEVICE = "joined", "cast_on_device"
 """Algorithms of ``host_step``: the step as a run makes it by a schedule. Adjacent tensors are joined into one, and
 copies overlap with steps. With ``joined`` parameters are cast to 16 bits on the host, with ``cast_on_device`` on the
 device."""
+
+CHOSEN = {"routes.gpu": ALGORITHM_NAMES, "host_step": (JOINED, CAST_ON_DEVICE)}
+"""By curve, the algorithms that a schedule chooses. Of all others the fastest one counts at every size."""
 
 ESTIMATE = "megatron-ext cost estimate"
 """Program in the source of a table that was estimated from a data sheet."""
@@ -98,6 +101,10 @@ class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     recompute_bytes: int = 0
     forward_launch_us: float | None = None
     backward_launch_us: float | None = None
+
+
+TIMES = tuple(f"{way}_{figure}" for figure in ("us", "p95_us", "launch_us") for way in ("forward", "backward"))
+"""Names of the times of a row of ``compute``."""
 
 
 class Launches(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -299,8 +306,7 @@ def _check_compute(table: CostTable, checker: Checker) -> None:
         by_place = row.pp_rank is not None and row.model_chunk_id is not None
         if by_place == (row.layer_kind is not None) or (row.pp_rank is None) != (row.model_chunk_id is None):
             checker.refuse("give either pp_rank and model_chunk_id, or layer_kind", field)
-        times = ("forward_us", "backward_us", "forward_p95_us", "backward_p95_us")
-        for name in (*times, "forward_launch_us", "backward_launch_us"):
+        for name in TIMES:
             checker.duration(getattr(row, name), f"{field}.{name}")
         checker.not_below("forward_us", row.forward_us, row.forward_p95_us, f"{field}.forward_p95_us")
         checker.not_below("backward_us", row.backward_us, row.backward_p95_us, f"{field}.backward_p95_us")

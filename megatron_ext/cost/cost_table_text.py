@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from megatron_ext.cost.cost_table import CURVES, CostTable, Curve, Point, part_named
-from megatron_ext.cost.curve import curves_of, has_points, residuals
+from megatron_ext.cost.curve import curves_of, has_points, lookup, residuals
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
@@ -34,16 +34,13 @@ def predicted(
         InputError: a curve is unknown, a size is outside the range, or a pair was never measured.
     """
     Checker("--bytes").size(size_bytes)
-    costs = Costs(table, extrapolate=extrapolate, file=file)
-    if route in ROUTES:
-        alone = costs.estimate(f"routes.{route}", size_bytes)
-        estimate = costs.while_busy(route, size_bytes, busy, alone)
-    elif route in OTHERS:
-        if busy:
-            raise InputError("--busy needs a route", file="--route", value=route)
-        estimate = costs.estimate(route, size_bytes)
-    else:
+    if route not in (*ROUTES, *OTHERS):
         raise InputError(f"known: {', '.join((*ROUTES, *OTHERS))}", file="--route", value=route)
+    if busy and route not in ROUTES:
+        raise InputError("--busy needs a route", file="--route", value=route)
+    name = f"routes.{route}" if route in ROUTES else route
+    alone = lookup(part_named(table, name) or Curve(), size_bytes, extrapolate=extrapolate, what=name, file=file)
+    estimate = Costs(table, file=file).while_busy(route, size_bytes, busy, alone)
     figures: dict[str, object] = {"us": estimate.us, "low_us": estimate.low_us, "high_us": estimate.high_us}
     if estimate.algorithm is not None:
         figures["algorithm"] = estimate.algorithm

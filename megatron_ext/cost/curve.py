@@ -47,13 +47,6 @@ class Estimate(NamedTuple):
     algorithm: str | None = None
     extrapolated: bool = False
 
-    def scaled(self, factor: float, low: float | None = None, high: float | None = None) -> Estimate:
-        """This estimate times ``factor``. ``low`` and ``high`` are the factors of the interval's ends, if they
-        differ."""
-        low_us = self.low_us * (factor if low is None else low)
-        high_us = self.high_us * (factor if high is None else high)
-        return self._replace(us=self.us * factor, low_us=low_us, high_us=high_us)
-
 
 def lookup(
     curve: Curve | Sequence[Point], size_bytes: int, *, extrapolate: bool = False, what: str = "points", file=None

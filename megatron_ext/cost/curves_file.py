@@ -48,14 +48,11 @@ def read(path, *, system: str | None = None) -> CostTable:
     if content.collective not in COLLECTIVES:
         check.refuse(f"known: {', '.join(COLLECTIVES)}", "collective", content.collective)
     systems = [curve.system for curve in content.curves if curve.system is not None]
-    if system is not None:
-        chosen = [index for index, curve in enumerate(content.curves) if curve.system == system]
-        if not chosen:
-            raise InputError(f"the file has: {'; '.join(systems) or 'no names'}", file="--system", value=system)
-    elif len(systems) > 1:
+    chosen = [index for index, curve in enumerate(content.curves) if system in (None, curve.system)]
+    if system is not None and not chosen:
+        raise InputError(f"the file has: {'; '.join(systems) or 'no names'}", file="--system", value=system)
+    if system is None and len(systems) > 1:
         check.refuse(f"the file has several systems; choose one with --system: {'; '.join(systems)}", "curves")
-    else:
-        chosen = list(range(len(content.curves)))
     if not chosen:
         check.refuse("is empty", "curves")
     points, algorithms, notes = (), {}, []

@@ -1,9 +1,12 @@
 """Times according to a cost table. Planner, simulator and report get them only here."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import prod
 
-from megatron_ext.cost.cost_table import Compute, CostTable, Curve, part_named
+from msgspec.structs import replace
+
+from megatron_ext.cost.cost_table import CHOSEN, Compute, CostTable, Curve, part_named
 from megatron_ext.cost.curve import Estimate, has_points, lookup
 from megatron_ext.formats.errors import InputError
 
@@ -24,7 +27,8 @@ class Costs:
 
     def __init__(self, table: CostTable, extrapolate: bool = False, *, file=None) -> None:
         self.table, self.extrapolate, self.file = table, extrapolate, file
-        self._estimates: dict[tuple[str, int], Estimate] = {}
+        self._estimates: dict[tuple, Estimate] = {}
+        self._curve = cache(self._curve_of)
         self._by_place = {(row.pp_rank, row.model_chunk_id): row for row in table.compute if row.layer_kind is None}
         self._by_kind = {row.layer_kind: row for row in table.compute if row.layer_kind is not None}
         self._contention: dict[tuple[str, str], dict[int | None, float]] = {}
@@ -34,9 +38,10 @@ class Costs:
 
     # -- links ------------------------------------------------------------------------------
 
-    def offers(self, route: str) -> bool:
-        """Whether the table has points for ``route``; a route without any is not offered."""
-        return has_points(getattr(self.table.routes, route))
+    def offers(self, what: str) -> bool:
+        """Whether a curve by its field (``routes.cpu``, ``publish.cpu``, ...) has points. A route without any is not
+        offered."""
+        return has_points(self._curve(what, None))
 
     def issued_us(self, route: str, size_bytes: int) -> float | None:
         """Time for which issuing blocks the calling thread, at the nearest measured size that is not smaller. None if
@@ -60,7 +65,8 @@ class Costs:
         if not factors:
             return alone
         # Delays by several links add up. At best they overlap with each other.
-        return alone.scaled(1 + sum(factor - 1 for factor in factors), low=max(factors), high=prod(factors))
+        us, low_us = alone.us * (1 + sum(factor - 1 for factor in factors)), alone.low_us * max(factors)
+        return alone._replace(us=us, low_us=low_us, high_us=alone.high_us * prod(factors))
 
     def slowdown(self, measured: str, busy: str, size_bytes: int | None = None) -> float:
         """The factor by which ``measured`` takes longer while ``busy`` works; 1.0 without a row.
@@ -83,32 +89,32 @@ class Costs:
                 return by_size[left] + share * (by_size[right] - by_size[left])
         return by_size[sizes[-1]]
 
-    def offers_publish(self, dest: str) -> bool:
-        return has_points(getattr(self.table.publish, dest))
-
-    def p2p_us(self, size_bytes: int) -> float:
-        """One activation message between two pipeline ranks."""
-        return self.estimate("p2p", size_bytes).us
-
-    def optimizer_us(self, size_bytes: int) -> float | None:
-        """One optimizer step in microseconds, by bytes of the whole parameters of one rank; None if the table lacks
-        it."""
-        return self.estimate("optimizer", size_bytes).us if has_points(self.table.optimizer) else None
-
-    def estimate(self, what: str, size_bytes: int) -> Estimate:
+    def estimate(self, what: str, size_bytes: int, algorithm: str | None = None, *, beyond: bool = False) -> Estimate:
         """The estimate from any curve by its field (``routes.gpu``, ``publish.cpu``, ``p2p``, ``reduce``, ...), with
         its interval and, if there are several, its algorithm.
+
+        Args:
+            algorithm: one of those that a schedule chooses (:data:`cost_table.CHOSEN`); None: all others.
+            beyond: allow sizes outside the measured range, as with ``extrapolate``.
 
         Raises:
             InputError: the curve has no points, or the size is outside their range.
         """
-        key = (what, size_bytes)
+        key = (what, size_bytes, algorithm, beyond)
         found = self._estimates.get(key)
         if found is None:
-            curve = part_named(self.table, what) or Curve()
-            found = lookup(curve, size_bytes, extrapolate=self.extrapolate, what=what, file=self.file)
+            curve, extrapolate = self._curve(what, algorithm), self.extrapolate or beyond
+            found = lookup(curve, size_bytes, extrapolate=extrapolate, what=what, file=self.file)
             self._estimates[key] = found
         return found
+
+    def _curve_of(self, what: str, algorithm: str | None) -> Curve:
+        """The points that :meth:`estimate` reads."""
+        curve = part_named(self.table, what) or Curve()
+        if algorithm is not None:
+            return Curve(points=curve.algorithms.get(algorithm, ()))
+        others = {name: own for name, own in curve.algorithms.items() if name not in CHOSEN.get(what, ())}
+        return replace(curve, algorithms=others)
 
     # -- compute ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, Point, check, with_parts
+from megatron_ext.cost.cost_table import SCHEMA_VERSION, CostTable, Curve, Metadata, check, with_parts
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
 
@@ -77,7 +77,3 @@ def made_of(path, parts: dict[str, object], **metadata) -> CostTable:
     """A table of ``parts`` by their names, read from the file ``path``."""
     empty = CostTable(schema_version=SCHEMA_VERSION, kind="cost_table", metadata=Metadata(**metadata))
     return check(with_parts(empty, parts), file=path)
-
-
-def named(points: tuple[Point, ...], algorithm: str | None, **fields) -> Curve:
-    return Curve(algorithms={algorithm: points}, **fields) if algorithm else Curve(points=points, **fields)

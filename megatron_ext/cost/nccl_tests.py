@@ -13,8 +13,8 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from megatron_ext.cost.cost_table import CostTable, Point, Source
-from megatron_ext.cost.imported_table import COLLECTIVES, Log, finite, named, table_of
+from megatron_ext.cost.cost_table import CostTable, Curve, Point, Source
+from megatron_ext.cost.imported_table import COLLECTIVES, Log, finite, table_of
 from megatron_ext.formats.errors import InputError
 
 RATE_ERROR = 0.05
@@ -61,10 +61,11 @@ def read(path, *, collective: str | None = None, algorithm: str | None = None) -
         notes.append(f"{len(devices)} devices are listed, but busbw is that of {ranks or 'another number of'} ranks")
     elif hardware is not None:
         hardware["devices"] = len(devices) // max(len({host for host, _ in devices if host}), 1)
+    named = {algorithm: points} if algorithm else {}
     return table_of(
         path,
         collective,
-        named(points, algorithm, source=source),
+        Curve(points=() if named else points, algorithms=named, source=source),
         source=Source(program="nccl-tests"),
         hardware=hardware,
         software=log.last(nccl_tests=r"nccl-tests version\s+([\d.]+)", nccl=r"NCCL version\s+([\d.]+)") or None,

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Launches, Point
-from megatron_ext.cost.curve import has_points
+from megatron_ext.cost.curve import has_points, lookup
 from megatron_ext.cost.estimates import Costs
 from megatron_ext.workload.measured_sizes import largest_group_bytes
 from megatron_ext.workload.workload import Workload
@@ -89,17 +89,14 @@ def scaled_launches(table: CostTable, factor: float) -> CostTable:
 def factors_between(estimated: CostTable, measured: CostTable, workload: Workload) -> Factors:
     """The factors from ``estimated`` to ``measured`` for ``workload``: for each curve that both have, at the size of
     the largest group; for compute, over all layers."""
-    both = [Costs(table, extrapolate=True) for table in (estimated, measured)]
-    size, found = largest_group_bytes(workload), {}
+    tables, size, found = (estimated, measured), largest_group_bytes(workload), {}
     for name in CURVES:
-        times = []
-        for table, costs in zip((estimated, measured), both):
-            if has_points(cost.part_named(table, name)):
-                times.append(costs.estimate(name, size).us)
-        if len(times) == 2 and min(times) > 0:
-            found[name] = times[1] / times[0]
+        curves = [cost.part_named(table, name) for table in tables]
+        if all(map(has_points, curves)):
+            before, after = (lookup(curve, size, extrapolate=True).us for curve in curves)
+            found[name] = after / before
     sums, launched = [], []
-    for costs in both:
+    for costs in map(Costs, tables):
         places = [(chunk.pp_rank, chunk.model_chunk_id, chunk.layer_kinds) for chunk in workload.chunks]
         rows = [us for at, chunk in zip(places, workload.chunks) for us in costs.layer_us(*at, chunk.num_layers)]
         sums.append([sum(pair[way] for pair in rows) for way in (0, 1)])

@@ -1,5 +1,4 @@
-"""A cost table as a plan reads it: by bytes of experts' groups, with reduces by bytes of parameters, or with only one
-of several algorithms and ways of the host's step.
+"""A cost table as a plan reads it: by bytes of experts' groups, or with reduces by bytes of parameters.
 
 [Note: Experts]
 A group of experts is sharded among the expert-data-parallel ranks. Its all-gathers and reduces are collectives of these
@@ -16,13 +15,12 @@ float32. Logs of other tools count the bytes that are sent: those of gradients.
 
 from msgspec.structs import replace
 
-from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curve, with_curves, with_parts
+from megatron_ext.cost.cost_table import CostTable, Curve, with_curves, with_parts
 from megatron_ext.cost.curve import by_sizes, curves_of
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.nodes import nodes_spanned
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.route import ALGORITHM_NAMES
 from megatron_ext.workload.workload import Workload
 
 
@@ -67,32 +65,3 @@ def by_parameter_bytes(table: CostTable, workload: Workload) -> CostTable:
     if curve is None or counted == sent:
         return table
     return replace(table, reduce=by_sizes(curve, lambda size: size * counted // sent))
-
-
-def by_algorithm(table: CostTable) -> tuple[CostTable, dict[str, CostTable]]:
-    """The table without the all-gather algorithms that a schedule can choose, and for each of them a table in which it
-    is the only all-gather."""
-    gpu = table.routes.gpu
-    if gpu is None:
-        return table, {}
-
-    def with_gathers(curve) -> CostTable:
-        return with_parts(table, {"routes.gpu": curve})
-
-    others = {
-        name: with_gathers(replace(gpu, points=points, algorithms={}))
-        for name, points in gpu.algorithms.items()
-        if name in ALGORITHM_NAMES and points
-    }
-    rest = {name: points for name, points in gpu.algorithms.items() if name not in others}
-    return (with_gathers(replace(gpu, algorithms=rest)) if others else table), others
-
-
-def host_steps(table: CostTable) -> list[CostTable]:
-    """Three tables: with the host's step as Megatron makes it, as a scheduled run makes it (tensors joined), and with
-    parameters cast on the device. Where a way was not measured, the curve of Megatron's step is used."""
-    step = table.host_step
-    if step is None:
-        return [table] * 3
-    ways = (step.points, *(step.algorithms.get(way) or step.points for way in (JOINED, CAST_ON_DEVICE)))
-    return [replace(table, host_step=replace(step, points=points, algorithms={})) for points in ways]

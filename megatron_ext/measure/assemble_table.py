@@ -15,7 +15,6 @@ from megatron_ext.measure.options import MIB, MOST_OVER, OF_EXPERTS, Options
 from megatron_ext.runtime.machine import environment
 from megatron_ext.workload.drive_reads import DriveReads
 from megatron_ext.workload.nodes import crossing_bytes
-from megatron_ext.workload.route import ALGORITHM_NAMES
 
 WAVERS = 0.10
 """The table has a note for a point if the medians of its quarters (in the order of time) lie further
@@ -47,12 +46,6 @@ SOURCES = {
     "host_add": ("host_add", "one float32 gradient shard added to another in host memory, {at_once}"),
 }
 """Name of the operation -> (curve of the table, description of what was measured)."""
-
-ALGORITHMS = {
-    "routes.gpu": {name: name for name in ALGORITHM_NAMES},
-    "host_step": {way: f"host_step_{way}" for way in (cost_table.JOINED, cost_table.CAST_ON_DEVICE)},
-}
-"""By curve, its algorithms and the names of the operations that measure them."""
 
 
 def assemble_table(options: Options, raw: dict) -> cost_table.CostTable:
@@ -95,7 +88,9 @@ def _curves(options: Options, raw: dict, backend: object) -> dict[str, cost_tabl
     for name in points.keys() & SOURCES.keys():
         part, source = SOURCES[name]
         reads = DriveReads(**raw["nvme"]["settings"]) if name in ("nvme", "publish_nvme") else None
-        named = {algorithm: points[own] for algorithm, own in ALGORITHMS.get(part, {}).items() if own in points}
+        # The operation that measures an algorithm has the algorithm's name. For a step, the curve's comes before it.
+        chosen = [(name, own) for name in cost_table.CHOSEN.get(part, ()) for own in (name, f"{part}_{name}")]
+        named = {algorithm: points[own] for algorithm, own in chosen if own in points}
         said = f"measured: {source.format(**facts)}"
         found[part] = cost_table.Curve(points=points[name], source=said, reads=reads, algorithms=named)
     return found

@@ -10,7 +10,7 @@ that waits must not take processor time from ranks that measure.
 
 import os
 import time
-from abc import ABC, abstractmethod
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -29,41 +29,26 @@ SLEEP_S = 2e-5
 wake-up."""
 
 
-class Board(ABC):
+class Board(Protocol):
     """A barrier and words that one rank posts and all ranks read."""
 
-    def __init__(self, rank: int):
-        self.rank = rank
-
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every rank has called it."""
 
-    @abstractmethod
     def post(self, word: int, value: int) -> None:
         """Let every rank read ``value`` in ``word``."""
 
-    @abstractmethod
     def read(self, word: int) -> int:
         """The value that was last posted in ``word``."""
-
-    def agree(self, value: int) -> int:
-        """Rank 0's ``value``, on every rank."""
-        if self.rank == 0:
-            self.post(0, value)
-        self.barrier()
-        agreed = self.read(0)
-        self.barrier()
-        return agreed
+        ...
 
 
-class SharedBoard(Board):
+class SharedBoard:
     """A board in memory that all ranks map. The launcher notices a rank that dies."""
 
     def __init__(self, memory: memoryview, rank: int, world_size: int):
-        super().__init__(rank)
         words = memory.cast("q")
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self._flags = words[: LINE * world_size]
         self._words = words[LINE * world_size : LINE * (world_size + WORDS)]
         self._barriers = 0
@@ -92,12 +77,11 @@ class SharedBoard(Board):
         return self._words[word * LINE]
 
 
-class StoreBoard(Board):
+class StoreBoard:
     """A board in torch's store, for ranks on several nodes. ``group``: a process group of all ranks, over host
     memory."""
 
-    def __init__(self, store, rank: int, group):
-        super().__init__(rank)
+    def __init__(self, store, group):
         self._store = dist.distributed_c10d.PrefixStore("megatron_ext_measure", store)
         self._group = group
 

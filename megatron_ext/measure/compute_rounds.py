@@ -7,7 +7,7 @@ from time import monotonic, perf_counter
 
 import msgspec
 
-from megatron_ext.cost.cost_table import Compute
+from megatron_ext.cost.cost_table import TIMES, Compute
 from megatron_ext.cost.environment import SEQUENCE_PARTS
 from megatron_ext.measure.device_time import DeviceTimer
 from megatron_ext.measure.fabric import Fabric
@@ -111,8 +111,6 @@ class ComputeRounds:
 
 def middle(rows: Sequence[Compute]) -> Compute:
     """One row for one layer kind that was measured several times: the median of each figure, the sum of the samples."""
-    names = ["forward_us", "backward_us", "forward_p95_us", "backward_p95_us"]
-    if rows[0].forward_launch_us is not None:
-        names += ["forward_launch_us", "backward_launch_us"]
-    medians = {name: median(getattr(row, name) for row in rows) for name in names}
+    given = [name for name in TIMES if getattr(rows[0], name) is not None]
+    medians = {name: median(getattr(row, name) for row in rows) for name in given}
     return msgspec.structs.replace(rows[0], **medians, samples=sum(row.samples for row in rows))

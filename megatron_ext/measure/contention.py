@@ -206,23 +206,21 @@ def slowed(pair: tuple[str, str], options: Options, everyone: list[tuple[dict, d
     return contended, contended / alone
 
 
-def control(fabric: Fabric, operation: Operation) -> tuple[int, bool, bool]:
-    """(control word of the ranks that must repeat ``operation`` equally often, whether this rank leads them, whether
-    the operation waits for no other rank). No other ranks use the word."""
-    options, pp_rank, dp_rank, rank = fabric.options, fabric.pp_rank, fabric.dp_rank, fabric.rank
+def leader_of(fabric: Fabric, operation: Operation) -> int:
+    """The rank that leads the ranks, this one among them, that must repeat ``operation`` equally often: this rank
+    itself if the operation waits for no other."""
+    options, rank, tp = fabric.options, fabric.rank, fabric.options.tensor_model_parallel_size
     if isinstance(operation, Internode):  # the counterparts wait for each other
-        first = min(operation.exchange.dp_ranks)
-        return 1 + rank + (first - dp_rank) * options.tensor_model_parallel_size, dp_rank == first, False
+        return rank + (min(operation.exchange.dp_ranks) - fabric.dp_rank) * tp
     if isinstance(operation, MatrixProduct) or operation.name in ("cpu", "publish", "nvme", "host_step"):
-        return 0, True, True  # never posted
+        return rank
     if operation.name == "p2p":
-        of_stage, peer = options.ranks_of_stage, options.peers[rank]
-        even = rank if pp_rank % 2 == 0 or peer is None else peer
-        return 1 + rank % of_stage + of_stage * (even // of_stage // 2), even == rank, False
+        peer = options.peers[rank]
+        return rank if peer is None or fabric.pp_rank % 2 == 0 else peer
     if isinstance(operation, Reduce):  # instances wait for each other as well
-        first = rank % options.ranks_of_stage % options.tensor_model_parallel_size
-        return 1 + pp_rank * options.ranks_of_stage + first, rank % options.ranks_of_stage == first, False
-    return 1 + fabric.data_group, dp_rank == 0, False
+        own = rank % options.ranks_of_stage
+        return rank - own + own % tp
+    return rank - fabric.dp_rank * tp
 
 
 class Busy:
@@ -237,7 +235,8 @@ class Busy:
 
     def __init__(self, fabric: Fabric, operation: Operation, size_bytes: int):
         self.fabric, self.operation, self.size_bytes = fabric, operation, size_bytes
-        self.word, self.leads, self.alone = control(fabric, operation)
+        leader = leader_of(fabric, operation)
+        self.word, self.leads = 1 + leader, leader == fabric.rank  # word 0 is what all ranks agree by
         self.slack = 2 if fabric.torch_device.type == "cpu" else IN_FLIGHT + 2
 
     def start(self) -> None:
@@ -245,7 +244,7 @@ class Busy:
         self._stop = threading.Event()
         self._running = threading.Event()
         self._error: BaseException | None = None
-        if not self.alone and self.leads:
+        if self.leads:
             self.fabric.board.post(self.word, NEVER)
         self.fabric.barrier()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -276,8 +275,7 @@ class Busy:
         while True:
             if self.leads and end == NEVER and self._stop.is_set():
                 end = round_index + self.slack
-                if not self.alone:
-                    self.fabric.board.post(self.word, end)
+                self.fabric.board.post(self.word, end)
             elif not self.leads:
                 end = self.fabric.board.read(self.word)
             if round_index >= end:

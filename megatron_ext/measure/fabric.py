@@ -120,7 +120,12 @@ class Fabric:
 
     def agree(self, value: int) -> int:
         """Rank 0's ``value``, on every rank."""
-        return self.board.agree(value)
+        if self.rank == 0:
+            self.board.post(0, value)
+        self.board.barrier()
+        agreed = self.board.read(0)
+        self.board.barrier()
+        return agreed
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -129,7 +134,9 @@ class Fabric:
         """The node's host copy of this data-parallel group, float32, shared by its ranks."""
         if self._host is None:
             size = self.arena_bytes
-            group_of = {place: self.options.data_place(place)[0] for place in self._ranks_of_node()}
+            first = self.node * self.options.node_size
+            there = range(first, min(first + self.options.node_size, self.world_size))
+            group_of = {place: self.options.data_place(place)[0] for place in there}
             groups = {*group_of.values()}
             free_host_memory.require(len(groups) * size, f"host copies of groups of {size} bytes")
             offset = _control_bytes(self.options) + self.data_group * size
@@ -182,10 +189,6 @@ class Fabric:
             raise InputError(why, field="--max-bytes or --also-sizes", value=size_bytes)
         return torch.ones(size_bytes // 4, device=self.torch_device)
 
-    def _ranks_of_node(self) -> range:
-        first = self.node * self.options.node_size
-        return range(first, min(first + self.options.node_size, self.world_size))
-
     def window(self, memory: torch.Tensor, size_bytes: int, round_index: int) -> torch.Tensor:
         """A group of ``size_bytes`` in ``memory``; successive rounds use adjacent places."""
         numel = size_bytes // 4
@@ -209,5 +212,5 @@ def shared_fabric(options: Options, rank: int, exchange: Callable[[object], list
         field: the launcher's variable with the number of ranks per node.
     """
     block = shared_block.share(shared_bytes(options), rank % options.node_size, exchange, field=field)
-    board = StoreBoard(store, rank, everyone) if options.world_size > options.node_size else None
+    board = StoreBoard(store, everyone) if options.world_size > options.node_size else None
     return Fabric(options, rank, block, board)

@@ -1,8 +1,8 @@
 """The curves that a measurement has so far, kept next to the table that it will write. If it is killed, only seconds of
 work are lost."""
 
-import contextlib
 import os
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -39,8 +39,7 @@ def path_of(out: str) -> str:
 
 def remove(out: str) -> None:
     """Remove the file; its content is in ``out`` now."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path_of(out))
+    Path(path_of(out)).unlink(missing_ok=True)
 
 
 def _asked(options: Options) -> Facts:

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operation import Handle, Operation
+from megatron_ext.measure.operation import Operation
 from megatron_ext.measure.options import KIB, MIB
 from megatron_ext.measure.sampling import sample
 from megatron_ext.runtime.drive import BLOCK, MEMORY_FILESYSTEMS, aligned, filesystem
@@ -19,7 +19,7 @@ from megatron_ext.runtime.issuer import Issuer
 from megatron_ext.runtime.objects import gather_objects
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
-from megatron_ext.runtime.worker import Transfer, Worker
+from megatron_ext.runtime.worker import Transfer, Waitable, Worker
 
 BLOCK_BYTES = (256 * KIB, MIB, 4 * MIB)
 QUEUE_DEPTHS = (1, 4, 16)
@@ -54,7 +54,7 @@ class NvmeRead(Operation):
         """A different place in the file in every round, because drives have caches."""
         return round_index % (self.size_bytes // aligned(size_bytes)) * aligned(size_bytes)
 
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
+    def issue(self, size_bytes: int, round_index: int) -> Waitable:
         offset = self.offset(size_bytes, round_index)
         target = self.fabric.window(self.memory, size_bytes, round_index)
         slot = self.slot[: aligned(size_bytes)]

@@ -9,14 +9,7 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from megatron_ext.measure.fabric import Fabric
-
-
-class Handle(Protocol):
-    """An issued operation that can be waited for: a collective's work, a transfer."""
-
-    def wait(self) -> object:
-        """Return when it is complete. On CUDA the stream waits, not the host, as with torch's handles."""
-        ...
+from megatron_ext.runtime.worker import Waitable
 
 
 class Done:
@@ -54,7 +47,7 @@ class Operation(ABC):
         self.threads: Closable | None = None
 
     @abstractmethod
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
+    def issue(self, size_bytes: int, round_index: int) -> Waitable:
         """Begin the operation and return its handle."""
 
     def made_bytes(self, size_bytes: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from megatron_ext.formats.errors import one_line
 from megatron_ext.measure.fabric import Fabric
-from megatron_ext.measure.operation import DONE, Handle, Operation
+from megatron_ext.measure.operation import DONE, Operation
 from megatron_ext.measure.timed_steps import Optimizer
 from megatron_ext.runtime.flags import poll, private_flags
 from megatron_ext.runtime.node_exchange import IN_FLIGHT, NodeExchange
@@ -20,7 +20,7 @@ from megatron_ext.runtime.routes import hierarchical_gather, shard_gather, symme
 from megatron_ext.runtime.routes.buffered_gather import BufferedGather
 from megatron_ext.runtime.routes.stream_route import StreamRoute
 from megatron_ext.runtime.streams import Arrival
-from megatron_ext.runtime.worker import Transfer, Worker
+from megatron_ext.runtime.worker import Transfer, Waitable, Worker
 
 
 def coalesced(group: dist.ProcessGroup):
@@ -110,7 +110,7 @@ class TimedHostCopy(Operation):
         self.memory = fabric.busy_arena() if busy else fabric.arena
         _ = fabric.host
 
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
+    def issue(self, size_bytes: int, round_index: int) -> Waitable:
         source = self.fabric.window(self.fabric.host, size_bytes, round_index)
         return self.copy(self.fabric.window(self.memory, size_bytes, round_index), source)
 
@@ -141,7 +141,7 @@ class TimedPublish(TimedHostCopy):
 
     name = "publish"
 
-    def issue(self, size_bytes: int, round_index: int) -> Handle:
+    def issue(self, size_bytes: int, round_index: int) -> Waitable:
         source = self.fabric.shard(self.fabric.window(self.memory, size_bytes, round_index))
         target = self.fabric.shard(self.fabric.window(self.fabric.host, size_bytes, round_index))
         return self.copy(target, source)

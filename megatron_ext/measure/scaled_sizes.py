@@ -12,6 +12,8 @@ below :data:`LEAST_BYTES` nothing is scaled: such a curve ends at its largest me
 from math import log2
 from statistics import median
 
+from megatron_ext.cost.curve import lookup
+from megatron_ext.cost.measured_curve import Point
 from megatron_ext.measure.options import MIB
 from megatron_ext.measure.sampling import Samples
 
@@ -51,16 +53,12 @@ def need_of(samples: Samples, seconds: float, builds: bool) -> float:
 
 def add_scaled(points: list[dict], sizes: list[int]) -> list[dict]:
     """The rows of one curve, with scaled rows for the ``sizes`` that are larger than the measured sizes."""
-    last, before = points[-1], points[-2] if len(points) > 1 else None
+    last, line = points[-1], [Point(size_bytes=row["size_bytes"], p50_us=row["p50_us"]) for row in points[-2:]]
     if last["size_bytes"] < LEAST_BYTES:
         return points
-    slope = last["p50_us"] / last["size_bytes"]
-    if before is not None and last["p50_us"] > before["p50_us"]:
-        slope = (last["p50_us"] - before["p50_us"]) / (last["size_bytes"] - before["size_bytes"])
     scaled = []
     for size in (size for size in sizes if size > last["size_bytes"]):
-        times = size / last["size_bytes"]
-        us = last["p50_us"] + slope * (size - last["size_bytes"])
+        times, us = size / last["size_bytes"], lookup(line, size, extrapolate=True).us
         most = max(last["p95_us"] * times, us) * (1 + OFF_PER_DOUBLING * log2(times))
         row = last | {"size_bytes": size, "p50_us": us, "p95_us": most, "samples": 1, "medians_us": [us], "passes": 0}
         scaled.append(row | {"scaled_from": last["size_bytes"]})

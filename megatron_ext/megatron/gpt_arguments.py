@@ -9,7 +9,7 @@ from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.megatron.recompute import refuse_together
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 from megatron_ext.workload.parallel import LARGEST as MOST_RANKS
-from megatron_ext.workload.parallel import Parallel
+from megatron_ext.workload.parallel import Parallel, megatron_order
 
 UNEVEN = (
     "decoder_first_pipeline_num_layers",
@@ -273,18 +273,19 @@ def parallel_sizes_of(
 ) -> Parallel:
     """The workload's parallel sizes, from our options or Megatron's. The other arguments have different names in these.
     Context-parallel ranks count as replicas: they hold the same parameters, and Megatron shards over them, too."""
-    return Parallel.of(
-        pp=args.pipeline_model_parallel_size,
-        vp=vp,
-        dp=args.data_parallel_size * context_ranks(args),
-        tp=args.tensor_model_parallel_size,
-        microbatches=microbatches,
-        group=group if vp else None,
+    pp = args.pipeline_model_parallel_size
+    return Parallel(
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vp or 1,
+        data_parallel_size=args.data_parallel_size * context_ranks(args),
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        num_microbatches=microbatches,
+        microbatch_group_size_per_vp_stage=group if vp else None,
         gpus_per_node=gpus_per_node,
-        order="interleaved" if vp else None,
-        ep=getattr(args, "expert_model_parallel_size", 1),
-        etp=getattr(args, "expert_tensor_parallel_size", None),
-        instances=getattr(args, "num_distributed_optimizer_instances", 1),
+        order="interleaved" if vp else megatron_order(pp, vp),
+        expert_model_parallel_size=getattr(args, "expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=getattr(args, "expert_tensor_parallel_size", None),
+        num_distributed_optimizer_instances=getattr(args, "num_distributed_optimizer_instances", 1),
     )
 
 

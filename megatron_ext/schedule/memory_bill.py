@@ -37,7 +37,7 @@ from megatron_ext.schedule.bill_by_step import Moment, moments
 from megatron_ext.schedule.footprint import bounce_bytes, slot_bytes
 from megatron_ext.schedule.group_facts import members_of
 from megatron_ext.schedule.user_defined_schedule import Group, Schedule
-from megatron_ext.workload.bucket_layout import shard_numels, shard_parts
+from megatron_ext.workload.bucket_layout import shard_parts
 from megatron_ext.workload.nodes import nodes_spanned, pinned_bytes_of_nodes, ranks_of_copy
 from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import ON_DRIVE, ON_HOST, kind_of
@@ -248,7 +248,8 @@ def host_bytes_taken(
 
 @lru_cache(maxsize=4096)
 def _shard_numels(numels: tuple[int, ...], ranks: int) -> numpy.ndarray:
-    return numpy.array(shard_numels(numels, ranks))
+    """For each shard, its elements of parameters, without padding."""
+    return numpy.array([sum(parts) for parts in shard_parts(numels, ranks)])
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from megatron_ext.cost.cost_table import CAST_ON_DEVICE, JOINED, CostTable, Curv
 from megatron_ext.cost.curve import has_points, points_of
 from megatron_ext.cost.environment import INSTANCES
 from megatron_ext.cost.estimates import Costs
-from megatron_ext.cost.table_views import by_algorithm, by_parameter_bytes, host_steps, table_of_experts
+from megatron_ext.cost.table_views import by_parameter_bytes, table_of_experts
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.slowdowns import Slowdowns
 from megatron_ext.workload.nodes import algorithm_of_nodes, crossing_bytes, nodes_spanned
@@ -45,21 +45,12 @@ class Timing:
     ):
         self.workload, self.table, self.extrapolate = workload, table, extrapolate
         self.ranks = workload.parallel.ranks_of(dense is not None)
-        flat, others = by_algorithm(by_parameter_bytes(table, workload))
-        flat, *ways = host_steps(flat)
-        self.costs = Costs(flat, extrapolate=extrapolate)
-        self._beyond = Costs(flat, extrapolate=True)
-        self._host_steps = dict(zip((JOINED, CAST_ON_DEVICE), (Costs(way, extrapolate=True) for way in ways)))
-        parallel = workload.parallel
+        self.costs = Costs(by_parameter_bytes(table, workload), extrapolate=extrapolate)
+        parallel, measured = workload.parallel, (table.routes.gpu or Curve()).algorithms
         allowed = [algorithm_of_nodes(parallel, rank, self.ranks) for rank in range(parallel.pp)]
-        self._algorithms = [name if name in others else None for name in allowed]
-        self._others = {
-            name: (Costs(other, extrapolate=extrapolate), Costs(other, extrapolate=True))
-            for name, other in others.items()
-            if name in self._algorithms
-        }
+        self._algorithms = [name if name is not None and measured.get(name) else None for name in allowed]
         sends = parallel.pp > 1 and workload.p2p_bytes > 0
-        self.p2p_us = self.costs.p2p_us(workload.p2p_bytes) if sends else 0.0
+        self.p2p_us = self.costs.estimate("p2p", workload.p2p_bytes).us if sends else 0.0
         self.layers = [list(map(self._layer_times, workload.chunks_of_rank(rank))) for rank in range(parallel.pp)]
         self.launches = self._launches()
         """By pipeline rank and chunk, (forward, backward): the time of the training thread to launch it; None without
@@ -68,7 +59,7 @@ class Timing:
         own = table.launches or Launches(reduce_us=0.0, tensor_us=0.0)
         self.tensor_us, self.reduce_call_us = own.tensor_us, own.reduce_us
         self.crosses_nodes = [nodes_spanned(parallel, rank, self.ranks) for rank in range(parallel.pp)]
-        self.reduces = sorted(points_of(flat.reduce), key=lambda point: point.size_bytes)
+        self.reduces = sorted(points_of(self.costs.table.reduce), key=lambda point: point.size_bytes)
         """Points of the reduce's curve, by bytes of parameters."""
         said = (table.metadata.world_sizes or {}).get(INSTANCES, 1)
         self._apart = 2 if parallel.instances > 1 and said != parallel.instances else 0
@@ -116,17 +107,16 @@ class Timing:
         It has times for ``cpu_shard`` if both of its parts were measured.
         """
         if not kind_of(route).shard_from_host:
-            return self.costs.offers(kind_of(route).curve)
+            return self.costs.offers(f"routes.{kind_of(route).curve}")
         return self.offers(ALL_GATHER) and self.offers(HOST_COPY)
 
     def gather_us(self, route: str, size_bytes: int, algorithm: str | None = None) -> float:
         """One gather of a whole group by ``route``, alone; for route ``gpu``, with ``algorithm``. Raises
         InputError if it is not measured."""
-        costs = self._others.get(algorithm) if algorithm is not None else None
-        if algorithm is not None and costs is None:
+        if algorithm is not None and algorithm not in self._algorithms:
             said = "has no points for this algorithm, or no data-parallel group lies on nodes that allow it"
             raise InputError(said, field=f"routes.{route}.algorithms", value=algorithm)
-        return self._estimate(f"routes.{kind_of(route).curve}", size_bytes, costs).us
+        return self._estimate(f"routes.{kind_of(route).curve}", size_bytes, algorithm).us
 
     def algorithm(self, pp_rank: int, size_bytes: int, ranks: int | None = None) -> str | None:
         """The fastest algorithm of route ``gpu`` for a group of this pipeline rank that ``ranks`` ranks share; None for
@@ -145,23 +135,26 @@ class Timing:
 
     def fastest_us(self, route: str, size_bytes: int) -> float:
         """:meth:`gather_us` by the fastest algorithm of any pipeline rank."""
-        if not kind_of(route).needs_device_shard or not self._others:
+        ranks = [self._algorithms.index(name) for name in {*self._algorithms} - {None}]
+        if not kind_of(route).needs_device_shard or not ranks:
             return self.gather_us(route, size_bytes)
-        ranks = [self._algorithms.index(name) for name in self._others]
         return min(self.gather_us(route, size_bytes, self.algorithm(rank, size_bytes)) for rank in ranks)
 
-    def _estimate(self, what: str, size_bytes: int, costs: tuple[Costs, Costs] | None = None):
+    def _estimate(self, what: str, size_bytes: int, algorithm: str | None = None):
         """The table's estimate. If only padding makes a group larger than the largest measured size, the last
         segment is extended."""
-        measured, beyond = costs or (self.costs, self._beyond)
         try:
-            return measured.estimate(what, size_bytes)
+            return self.costs.estimate(what, size_bytes, algorithm)
         except InputError:
             smaller = size_bytes - size_bytes // PADDING_SHARE
             if smaller == size_bytes or not self.offers_curve(what):
                 raise
-            measured.estimate(what, smaller)  # raises if the size without padding is not measured either
-            return beyond.estimate(what, size_bytes)
+            self.costs.estimate(what, smaller, algorithm)  # raises if the size without padding is not measured either
+            return self.costs.estimate(what, size_bytes, algorithm, beyond=True)
+
+    def _beyond_us(self, what: str, size_bytes: int, algorithm: str | None = None) -> float:
+        """The table's estimate. Outside the measured sizes, the nearest segment is extended."""
+        return self.costs.estimate(what, size_bytes, algorithm, beyond=True).us
 
     def offers_curve(self, what: str) -> bool:
         """Whether ``routes.gpu``, ``reduce``, ... of the table can be looked up."""
@@ -190,7 +183,7 @@ class Timing:
         if pieces > 1:
             with contextlib.suppress(InputError):  # a piece is smaller than measured: use the bytes alone
                 gather_us = max(gather_us, pieces * self.gather_us(ALL_GATHER, size_bytes // pieces))
-        if not self.costs.offers(SHARD_GATHER):
+        if not self.offers_curve(f"routes.{SHARD_GATHER}"):
             return gather_us
         copy_us, both_us = self.shard_copy_us(size_bytes), self.gather_us(SHARD_GATHER, size_bytes)
         rest_us = both_us - copy_us / pieces  # if gathering takes longer than copying
@@ -226,12 +219,12 @@ class Timing:
         """
         parts, nodes = [], self.crosses_nodes[pp_rank]
         for destination in destinations:
-            if self.costs.offers_publish(destination):
+            if self.offers_curve(f"publish.{destination}"):
                 # Each node's ranks write the whole group to the node's drive; the curve has their own shards.
                 parts.append((destination, size_bytes, 1 if destination == ON_HOST else nodes))
             else:
                 self.leave_out(f"publish.{destination}")
-        if nodes > 1 and parts and self.costs.offers_publish("internode"):
+        if nodes > 1 and parts and self.offers_curve("publish.internode"):
             parts.append(("internode", crossing_bytes(size_bytes, nodes), 1))
         elif nodes > 1 and parts:
             self.leave_out("publish.internode")
@@ -254,14 +247,14 @@ class Timing:
         """
         shard, copy_us = size_bytes // self.ranks, self.shard_to_host_us(size_bytes)
         if has_points(self.table.host_add):
-            return copy_us, self._beyond.estimate("host_add", shard).us
+            return copy_us, self._beyond_us("host_add", shard)
         self.leave_out("host_add")
         return copy_us, 0.0
 
     def shard_to_host_us(self, size_bytes: int) -> float:
         """Microseconds of copying the own shard of ``size_bytes`` to host memory."""
-        if self.costs.offers_publish(ON_HOST):
-            return self._beyond.estimate("publish.cpu", size_bytes).us
+        if self.offers_curve("publish.cpu"):
+            return self._beyond_us("publish.cpu", size_bytes)
         return self._shard_from_host_us(size_bytes)
 
     def from_host_us(self, size_bytes: int) -> float:
@@ -271,7 +264,7 @@ class Timing:
 
     def _shard_from_host_us(self, size_bytes: int) -> float:
         if self.offers(HOST_COPY):
-            return self._beyond.estimate("routes.cpu", size_bytes // self.ranks).us
+            return self._beyond_us("routes.cpu", size_bytes // self.ranks)
         self.leave_out("routes.cpu")
         return 0.0
 
@@ -287,7 +280,8 @@ class Timing:
 
     def optimizer_us(self, size_bytes: int) -> float:
         """Microseconds of an optimizer step on ``size_bytes`` of parameters; 0 without such a curve."""
-        return self.costs.optimizer_us(size_bytes) or 0.0 if size_bytes else 0.0
+        there = size_bytes and self.offers_curve("optimizer")
+        return self.costs.estimate("optimizer", size_bytes).us if there else 0.0
 
     @property
     def offers_host_step(self) -> bool:
@@ -314,25 +308,26 @@ class Timing:
             cast: where new parameters become 16-bit. If that was not measured, the time of Megatron's step is used.
         """
         way = CAST_ON_DEVICE if cast == "device" else JOINED
-        if way not in (self.table.host_step or Curve()).algorithms:
+        ways = (self.table.host_step or Curve()).algorithms
+        if way not in ways:
             self.leave_out(f"host_step.algorithms.{way}")
-        return self._host_steps[way].estimate("host_step", size_bytes).us
+        return self._beyond_us("host_step", size_bytes, way if ways.get(way) else None)
 
     def own_host_step_us(self, size_bytes: int) -> float:
         """Microseconds of the same step as Megatron makes it. It is a part of :meth:`optimizer_us`."""
-        return self._beyond.estimate("host_step", size_bytes).us
+        return self._beyond_us("host_step", size_bytes)
 
     def device_step_us(self, size_bytes: int) -> float:
         """Microseconds of the device's step of a group of ``size_bytes`` with optimizer states on the device, alone.
         Beyond the measured sizes the time is proportional to the bytes."""
-        return self._beyond.estimate("device_step", size_bytes).us
+        return self._beyond_us("device_step", size_bytes)
 
     def saved_states_us(self, size_bytes: int) -> float:
         """Microseconds of copying the states (float32 parameters and moments) of a group of ``size_bytes`` of 16-bit
         parameters in host memory. A copy moves as many bytes as an addition in place, because written cache lines are
         read first."""
         tensors = 1 + len(self.workload.optimizer.moment_dtypes)
-        return tensors * self._beyond.estimate("host_add", 2 * size_bytes // self.ranks).us
+        return tensors * self._beyond_us("host_add", 2 * size_bytes // self.ranks)
 
     def states_us(self, size_bytes: int, slot_bytes: int) -> float:
         """Microseconds of reading and writing ``size_bytes`` of optimizer states on the drive, in pieces of

@@ -28,13 +28,9 @@ def bucket_numel(numels: Sequence[int], data_parallel_size: int) -> int:
     return _round_up(end, math.lcm(data_parallel_size, BUCKET_ALIGNMENT))
 
 
-def shard_numels(numels: Sequence[int], data_parallel_size: int) -> list[int]:
-    """For each rank, the elements of parameters, without padding, in its shard of the bucket that holds ``numels``."""
-    return [sum(parts) for parts in shard_parts(numels, data_parallel_size)]
-
-
 def shard_parts(numels: Sequence[int], data_parallel_size: int) -> list[list[int]]:
-    """For each data-parallel rank, the elements of each parameter of which its shard of a bucket holds a part."""
+    """For each data-parallel rank, the elements, without padding, of each parameter of which its shard of the bucket
+    that holds ``numels`` has a part."""
     size = bucket_numel(numels, data_parallel_size) // data_parallel_size
     held: list[list[int]] = [[] for _ in range(data_parallel_size)]
     end = 0

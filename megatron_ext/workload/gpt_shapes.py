@@ -5,7 +5,6 @@ tensor-parallel rank holds them. tests/distributed/megatron/test_describe.py com
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import islice
 from math import prod
 from typing import Literal, NamedTuple
@@ -15,7 +14,7 @@ from megatron_ext.workload.activation_bytes import kept_by_chunk
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import EXPERTS, Chunk, Experts, Limits, Parameter, Workload, make_workload
+from megatron_ext.workload.workload import EXPERTS, SCHEMA_VERSION, Chunk, Experts, Limits, Parameter, Workload, check
 
 
 class MicroBatch(NamedTuple):
@@ -149,23 +148,20 @@ class GptShape(NamedTuple):
         there = [0] * self.layers if self.experts is None else self.experts.layers
         return [("transformer", "moe")[each] for each in there]
 
-    def stages(self, parallel: Parallel, layers_of_stages: Sequence[int] | None = None) -> list[list[str]]:
-        """Kinds of the transformer layers of every stage. ``layers_of_stages`` says how many layers each stage has; by
-        default the shape does.
+    def stages(self, parallel: Parallel) -> list[list[str]]:
+        """Kinds of the transformer layers of every stage.
 
         Raises:
             InputError: the layers do not divide into the stages.
         """
-        stages = parallel.pp * parallel.vp
-        if layers_of_stages is None and len(self.stage_layers) == stages:
-            layers_of_stages = self.stage_layers
-        if layers_of_stages is None:
+        stages, counts = parallel.pp * parallel.vp, self.stage_layers
+        if len(counts) != stages:
             if self.layers % stages:
                 raise InputError(f"does not divide into {stages} stages", field="--num-layers", value=self.layers)
-            layers_of_stages = [self.layers // stages] * stages
-        assert len(layers_of_stages) == stages and sum(layers_of_stages) == self.layers, layers_of_stages
+            counts = (self.layers // stages,) * stages
+        assert sum(counts) == self.layers, counts
         kinds = iter(self.kinds)
-        return [[*islice(kinds, count)] for count in layers_of_stages]
+        return [[*islice(kinds, count)] for count in counts]
 
 
 def gpt_workload(
@@ -176,26 +172,25 @@ def gpt_workload(
     zero_stage: Literal[1, 2, 3] = 1,
     limits: Limits | None = None,
     optimizer: OptimizerSettings | None = None,
-    layers_of_stages: Sequence[int] | None = None,
 ) -> Workload:
     """The workload of a GPT.
-
-    Args:
-        layers_of_stages: transformer layers of every stage; by default as the shape says.
 
     Raises:
         InputError: the layers do not divide into the stages.
     """
-    stages, experts = shape.stages(parallel, layers_of_stages), shape.experts
-    return make_workload(
+    stages, experts = shape.stages(parallel), shape.experts
+    made = Workload(
+        schema_version=SCHEMA_VERSION,
+        kind="workload",
         parallel=parallel,
         zero_stage=zero_stage,
         chunks=tuple(_chunk(shape, parallel, batch, stage, kinds) for stage, kinds in enumerate(stages)),
         p2p_bytes=p2p_bytes(parallel, batch, shape.hidden, ITEM_BYTES[shape.dtype]),
-        limits=limits,
-        optimizer=optimizer,
+        limits=limits or Limits(),
+        optimizer=optimizer or OptimizerSettings(),
         experts=experts and Experts(num_experts=experts.number, router_topk=experts.topk),
     )
+    return check(made)
 
 
 def p2p_bytes(parallel: Parallel, batch: MicroBatch, hidden_size: int, itemsize: int) -> int:

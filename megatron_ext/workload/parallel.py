@@ -44,37 +44,6 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     expert_tensor_parallel_size: int | None = None
     num_distributed_optimizer_instances: int = 1
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        pp: int = 1,
-        vp: int | None = None,
-        dp: int = 1,
-        tp: int = 1,
-        microbatches: int,
-        group: int | None = None,
-        gpus_per_node: int | None = None,
-        order: Order | None = None,
-        ep: int = 1,
-        etp: int | None = None,
-        instances: int = 1,
-    ) -> "Parallel":
-        """Construct from short names. ``vp=None`` is one chunk; ``order=None`` is Megatron's order for these sizes."""
-        return cls(
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vp or 1,
-            data_parallel_size=dp,
-            tensor_model_parallel_size=tp,
-            num_microbatches=microbatches,
-            microbatch_group_size_per_vp_stage=group,
-            gpus_per_node=gpus_per_node,
-            order=order or megatron_order(pp, vp),
-            expert_model_parallel_size=ep,
-            expert_tensor_parallel_size=etp,
-            num_distributed_optimizer_instances=instances,
-        )
-
     @property
     def pp(self) -> int:
         return self.pipeline_model_parallel_size

@@ -6,7 +6,6 @@ code asks the description which copy the route reads, which links its bytes cros
 docs/architecture.md says how to add a route.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -84,13 +83,24 @@ class RouteKind:
         return piece_buffer_bytes(size_bytes, ranks) if self.shard_from_host else 0
 
 
+ALL_GATHER: Route = "gpu"
+"""The route of stock Megatron. It needs no memory except the device's, so groups that no other route can bring use
+it."""
+
+HOST_COPY: Route = "cpu"
+
+STAGED_COPY: Route = "nvme"
+
+SHARD_GATHER: Route = "cpu_shard"
+"""Replaces :data:`ALL_GATHER` for groups whose shards rest in host memory."""
+
 ROUTE_KINDS: dict[Route, RouteKind] = {
     kind.name: kind
     for kind in (
-        RouteKind("gpu", "g", "gpu"),
-        RouteKind("cpu", "c", "cpu", copy="cpu"),
-        RouteKind("cpu_shard", "s", "gpu", shard_from_host=True),
-        RouteKind("nvme", "n", "cpu", copy="nvme", staged=True),
+        RouteKind(ALL_GATHER, "g", "gpu"),
+        RouteKind(HOST_COPY, "c", "cpu", copy=ON_HOST),
+        RouteKind(SHARD_GATHER, "s", "gpu", shard_from_host=True),
+        RouteKind(STAGED_COPY, "n", "cpu", copy=ON_DRIVE, staged=True),
     )
 }
 """The routes that a schedule can name."""
@@ -102,22 +112,6 @@ ROUTES: tuple[Route, ...] = tuple(ROUTE_KINDS)
 def kind_of(route: Route) -> RouteKind:
     """The description of a route whose name is known."""
     return ROUTE_KINDS[route]
-
-
-def _first(what: Callable[[RouteKind], bool]) -> Route:
-    return next(kind.name for kind in ROUTE_KINDS.values() if what(kind))
-
-
-ALL_GATHER = _first(lambda kind: kind.needs_device_shard)
-"""The route of stock Megatron. It needs no memory except the device's, so groups that no other route can bring use
-it."""
-
-HOST_COPY = _first(lambda kind: kind.reads_host_copy)
-
-STAGED_COPY = _first(lambda kind: kind.staged)
-
-SHARD_GATHER = _first(lambda kind: kind.shard_from_host)
-"""Replaces :data:`ALL_GATHER` for groups whose shards rest in host memory."""
 
 
 def shard_pieces(size_bytes: int, ranks: int) -> int:

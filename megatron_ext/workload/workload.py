@@ -6,7 +6,7 @@ can be unsharded or resharded.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, NamedTuple
@@ -190,36 +190,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return replace(self, limits=replace(self.limits, **limits))
 
 
-def make_workload(
-    *,
-    parallel: Parallel,
-    chunks: Iterable[Chunk],
-    zero_stage: Literal[1, 2, 3] = 1,
-    p2p_bytes: int = 0,
-    limits: Limits | None = None,
-    optimizer: OptimizerSettings | None = None,
-    experts: Experts | None = None,
-    ramp: tuple[int, ...] = (),
-    keeps_gradients: bool = False,
-) -> Workload:
-    """A checked workload of the present schema version; raises what :func:`check` does."""
-    return check(
-        Workload(
-            schema_version=SCHEMA_VERSION,
-            kind="workload",
-            parallel=parallel,
-            zero_stage=zero_stage,
-            chunks=tuple(chunks),
-            p2p_bytes=p2p_bytes,
-            limits=limits or Limits(),
-            optimizer=optimizer or OptimizerSettings(),
-            experts=experts,
-            ramp=ramp,
-            keeps_gradients=keeps_gradients,
-        )
-    )
-
-
 def expert_ranks(workload: Workload) -> int | None:
     """Number of ranks among which the workload's experts are sharded; None if it has no experts."""
     there = any(p.expert for chunk in workload.chunks for p in chunk.parameters)
@@ -266,7 +236,7 @@ def save(path, workload: Workload) -> None:
 
 
 def check(workload: Workload, *, file=None) -> Workload:
-    """Check a decoded workload and return it with its chunks in stage order.
+    """Check a workload and return it with its chunks in stage order.
 
     Raises:
         InputError: naming the field and its value.

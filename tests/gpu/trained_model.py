@@ -28,7 +28,7 @@ from megatron_ext.megatron.optimizer_of_args import optimizer_settings
 from megatron_ext.runtime.device import device_of, has_cuda
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import p2p_bytes
-from megatron_ext.workload.workload import Limits, Workload, make_workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Limits, Workload, check
 
 OVERFLOWS_EVERY = 3
 CHUNK = 1 << 24
@@ -71,13 +71,17 @@ def workload_of(args, zero_stage: ZeroStage) -> Workload:
     dist.all_gather_object(everybody, own)
     chunks = {(chunk.model_chunk_id, chunk.pp_rank): chunk for of_rank in everybody for chunk in of_rank}
     item_bytes = ITEM_BYTES[gpt_arguments.dtype_of(args)]
-    return make_workload(
-        parallel=parallel,
-        zero_stage=zero_stage,
-        chunks=tuple(chunks[place] for place in sorted(chunks)),
-        p2p_bytes=p2p_bytes(parallel, gpt_arguments.batch_of(args), args.hidden_size, item_bytes),
-        limits=Limits(nvme_slots=2),
-        optimizer=optimizer_settings(args),
+    return check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks[place] for place in sorted(chunks)),
+            p2p_bytes=p2p_bytes(parallel, gpt_arguments.batch_of(args), args.hidden_size, item_bytes),
+            limits=Limits(nvme_slots=2),
+            optimizer=optimizer_settings(args),
+        )
     )
 
 

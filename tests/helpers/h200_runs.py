@@ -2,6 +2,7 @@
 
 import json
 
+from parallel_sizes import sized
 from places import DATA_DIR
 
 from megatron_ext.cost import hardware_sheet as sheets
@@ -10,7 +11,6 @@ from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
 
 BATCH = MicroBatch(2048, 4)
@@ -23,7 +23,7 @@ TINY = GptShape(8, 256, 1024, 4, 4, 384, 64, positions=128, tied=False)
 
 def tiny_run():
     """Workload and cost table of :data:`TINY`, from the data sheet alone."""
-    parallel = Parallel.of(pp=1, vp=1, dp=1, microbatches=2, order="no_pipeline")
+    parallel = sized(pp=1, vp=1, dp=1, microbatches=2, order="no_pipeline")
     work = gpt_workload(TINY, parallel, MicroBatch(128, 2), zero_stage=3)
     return work, estimate(sheets.load("h200-one-gpu"), work, MicroBatch(128, 2))
 
@@ -38,7 +38,7 @@ def predicted_ms(*, on_host: bool, device_bytes: int | None = None) -> float:
     """The same by stock Megatron's rule; with ``device_bytes`` by a plan at zero stage 3."""
     work = gpt_workload(
         SHAPE,
-        Parallel.of(pp=1, vp=1, dp=1, microbatches=4, order="no_pipeline"),
+        sized(pp=1, vp=1, dp=1, microbatches=4, order="no_pipeline"),
         BATCH,
         zero_stage=1 if device_bytes is None else 3,
         limits=Limits(device_bytes=device_bytes),

@@ -30,7 +30,7 @@ from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.validate import validate
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.workload import Limits, make_workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Limits, Workload, check
 
 ITERATIONS = 5
 
@@ -55,12 +55,16 @@ def digest(parameters) -> str:
 def scheduled(folder: Path, delay: int) -> dict:
     args = parse(delay)
     chunk = gpt_model.build_chunks(args, gpt_model.transformer_config(args))[0].bfloat16()
-    workload = make_workload(
-        parallel=gpt_arguments.parallel_of(args),
-        zero_stage=3,
-        chunks=(describe_chunk(chunk, 0, 0),),
-        p2p_bytes=0,
-        limits=Limits(),
+    workload = check(
+        Workload(
+            schema_version=SCHEMA_VERSION,
+            kind="workload",
+            parallel=gpt_arguments.parallel_of(args),
+            zero_stage=3,
+            chunks=(describe_chunk(chunk, 0, 0),),
+            p2p_bytes=0,
+            limits=Limits(),
+        )
     )
     schedule = draw_schedule(random.Random(1), replace(workload, optimizer=OptimizerSettings(on_host=True)), ("cpu",))
     schedule_file.save(folder / "s.json", validate(schedule))

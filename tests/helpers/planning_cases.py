@@ -4,12 +4,12 @@ import random
 from math import prod
 
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.bounds.feasibility import check_fits
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.workload import workload
-from megatron_ext.workload.parallel import Parallel
 
 
 def curve(us_of_bytes, largest: int = 1 << 36) -> cost.Curve:
@@ -50,7 +50,7 @@ def make_workload(
 ) -> workload.Workload:
     """Equal chunks of ``layers`` layers with five parameters each."""
     how = dict(order=order, gpus_per_node=gpus_per_node, group=group, instances=instances)
-    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, microbatches=microbatches, **how)
+    parallel = sized(pp=pp, vp=vp, dp=dp, microbatches=microbatches, **how)
     shapes = {
         "norm": (hidden,),
         "qkv": (3 * hidden, hidden),
@@ -72,12 +72,16 @@ def make_workload(
                         )
                     )
             chunks.append(workload.Chunk(pp_rank=rank, model_chunk_id=chunk, parameters=tuple(parameters)))
-    return workload.make_workload(
-        parallel=parallel,
-        zero_stage=zero_stage,
-        chunks=tuple(chunks),
-        p2p_bytes=p2p_bytes,
-        limits=workload.Limits(**limits),
+    return workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            parallel=parallel,
+            zero_stage=zero_stage,
+            chunks=tuple(chunks),
+            p2p_bytes=p2p_bytes,
+            limits=workload.Limits(**limits),
+        )
     )
 
 

@@ -89,9 +89,10 @@ class Space(NamedTuple):
                 yield changed, size
 
     def _sizes(self) -> Iterator[Parallel]:
-        """Parallel sizes that use all GPUs and divide the model. Tensor-parallel ranks stay within a node. So do
-        expert-parallel ranks, except for the given number of them."""
+        """Parallel sizes that use all GPUs and divide the model, with the order of steps still open. Tensor-parallel
+        ranks stay within a node. So do expert-parallel ranks, except for the given number of them."""
         own, shape = self.given.parallel, self.given.shape
+        group = own.microbatch_group_size_per_vp_stage
         experts = shape.experts or ExpertShape(1, 1, 0, ())
         powers = [1 << power for power in range(own.world_size.bit_length())]
         for tp in self._values(LAYOUT[0], own.tensor_model_parallel_size, powers):
@@ -110,17 +111,14 @@ class Space(NamedTuple):
                 chunks = [own.vp] if LAYOUT[2] in self.fixed else range(1, most_chunks + 1)
                 for vp, ep in product(chunks, self._values(EXPERTS, own.ep, spread)):
                     if self._layers_of_stages(pp, vp) and (pp > 1 or vp == 1):
-                        yield Parallel.of(
-                            pp=pp,
-                            vp=vp,
-                            dp=dp,
-                            tp=tp,
-                            ep=ep,
-                            etp=own.expert_tensor_parallel_size,
-                            instances=own.instances,
-                            group=own.microbatch_group_size_per_vp_stage if vp > 1 else None,
-                            gpus_per_node=own.gpus_per_node,
-                            microbatches=1,
+                        yield replace(
+                            own,
+                            pipeline_model_parallel_size=pp,
+                            virtual_pipeline_model_parallel_size=vp,
+                            data_parallel_size=dp,
+                            tensor_model_parallel_size=tp,
+                            expert_model_parallel_size=ep,
+                            microbatch_group_size_per_vp_stage=group if vp > 1 else None,
                         )
 
     def _layers_of_stages(self, pp: int, vp: int) -> tuple[int, ...]:

@@ -3,12 +3,14 @@
 import mmap
 import multiprocessing
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_ext.measure import board
 from megatron_ext.measure.board import SharedBoard
+from megatron_ext.measure.fabric import Fabric
 
 RANKS, ROUNDS = 4, 200
 
@@ -74,7 +76,7 @@ def test_all_ranks_agree_on_what_the_first_says():
 
     def agree(board, rank):
         for index in range(ROUNDS):
-            said[rank, index] = board.agree(index * 10 + rank)
+            said[rank, index] = Fabric.agree(SimpleNamespace(board=board, rank=rank), index * 10 + rank)
 
     in_ranks(agree)
     assert (said == np.arange(ROUNDS) * 10).all()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from megatron_ext.measure.contention import KINDS, SIZES, Busy, control, fitting, kinds, pairs, size_of
+from megatron_ext.measure.contention import KINDS, SIZES, Busy, fitting, kinds, leader_of, pairs, size_of
 from megatron_ext.measure.fabric import Fabric, shared_bytes
 from megatron_ext.measure.operations import PublishAcross, TimedPublish
 from megatron_ext.measure.options import Options
@@ -76,7 +76,7 @@ def test_publishing_takes_the_network_where_a_group_spans_nodes(ranks_per_node, 
         *[("gpu", 1, 4, 32), ("reduce", 1, 4, 32), ("reduce", 2, 4, 32), ("p2p", 1, 4, 4 * 32), ("publish", 1, 4, 64)],
     ],
 )
-def test_no_two_leaders_share_a_word(name, instances, tp, sets):
+def test_every_set_of_ranks_has_one_leader(name, instances, tp, sets):
     """8 pipeline ranks of 4 nodes with 8 ranks each: 64 sets of counterparts for publishing, or of each instance."""
     dp = 32 // instances // tp
     options = Options(data_parallel_size=dp, pipeline_model_parallel_size=8, ranks_per_node=8)
@@ -87,18 +87,15 @@ def test_no_two_leaders_share_a_word(name, instances, tp, sets):
         fabric = SimpleNamespace(options=options, rank=rank, pp_rank=rank // 32, data_group=group, dp_rank=dp_rank)
         operation = object.__new__(KINDS[name] if name != "publish" else PublishAcross)
         operation.exchange = SimpleNamespace(dp_ranks=tuple(range(fabric.dp_rank % (8 // tp), dp, 8 // tp)))
-        word, leads, alone = control(fabric, operation)
-        assert not alone and word > 0
-        members = leaders.setdefault(word, [])
-        members.append((rank, leads))
+        leaders.setdefault(leader_of(fabric, operation), []).append(rank)
     assert len(leaders) == sets
-    assert all(sum(leads for _, leads in members) == 1 for members in leaders.values())
+    assert all(leader in members for leader, members in leaders.items())
 
 
 @pytest.mark.parametrize(
     ("pp", "dp", "of_node"), [(4, 1, 4), (4, 1, 2), (4, 2, 4), (8, 2, 8), (3, 1, 2), (3, 1, 3), (5, 2, 4)]
 )
-def test_ranks_that_exchange_messages_share_a_word_and_one_of_them_leads(pp, dp, of_node):
+def test_one_of_the_ranks_that_exchange_messages_leads(pp, dp, of_node):
     """Also where those of the second and the third stage do, because these are on different nodes."""
     options = Options(data_parallel_size=dp, pipeline_model_parallel_size=pp, ranks_per_node=of_node)
     found = []
@@ -106,13 +103,11 @@ def test_ranks_that_exchange_messages_share_a_word_and_one_of_them_leads(pp, dp,
         fabric = SimpleNamespace(
             options=options, rank=rank, pp_rank=rank // dp, data_group=rank // dp, dp_rank=rank % dp
         )
-        word, leads, _ = control(fabric, object.__new__(KINDS["p2p"]))
-        found.append((word, leads))
-    members = {word: [rank for rank, (own, _) in enumerate(found) if own == word] for word, _ in found}
-    assert min(members) > 0 and max(members) <= options.world_size
+        found.append(leader_of(fabric, object.__new__(KINDS["p2p"])))
+    members = {leader: [rank for rank, own in enumerate(found) if own == leader] for leader in found}
     for rank, peer in enumerate(options.peers):
-        assert members[found[rank][0]] == sorted({rank, rank if peer is None else peer})
-    assert all(sum(found[rank][1] for rank in ranks) == 1 for ranks in members.values())
+        assert members[found[rank]] == sorted({rank, rank if peer is None else peer})
+    assert all(leader in ranks for leader, ranks in members.items())
 
 
 def test_no_transfer_is_larger_than_what_is_measured():

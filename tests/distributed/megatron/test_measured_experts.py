@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cases import ALL_LAYOUTS, EXPERTS, model_options
 from msgspec.structs import replace
+from parallel_sizes import sized
 from warm_python import warm_children
 
 from megatron_ext import planner
@@ -15,7 +16,6 @@ from megatron_ext.launch import launcher
 from megatron_ext.measure import Options, measure
 from megatron_ext.workload import measured_sizes
 from megatron_ext.workload import workload as workload_file
-from megatron_ext.workload.parallel import Parallel
 
 
 def measured(options: Options, tries: int = 4):
@@ -66,7 +66,7 @@ def test_a_model_with_experts_is_described_measured_and_planned(workloads, monke
 def test_sizes_of_a_rank_whose_experts_have_few_sharers(workloads):
     """Shards among two ranks are as large as those of twice the dense parameters among four."""
     work = workloads["experts", "experts-bf16"]
-    assert Parallel.of(dp=4, ep=2, microbatches=1).expert_dp == 2
+    assert sized(dp=4, ep=2, microbatches=1).expert_dp == 2
     kinds = [sum(p.bytes for c in work.chunks for p in c.parameters if p.expert is of) for of in (False, True)]
     assert measured_sizes.largest_rank_bytes(work) == kinds[0] + 2 * kinds[1]
     assert measured_sizes.whole_part(work) == sum(kinds) / (kinds[0] + 2 * kinds[1])

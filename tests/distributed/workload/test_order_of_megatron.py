@@ -5,6 +5,7 @@ import sys
 from itertools import product
 
 import pytest
+from parallel_sizes import sized
 from places import HELPERS
 from training import SMALL, ranks_command, run_warm
 
@@ -37,7 +38,7 @@ json.dump(answers, sys.stdout)
 
 
 def sizes(pp, vp, microbatches, group=None) -> Parallel:
-    return Parallel.of(pp=pp, vp=vp, dp=1, microbatches=microbatches, group=group)
+    return sized(pp=pp, vp=vp, dp=1, microbatches=microbatches, group=group)
 
 
 def test_table_and_warm_up_are_those_of_megatron_core(megatron_tree, tmp_path):

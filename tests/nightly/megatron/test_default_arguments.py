@@ -28,7 +28,7 @@ from megatron_ext.megatron.describe_from_checkout import describe_command_line
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule import validate
 from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.bucket_layout import shard_numels
+from megatron_ext.workload.bucket_layout import shard_parts
 from megatron_ext.workload.workload import Workload
 from megatron_ext.workload.workload_text import not_counted
 
@@ -82,7 +82,8 @@ class Trainer:
         kinds = (None,) if "--mtp-num-layers" in options else GRADIENTS
         self.schedule = drawn(seed, workload, folder / "schedule.json", kinds)
         numels = {p.name: math.prod(p.shape) for chunk in workload.chunks for p in chunk.parameters}
-        self.held = [shard_numels([numels[name] for name in g.parameters], g.ranks) for g in self.schedule.groups]
+        parts = [shard_parts([numels[name] for name in g.parameters], g.ranks) for g in self.schedule.groups]
+        self.held = [[*map(sum, of_ranks)] for of_ranks in parts]
         packages = engine_stand_in.write_packages(folder / "packages", engine=engine)
         path = os.pathsep.join([str(tree), str(ROOT), packages])
         own = {"PYTHONPATH": path, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from parallel_sizes import sized
 from two_tables import CLUSTER, ONE_GPU, table
 
 from megatron_ext.cli import main as cli
@@ -106,7 +107,7 @@ def test_predict_refuses_sizes_that_no_group_has(size):
 def test_estimate_verb_divides_a_sequence(tmp_path):
     """Context-parallel ranks take half of the time of whole sequences, and more than those of half sequences."""
     shape = GptShape(2, 4096, 16384, 32, 32, 32000, 128)
-    parallel = Parallel.of(dp=8, microbatches=1, gpus_per_node=8)
+    parallel = sized(dp=8, microbatches=1, gpus_per_node=8)
 
     def forward_us(*sizes: str) -> float:
         out, parts = str(tmp_path / "T.json"), int(sizes[3]) if sizes[3:] else 1
@@ -124,8 +125,7 @@ def test_estimate_verb_divides_a_sequence(tmp_path):
 def test_estimate_takes_the_options_of_a_launch_script(tmp_path, capsys):
     shape = GptShape(2, 2048, 8192, 16, 16, 1024, 128, tied=False)
     workload.save(
-        tmp_path / "w.json",
-        gpt_workload(shape, Parallel.of(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(4096, 2)),
+        tmp_path / "w.json", gpt_workload(shape, sized(dp=8, microbatches=1, gpus_per_node=8), MicroBatch(4096, 2))
     )
 
     def estimated(*words: str):

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cli import checkout_model
 from megatron_ext.cli.describe import who_counts
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import gpt_arguments, ignored_options
 from megatron_ext.workload.gpt_shapes import gpt_workload
-from megatron_ext.workload.parallel import Parallel
 
 OPTIONS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100".split()
 
@@ -18,7 +18,7 @@ OPTIONS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
 @pytest.fixture
 def model():
     args = ignored_options.parse(OPTIONS)
-    work = gpt_workload(gpt_arguments.shape_of(args), Parallel.of(microbatches=1), gpt_arguments.batch_of(args))
+    work = gpt_workload(gpt_arguments.shape_of(args), sized(microbatches=1), gpt_arguments.batch_of(args))
     return SimpleNamespace(layer_options=tuple(OPTIONS), workload=work)
 
 

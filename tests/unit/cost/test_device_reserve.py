@@ -4,25 +4,25 @@ import json
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from places import ROOT
 from planning_cases import make_workload
 
 from megatron_ext.cost import hardware_sheet
 from megatron_ext.cost.cost_table import CostTable, SetUp
 from megatron_ext.cost.device_reserve import CONTEXT_BYTES, LIBRARY_BYTES, device_reserve, temporary_bytes
-from megatron_ext.workload.parallel import Parallel
 
 
 def test_by_hand():
     sheet = hardware_sheet.load("h100-nvlink")
-    alone = device_reserve(sheet, Parallel.of(microbatches=1), layers=10, activation_bytes=0)
+    alone = device_reserve(sheet, sized(microbatches=1), layers=10, activation_bytes=0)
     assert alone == CONTEXT_BYTES + LIBRARY_BYTES + (20 << 20)
-    parallel, layers = Parallel.of(pp=2, dp=2, tp=2, microbatches=2), {"layers": 10, "activation_bytes": 0}
+    parallel, layers = sized(pp=2, dp=2, tp=2, microbatches=2), {"layers": 10, "activation_bytes": 0}
     many = device_reserve(sheet, parallel, **layers)
     assert many == alone + 5 * 32 * (10 << 20)  # data, tensor, pipeline, tied embeddings, norm
     assert device_reserve(sheet, parallel, **layers, context_parallel=2) == many + 32 * (10 << 20)
     assert 0.11e9 < device_reserve(sheet, parallel, layers=10, activation_bytes=10**9) - many < 0.12e9
-    slow = device_reserve(hardware_sheet.load("l40s"), Parallel.of(dp=8, microbatches=1), **layers)
+    slow = device_reserve(hardware_sheet.load("l40s"), sized(dp=8, microbatches=1), **layers)
     assert slow == alone + 2 * 4 * (10 << 20)
 
 
@@ -58,7 +58,7 @@ def test_with_what_kernels_allocate_the_bill_is_what_an_h200_held(name, tokens):
 
 def test_what_was_measured_on_the_device_counts_for_context_and_nccl():
     sheet, sizes = hardware_sheet.load("h100-nvlink"), {"layers": 10, "activation_bytes": 0}
-    parallel = Parallel.of(dp=8, microbatches=1)
+    parallel = sized(dp=8, microbatches=1)
     table = CostTable(schema_version=1, kind="cost_table", set_up=SetUp(beside_allocator_bytes=1_500_000_000))
     guessed, measured = device_reserve(sheet, parallel, **sizes), device_reserve(sheet, parallel, table=table, **sizes)
     assert measured - 1_500_000_000 == guessed - CONTEXT_BYTES - 2 * 32 * (10 << 20)

@@ -1,6 +1,7 @@
 """Where a cost table was measured, beside where it is used."""
 
 import pytest
+from parallel_sizes import sized
 
 from megatron_ext.cost.cost_table import Metadata, Source
 from megatron_ext.cost.environment import environment_differences, estimated_of, refuse, run_differences, world_sizes
@@ -16,7 +17,7 @@ MODEL = {"dtype": "float32", "seq_length": 128, "micro_batch_size": 2, "hidden_s
 
 
 def gpt(pp: int = 1, shape: GptShape = SHAPE, batch: MicroBatch = BATCH, **optimizer):
-    parallel = Parallel.of(pp=pp, vp=1, dp=2, microbatches=4, order="1f1b" if pp > 1 else "no_pipeline")
+    parallel = sized(pp=pp, vp=1, dp=2, microbatches=4, order="1f1b" if pp > 1 else "no_pipeline")
     return gpt_workload(shape, parallel, batch, optimizer=OptimizerSettings(**optimizer))
 
 

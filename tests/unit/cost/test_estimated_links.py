@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.cost_table import CostTable
@@ -9,13 +10,12 @@ from megatron_ext.cost.estimated_links import SheetLinks
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.cost.layer_work import experts_share, forward_work, layer_parameters, recomputed_work
 from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 
 GPT = GptShape(2, 2048, 8192, 16, 16, 32000, 128, tied=False)
 
 
 def run_of(batch: MicroBatch, shape=GPT, **sizes):
-    parallel = Parallel.of(**{"microbatches": 4, "gpus_per_node": 8, "dp": 4, "tp": 2, **sizes})
+    parallel = sized(**{"microbatches": 4, "gpus_per_node": 8, "dp": 4, "tp": 2, **sizes})
     return gpt_workload(shape, parallel, batch)
 
 
@@ -72,7 +72,7 @@ def test_published_shards_travel_over_tcp_and_no_faster_than_the_network():
 
     def links(sheet, **how):
         how = {"dp": 16, **how}
-        return SheetLinks(sheet, Parallel.of(pp=1, vp=1, microbatches=4, gpus_per_node=8, **how))
+        return SheetLinks(sheet, sized(pp=1, vp=1, microbatches=4, gpus_per_node=8, **how))
 
     sheet, ethernet = sheets.load("h100-rdma"), sheets.load("h100-ethernet")
     slow = sheets.drawn(sheet, sheets.slow_end)

@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.combine_tables import combine
@@ -24,7 +25,6 @@ from megatron_ext.workload import workload
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
 
 GPT = GptShape(
     layers=4, hidden=256, ffn=1024, heads=8, query_groups=8, vocab=1024, head_dim=32, positions=64, tied=False
@@ -39,7 +39,7 @@ def flop(work: Work) -> float:
 
 def run_of(shape=GPT, *, pp=1, vp=1, dp=8, tp=1, microbatches=4, gpus_per_node=8, batch=None, instances=1):
     how = dict(microbatches=microbatches, gpus_per_node=gpus_per_node, instances=instances)
-    parallel = Parallel.of(pp=pp, vp=vp, dp=dp, tp=tp, **how)
+    parallel = sized(pp=pp, vp=vp, dp=dp, tp=tp, **how)
     batch = batch or MicroBatch(64, 2)
     return gpt_workload(shape, parallel, batch), batch
 
@@ -302,7 +302,7 @@ def test_adam_of_pytorch_takes_what_was_measured_on_an_h200():
     work, batch = run_of(dp=1)
     costs = Costs(estimate(sheets.load("h200-one-gpu"), work, batch._replace(local=True)))
     for size, measured_us in ((1 << 28, 4146.7), (1 << 27, 2165.7)):
-        assert costs.optimizer_us(size) == pytest.approx(measured_us, rel=0.12)
+        assert costs.estimate("optimizer", size).us == pytest.approx(measured_us, rel=0.12)
 
 
 def test_what_the_host_takes_by_hand():
@@ -389,7 +389,7 @@ def test_what_does_not_fit_the_machine_is_refused():
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_batch_that_the_model_was_not_described_with_is_refused(pp):
-    parallel = Parallel.of(pp=pp, vp=1, dp=1, microbatches=2, order="1f1b" if pp > 1 else "no_pipeline")
+    parallel = sized(pp=pp, vp=1, dp=1, microbatches=2, order="1f1b" if pp > 1 else "no_pipeline")
     work = gpt_workload(GptShape(4, 64, 256, 4, 4, 384, 16), parallel, MicroBatch(128, 2))
     refuse_batch(work, MicroBatch(128, 2))
     refuse_batch(replace(work, p2p_bytes=0), MicroBatch(128, 3))  # does not say

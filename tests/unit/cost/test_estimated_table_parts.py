@@ -1,20 +1,20 @@
 """The parts of a table that are estimates, on other machines."""
 
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cost import cost_table
 from megatron_ext.cost import hardware_sheet as sheets
 from megatron_ext.cost.combine_tables import combine
 from megatron_ext.cost.estimated_table import estimate, parts_on_machines
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 
 SHAPE = GptShape(4, 256, 1024, 8, 8, 1024, 32, positions=64, tied=False)
 BATCH = MicroBatch(64, 2)
 
 
 def run_of(dp=16, gpus_per_node=8):
-    parallel = Parallel.of(pp=1, vp=1, dp=dp, microbatches=4, gpus_per_node=gpus_per_node)
+    parallel = sized(pp=1, vp=1, dp=dp, microbatches=4, gpus_per_node=gpus_per_node)
     return gpt_workload(SHAPE, parallel, BATCH)
 
 

@@ -9,6 +9,7 @@ import json
 import published_iterations
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from places import DATA_DIR
 
 from megatron_ext.cost import hardware_sheet
@@ -17,7 +18,6 @@ from megatron_ext.cost.cost_table import Compute, CostTable, check
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Workload
 
 A100 = hardware_sheet.load("a100-rdma")
@@ -74,7 +74,7 @@ def gpt(layers: int, hidden: int, heads: int, positions: int) -> GptShape:
 def pipeline(row: dict, vp: int) -> tuple[Workload, MicroBatch]:
     """As they train: one layer less on the first stage and on the last, which have the embedding and the output."""
     layers, hidden, heads, micro_batch_size = PIPELINES[row["model"]]
-    parallel = Parallel.of(
+    parallel = sized(
         pp=row["pipeline_parallel_size"],
         vp=vp,
         dp=1,
@@ -86,7 +86,8 @@ def pipeline(row: dict, vp: int) -> tuple[Workload, MicroBatch]:
     counts = [(layers + 2) // stages] * stages
     counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     batch = MicroBatch(1024, micro_batch_size, score_heads=heads)  # attention was not fused
-    return gpt_workload(gpt(layers, hidden, heads, 1024), parallel, batch, layers_of_stages=counts), batch
+    shape = gpt(layers, hidden, heads, 1024)._replace(stage_layers=tuple(counts))
+    return gpt_workload(shape, parallel, batch), batch
 
 
 @pytest.mark.parametrize("order", ["1f1b", "interleaved"])
@@ -130,7 +131,7 @@ def test_fsdp_of_llama_3(name):
     layers, hidden, ffn, heads = LLAMA[model]
     how = {"gated": True, "rms_norm": True, "linear_bias": False, "qkv_bias": False, "tied": False}
     shape = GptShape(layers, hidden, ffn, heads, 8, 128256, 128, **how)
-    parallel = Parallel.of(pp=1, vp=1, dp=dp, tp=tp, microbatches=1, gpus_per_node=8, order="no_pipeline")
+    parallel = sized(pp=1, vp=1, dp=dp, tp=tp, microbatches=1, gpus_per_node=8, order="no_pipeline")
     times = []
     for each in ("full", *((None,) if recompute == "half" else ())):
         batch = MicroBatch(8192, samples, sequence_parallel=tp > 1, recompute=each)

@@ -70,14 +70,11 @@ def test_best_algorithm_by_size_and_its_name():
 
 def test_costs_offers_only_what_was_measured():
     costs = Costs(table(routes=Routes(gpu=Curve(points=GPU), cpu=Curve())))
-    assert costs.offers("gpu") and not costs.offers("cpu") and not costs.offers_publish("cpu")
+    assert costs.offers("routes.gpu") and not costs.offers("routes.cpu") and not costs.offers("publish.cpu")
     assert costs.estimate("routes.gpu", 1500).us == pytest.approx(15)
-    assert costs.optimizer_us(1000) is None
-    for curve in ("publish.cpu", "reduce"):
+    for curve in ("publish.cpu", "reduce", "optimizer", "p2p"):
         with pytest.raises(InputError, match=curve):
             costs.estimate(curve, 1000)
-    with pytest.raises(InputError, match="p2p"):
-        costs.p2p_us(1000)
 
 
 def test_slowdown_by_size_and_contended_gather():

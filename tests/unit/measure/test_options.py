@@ -5,12 +5,12 @@ import os
 import pytest
 import torch
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cli import main as cli
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure import measure
 from megatron_ext.measure.options import Options
-from megatron_ext.workload.parallel import Parallel
 
 HUGE = 10**25
 
@@ -77,7 +77,7 @@ def test_ranks_are_placed_as_in_training(tp, instances):
     """All ranks of tensor-parallel groups measure, so the links of a node are shared as in training."""
     options = Options(data_parallel_size=4, tensor_model_parallel_size=tp, pipeline_model_parallel_size=2)
     options = replace(options, num_distributed_optimizer_instances=instances)
-    parallel = Parallel.of(pp=2, dp=4 * instances, tp=tp, instances=instances, microbatches=1)
+    parallel = sized(pp=2, dp=4 * instances, tp=tp, instances=instances, microbatches=1)
     sets = [members for stage in range(2) for members in parallel.replicas(stage)]
     assert options.world_size == parallel.world_size == 4 * tp * instances * 2
     for rank in range(options.world_size):

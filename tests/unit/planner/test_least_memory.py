@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 from msgspec.structs import replace
 from ortools.sat.python import cp_model
+from parallel_sizes import sized
 from planning_cases import WHOLE, line, make_table, make_workload
 from variations import some
 
@@ -27,7 +28,6 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Chunk, Limits, Parameter
 
 ROUTES = ("gpu", "cpu", "cpu_shard")
@@ -37,7 +37,7 @@ def drawn(seed: int):
     """Two or three unlike layers in all, on one pipeline rank or two."""
     draw = random.Random(seed)
     pp, zero_stage = draw.choice((1, 1, 2)), draw.choice((2, 3, 3))
-    parallel = Parallel.of(pp=pp, vp=1, dp=2, microbatches=2, order="1f1b" if pp > 1 else "no_pipeline")
+    parallel = sized(pp=pp, vp=1, dp=2, microbatches=2, order="1f1b" if pp > 1 else "no_pipeline")
     chunks = []
     for rank in range(pp):
         parameters = [

@@ -3,6 +3,7 @@
 import pytest
 from checkout_under_test import write_cost_table
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import make_workload
 
 from megatron_ext.cost import cost_table as cost
@@ -22,7 +23,6 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape, MicroBatch, gpt_workload
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
 
 SHAPE = GptShape(4, 4096, 16384, 32, 32, 1024, 128, positions=2048, tied=False)
@@ -33,7 +33,7 @@ BATCH = MicroBatch(2048, 4)
 def work_of(zero_stage, dp=8, ep=1, **how):
     """Data-parallel groups of eight ranks, each on two nodes; at zero stage 1 on one; or one rank alone."""
     many = dict(pp=2, vp=2, gpus_per_node=4, order="interleaved") if zero_stage > 1 < dp else dict(order="no_pipeline")
-    parallel = Parallel.of(dp=dp, ep=ep, microbatches=4, **many)
+    parallel = sized(dp=dp, ep=ep, microbatches=4, **many)
     shape = SHAPE._replace(experts=ExpertShape(8, 2, 4096, (0, 1, 0, 1))) if ep > 1 else SHAPE
     return gpt_workload(shape, parallel, BATCH, zero_stage=zero_stage, **how)
 

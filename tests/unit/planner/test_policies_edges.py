@@ -3,6 +3,7 @@
 import pytest
 from edge_workloads import ONE, parameters, work_of
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
@@ -10,7 +11,6 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.planner import plan, policies
 from megatron_ext.schedule.footprint import device_peaks
 from megatron_ext.workload import workload
-from megatron_ext.workload.parallel import Parallel
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
@@ -59,7 +59,7 @@ def test_room_for_stock_buckets_and_not_for_more_padding():
 
 def test_what_later_layers_borrow_needs_room_beside_them():
     own = parameters(1000, 1000, 1000)
-    group = workload.group_bytes(own[:1], Parallel.of(dp=2, microbatches=1))
+    group = workload.group_bytes(own[:1], sized(dp=2, microbatches=1))
     work = work_of(
         [(replace(own[0], borrowed_by=(2,)), *own[1:])],
         ("e", "t", "o"),

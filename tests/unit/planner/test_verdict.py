@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import WHOLE, make_table, make_workload
 
 from megatron_ext.cost import cost_table as cost
@@ -23,7 +24,6 @@ from megatron_ext.planner.verdict import CANNOT_TELL, HELPS, HELPS_NOT, answer_o
 from megatron_ext.simulator.simulation import simulate
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
 
 ALL_PAIRS = tuple(
@@ -324,7 +324,7 @@ def of_shared_links(machine: str, dp: int, of_node: int):
     sheet = msgspec.convert(exact(msgspec.to_builtins(sheets.load(machine))), sheets.HardwareSheet)
     assert sheet.host_link.gpus_per_link.ends == (1, 2)
     shape = GptShape(3, 4096, 16384, 32, 32, 1024, 128, positions=1024, tied=False)
-    parallel = Parallel.of(pp=1, vp=1, dp=dp, microbatches=2, order="no_pipeline", gpus_per_node=of_node)
+    parallel = sized(pp=1, vp=1, dp=dp, microbatches=2, order="no_pipeline", gpus_per_node=of_node)
     work = gpt_workload(shape, parallel, BATCH, zero_stage=3, limits=Limits(whole_parameter_bytes=1 << 29))
     table = estimate(sheet, work, BATCH)
     return work, sheet, table, *(plan(work, table, policy=policy) for policy in ("all-cpu", "all-gpu"))

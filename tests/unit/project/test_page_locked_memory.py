@@ -51,7 +51,7 @@ OUTSIDE = {
     "measure/operations.py PublishAcross.__init__",
     "measure/rank_program.py set_up_of",
     "measure/run_step.py RunStep.build",
-    "measure/timed_steps.py TimedHostStep.memory",
+    "measure/timed_steps.py TimedHostStep.stepped_on",
 }
 """Of programs that do not train."""
 

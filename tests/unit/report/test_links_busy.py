@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import make_workload
 from run_files import make_run
 
@@ -13,7 +14,6 @@ from megatron_ext.formats.trace import END_NOT_KNOWN, Event
 from megatron_ext.report import report_text
 from megatron_ext.report.links_busy import AT_ONCE, in_all, moving, shares, union
 from megatron_ext.schedule.user_defined_schedule import Group, MeasuredOn
-from megatron_ext.workload.parallel import Parallel
 
 PARALLEL = make_workload(pp=2, vp=1, dp=2, order="1f1b").parallel
 
@@ -52,7 +52,7 @@ def test_an_all_gather_counts_from_when_its_last_rank_has_issued_it():
 
 def test_ranks_that_share_experts_gather_them_together():
     """Of four ranks with EP 2, ranks 0 and 2 hold the same experts, ranks 1 and 3 others."""
-    parallel = Parallel.of(dp=4, ep=2, microbatches=2)
+    parallel = sized(dp=4, ep=2, microbatches=2)
     groups = [Group(pp_rank=0, model_chunk_id=0, parameters=("w",), bytes=1, ranks=ranks) for ranks in (4, 2)]
     begins = (10.0, 20.0, 30.0, 40.0)
     for name, since in (("0", (40.0,) * 4), ("unshard 1", (30.0, 40.0, 30.0, 40.0))):

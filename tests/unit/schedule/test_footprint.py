@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import make_workload
 
 from megatron_ext.planner.assemble import Freed, Placed, assemble
@@ -18,7 +19,6 @@ from megatron_ext.schedule.footprint import (
 )
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload.bucket_rules import layer_buckets
-from megatron_ext.workload.parallel import Parallel
 
 ONE = dict(pp=1, vp=1, dp=2, microbatches=1, order="no_pipeline", layers=3)
 
@@ -87,7 +87,7 @@ def test_a_slot_is_as_large_as_the_largest_staged_group_or_as_its_limit_says():
 
 def test_shards_of_other_nodes_pass_to_the_drive_as_well():
     group = SimpleNamespace(bytes=1 << 20, ranks=8, pp_rank=0)
-    sizes = [bounce_bytes(group, Parallel.of(dp=8, gpus_per_node=ranks, microbatches=1)) for ranks in (8, 4, 1)]
+    sizes = [bounce_bytes(group, sized(dp=8, gpus_per_node=ranks, microbatches=1)) for ranks in (8, 4, 1)]
     assert sizes == [2 << 17, 4 << 17, 16 << 17]
 
 

@@ -23,7 +23,7 @@ from megatron_ext.schedule.memory_bill import (
     resting_bytes,
 )
 from megatron_ext.schedule.validate import validate
-from megatron_ext.workload.bucket_layout import bucket_numel, shard_numels
+from megatron_ext.workload.bucket_layout import bucket_numel, shard_parts
 from megatron_ext.workload.bucket_rules import layer_buckets
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
 from megatron_ext.workload.route import shard_pieces
@@ -40,10 +40,10 @@ def with_saved(work, recompute_bytes=0):
 
 def test_shards_hold_every_element_once_and_padding_nowhere():
     numels = (70, 1, 640, 3)
-    held = shard_numels(numels, 4)
+    held = [*map(sum, shard_parts(numels, 4))]
     assert sum(held) == sum(numels)
     assert max(held) <= bucket_numel(numels, 4) // 4
-    assert shard_numels((128, 128), 2) == [128, 128]
+    assert shard_parts((128, 128), 2) == [[128], [128]]
 
 
 def test_the_rank_that_holds_the_most_is_billed():
@@ -142,7 +142,7 @@ def test_states_on_the_device_are_billed_there_and_the_others_in_host_memory(gra
     placed = replace(schedule, groups=(replace(first, states_rest="device"), *rest))
     before, after = (memory_bill(s, work)[0].memory for s in (schedule, placed))
     chosen = [p for p in work.chunks[0].parameters if p.name in first.parameters]
-    shard = max(shard_numels([p.numel for p in chosen], 2))
+    shard = max(map(sum, shard_parts([p.numel for p in chosen], 2)))
     kinds = ("main_parameters", "optimizer_states", "gradients")
     assert [before.host_bytes[kind] - after.host_bytes[kind] for kind in kinds] == [4 * shard, 8 * shard, 4 * shard]
     assert sum(after.host_bytes.values()) > 0 and "main_parameters" not in before.device_bytes

@@ -30,17 +30,21 @@ def line(bytes_per_us: float, sizes=(1, 1 << 40)) -> cost.Curve:
 def pipeline(row: dict, vp: int, order: str):
     """Workload without parameters and a table of compute and p2p only."""
     pp = row["pipeline_parallel_size"]
-    work = workload.make_workload(
-        zero_stage=1,
-        chunks=(),
-        p2p_bytes=4096,
-        parallel=Parallel(
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=vp,
-            data_parallel_size=1,
-            num_microbatches=row["num_microbatches"],
-            order=order,
-        ),
+    work = workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            zero_stage=1,
+            chunks=(),
+            p2p_bytes=4096,
+            parallel=Parallel(
+                pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vp,
+                data_parallel_size=1,
+                num_microbatches=row["num_microbatches"],
+                order=order,
+            ),
+        )
     )
     backward = row["backward_input_ms"] + row["backward_weight_ms"]
     table = cost.check(
@@ -111,13 +115,17 @@ def layered(number: int, size: int, *, zero_stage: int, device_layers=None) -> w
         for n in range(number)
     )
     limit = None if device_layers is None else device_layers * size
-    return workload.make_workload(
-        zero_stage=zero_stage,
-        chunks=(workload.Chunk(pp_rank=0, model_chunk_id=0, parameters=parameters),),
-        parallel=Parallel(
-            pipeline_model_parallel_size=1, data_parallel_size=8, num_microbatches=1, order="no_pipeline"
-        ),
-        limits=workload.Limits(whole_parameter_bytes=limit),
+    return workload.check(
+        workload.Workload(
+            schema_version=workload.SCHEMA_VERSION,
+            kind="workload",
+            zero_stage=zero_stage,
+            chunks=(workload.Chunk(pp_rank=0, model_chunk_id=0, parameters=parameters),),
+            parallel=Parallel(
+                pipeline_model_parallel_size=1, data_parallel_size=8, num_microbatches=1, order="no_pipeline"
+            ),
+            limits=workload.Limits(whole_parameter_bytes=limit),
+        )
     )
 
 

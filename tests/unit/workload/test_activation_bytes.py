@@ -1,14 +1,15 @@
 """What a chunk keeps by the ways to recompute, by hand."""
 
+from parallel_sizes import sized
+
 from megatron_ext.cost import hardware_sheet
 from megatron_ext.cost.estimated_table import estimate
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 
 SHAPE = GptShape(8, 1024, 4096, 16, 16, 1024, 64, tied=False)
 BETWEEN = 2 * 512 * 1024
 PLAIN = MicroBatch(512)
-PARALLEL = Parallel.of(pp=2, microbatches=2)
+PARALLEL = sized(pp=2, microbatches=2)
 
 
 def chunk(batch: MicroBatch):
@@ -66,7 +67,7 @@ def test_dropout_keeps_masks_of_one_byte_an_element():
     )
     part, none = (
         gpt_workload(
-            SHAPE, Parallel.of(pp=2, microbatches=2, tp=2), PLAIN._replace(hidden_dropout=on, sequence_parallel=True)
+            SHAPE, sized(pp=2, microbatches=2, tp=2), PLAIN._replace(hidden_dropout=on, sequence_parallel=True)
         )
         for on in (True, False)
     )

@@ -2,17 +2,18 @@
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
+from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.parallel import Parallel
-from megatron_ext.workload.workload import Experts, make_workload
+from megatron_ext.workload.workload import SCHEMA_VERSION, Experts, Workload, check
 
 
 @pytest.mark.parametrize(
     "pp, dp, tp, ep, etp", [(1, 4, 1, 2, None), (2, 4, 2, 2, 1), (2, 4, 2, 4, None), (1, 2, 4, 2, 2), (2, 3, 2, 1, 1)]
 )
 def test_replicas_are_megatrons_groups(pp, dp, tp, ep, etp):
-    sizes = Parallel.of(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, microbatches=4)
+    sizes = sized(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp, microbatches=4)
     sizes.check()
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
     expert = RankGenerator(tp=sizes.etp, ep=ep, dp=sizes.expert_dp, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
@@ -25,7 +26,7 @@ def test_replicas_are_megatrons_groups(pp, dp, tp, ep, etp):
 @pytest.mark.parametrize("pp, dp, tp, ep, instances", [(1, 4, 1, 1, 2), (2, 8, 2, 2, 2), (2, 8, 2, 2, 4)])
 def test_shards_lie_over_megatrons_instances(pp, dp, tp, ep, instances):
     """Megatron cuts the ranks that hold the same parameters in as many runs (parallel_state.py)."""
-    sizes = Parallel.of(pp=pp, dp=dp, tp=tp, ep=ep, etp=tp, microbatches=4, instances=instances)
+    sizes = sized(pp=pp, dp=dp, tp=tp, ep=ep, etp=tp, microbatches=4, instances=instances)
     sizes.check()
     for ranks, whole, of_model in ((sizes.dp, dp, tp), (sizes.expert_dp, dp // ep, tp * ep)):
         generator = RankGenerator(tp=of_model, ep=1, dp=whole, pp=pp, cp=1, order="tp-cp-ep-dp-pp")
@@ -38,29 +39,30 @@ def test_shards_lie_over_megatrons_instances(pp, dp, tp, ep, instances):
 @pytest.mark.parametrize("ep, said", [(1, "does not divide the 6 data-parallel"), (3, "the 2 expert-data-parallel")])
 def test_instances_that_do_not_divide_the_ranks_are_refused(ep, said):
     with pytest.raises(InputError, match=f"parallel.num_distributed_optimizer_instances = .: .*{said}"):
-        Parallel.of(dp=6, ep=ep, microbatches=6, instances=4 if ep == 1 else 3).check()
+        sized(dp=6, ep=ep, microbatches=6, instances=4 if ep == 1 else 3).check()
 
 
 def test_a_rank_is_in_the_set_of_the_first_tensor_parallel_rank():
-    sizes = Parallel.of(pp=2, dp=3, tp=2, microbatches=4)
+    sizes = sized(pp=2, dp=3, tp=2, microbatches=4)
     for pp_rank, dp_rank in ((0, 2), (1, 0), (1, 2)):
         assert sizes.replicas(pp_rank)[0][dp_rank] == sizes.global_rank(pp_rank, dp_rank)
 
 
 def test_experts_that_do_not_divide_the_ranks_are_refused_in_megatrons_words():
     with pytest.raises(InputError) as refused:
-        Parallel.of(dp=4, ep=3, microbatches=4).check()
+        sized(dp=4, ep=3, microbatches=4).check()
     assert refused.value.field == "parallel.expert_model_parallel_size"
     said = "world_size (4) is not divisible by expert_tensor_model_pipeline_parallel size (3)"
     assert said in str(refused.value)
 
 
 def test_experts_that_do_not_divide_over_ranks_are_refused_in_megatrons_words():
-    parallel = Parallel.of(dp=4, ep=4, microbatches=4)
-    make_workload(parallel=parallel, chunks=(), experts=Experts(num_experts=8, router_topk=2))
+    parallel = sized(dp=4, ep=4, microbatches=4)
+    work = Workload(schema_version=SCHEMA_VERSION, kind="workload", parallel=parallel, zero_stage=1, chunks=())
+    check(replace(work, experts=Experts(num_experts=8, router_topk=2)))
     for experts, said in (
         (Experts(num_experts=6, router_topk=2), "Number of experts should be a multiple of expert model parallel_size"),
         (Experts(num_experts=4, router_topk=5), "experts.router_topk = 5: there are 4 experts"),
     ):
         with pytest.raises(InputError, match=said):
-            make_workload(parallel=parallel, chunks=(), experts=experts)
+            check(replace(work, experts=experts))

@@ -1,14 +1,14 @@
 """The order of steps against what Megatron was seen to run."""
 
 import pytest
+from parallel_sizes import sized
 
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.step import Step
 from megatron_ext.workload.step_order import num_warmup, schedule_table, steps_of_ranks
 
 
 def parallel(pp, vp, microbatches, order, group=None):
-    return Parallel.of(pp=pp, vp=vp, dp=1, microbatches=microbatches, order=order, group=group)
+    return sized(pp=pp, vp=vp, dp=1, microbatches=microbatches, order=order, group=group)
 
 
 def test_interleaved_order_is_that_of_a_traced_run():

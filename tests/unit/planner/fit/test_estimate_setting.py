@@ -2,6 +2,7 @@
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 from planning_cases import line
 
 from megatron_ext.cost import hardware_sheet
@@ -10,7 +11,6 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.fit import estimate_setting
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.gpt_shapes import ExpertShape, GptShape, MicroBatch, gpt_workload
-from megatron_ext.workload.parallel import Parallel
 
 
 @pytest.mark.parametrize("etp", [1, 4])
@@ -19,7 +19,7 @@ def test_the_bound_of_many_steps_is_close_below_an_iteration_that_is_mostly_the_
     monkeypatch.setattr(estimate_setting, "PROVEN_STEPS", 0)
     experts = ExpertShape(16, 1, 4096, (1, 1))
     shape = GptShape(2, 1024, 4096, 8, 8, 1024, 128, linear_bias=False, qkv_bias=False, tied=False, experts=experts)
-    parallel = Parallel.of(dp=2, tp=4, ep=2, etp=etp, microbatches=1, gpus_per_node=8)
+    parallel = sized(dp=2, tp=4, ep=2, etp=etp, microbatches=1, gpus_per_node=8)
     batch = MicroBatch(64, 1, sequence_parallel=True)
     work = gpt_workload(shape, parallel, batch)
     assert parallel.expert_dp == 4 / etp

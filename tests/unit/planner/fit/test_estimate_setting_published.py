@@ -7,6 +7,7 @@ half is none of the settings that are searched: a schedule says which states sta
 
 import pytest
 from msgspec.structs import replace
+from parallel_sizes import sized
 
 from megatron_ext.cost import hardware_sheet
 from megatron_ext.planner.fit.costs import SettingCosts
@@ -14,7 +15,6 @@ from megatron_ext.planner.fit.estimate_setting import quick_choice, stock_of
 from megatron_ext.planner.fit.setting import Setting
 from megatron_ext.workload.gpt_shapes import GptShape, MicroBatch
 from megatron_ext.workload.optimizer_settings import OptimizerSettings
-from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.workload import Limits
 
 QWEN = GptShape(
@@ -25,7 +25,7 @@ QWEN = GptShape(
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_more_states_on_the_host_the_slower_and_the_smaller(microbatches):
     costs = SettingCosts(hardware_sheet.load("h100-nvlink"))
-    parallel = Parallel.of(microbatches=microbatches, gpus_per_node=8)
+    parallel = sized(microbatches=microbatches, gpus_per_node=8)
 
     def choice(on_host: bool, device_bytes: int):
         setting = Setting(QWEN, parallel, MicroBatch(2048, 8), 1, OptimizerSettings(on_host=on_host))
