@@ -1,5 +1,6 @@
 """``scripts/test_gpu.sh`` on a machine without a GPU: all cases in small, the report, and what a hang costs."""
 
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -172,3 +173,32 @@ def test_every_two_values_that_go_together_meet():
     wanted = {pair for row in products if possible(row) for pair in pairs(row)}
     assert {pair for row in rows for pair in pairs(row)} == wanted and all(map(possible, rows))
     assert len(rows) < 40
+
+
+STAND_IN = """#!/bin/sh
+# The interpreter of .venv: PyTorch is for CUDA 12, cuda-bindings is not there and cannot be installed.
+echo "$*" >> "{log}"
+case "$*" in
+    *"-m pip"*) exit 1 ;;
+    *"import cuda.bindings"*) exit 1 ;;
+    *'["cuda"]'*) echo 12 ;;
+    *sysconfig*) echo "{folder}" ;;
+esac
+"""
+
+
+def test_the_set_up_tries_again_to_install_cuda_bindings(tmp_path):
+    log, interpreter = tmp_path / "log", tmp_path / ".venv" / "bin" / "python"
+    names = ("pyproject.toml", "setup.py", "constraints.txt")
+    for name in (*names, "scripts/setup.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    interpreter.parent.mkdir(parents=True)
+    interpreter.write_text(STAND_IN.format(log=log, folder=tmp_path))
+    pins = hashlib.sha256(b"".join((tmp_path / name).read_bytes() for name in names)).hexdigest()
+    (tmp_path / ".venv" / ".megatron_ext_stamp").write_text(f"{pins} core\n")
+    for path in (interpreter, tmp_path / "scripts" / "setup.sh"):
+        path.chmod(0o755)
+    done = subprocess.run(["bash", "scripts/setup.sh"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "cuda-bindings could not be installed" in done.stderr, done.stderr
+    assert "pip install --quiet --retries 1 cuda-bindings==12.*" in log.read_text()

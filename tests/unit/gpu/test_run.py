@@ -1,10 +1,13 @@
 """What jobs of the tier for GPUs are told of the machine."""
 
+import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
 import device_facts
 import drive_place
+import gpu_report
 import pytest
 import run
 import torch
@@ -58,3 +61,25 @@ def test_this_process_asks_no_device(monkeypatch, bound):
     monkeypatch.setattr(drive_place, "find", lambda directories, least: Drive(Path("/d"), "", 2e9))
     facts, no_engine, drive = run.look(ARGS)
     assert run.place_of(ARGS, facts, no_engine, drive, "/work", "/folder").engine
+
+
+def test_what_is_asked_of_the_machine_is_part_of_the_budget(monkeypatch, tmp_path, bound):
+    spent = []
+
+    class Lanes:
+        def __init__(self, place, report, out, seconds):
+            spent.append(seconds)
+            self.run = lambda todo: report
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(run.signal, "signal", lambda *words: None)
+    monkeypatch.setattr(run.resource, "setrlimit", lambda *words: None)
+    monkeypatch.setattr(run, "Lanes", Lanes)
+    monkeypatch.setattr(run, "look", lambda args: (FACTS, "", Drive(tmp_path, "", 2e9)))
+    monkeypatch.setattr(run, "machine_facts", lambda *about: {})
+    monkeypatch.setattr(gpu_report, "_commit", lambda root: "")
+    monkeypatch.setattr(run, "BEGUN", time.time() - 100)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--dry-run", "--spent", "30", "--out", str(tmp_path / "report.json")])
+    assert run.run(run.parse()) == 1 and 130 <= spent[0] < 140
