@@ -37,6 +37,8 @@ def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
     latest = folder / "saved" / "latest_checkpointed_iteration.txt"
     if not latest.exists() or int(latest.read_text()) != SAVE_EVERY:
         return f"expected a checkpoint of iteration {SAVE_EVERY}"
+    if not (folder / MAPPED).exists():
+        return "ranks ended before one was to be killed"
     left = [*os.listdir(drive), *filter(os.path.exists, (folder / MAPPED).read_text().splitlines())]
     if left:
         return f"left behind by killed ranks: {', '.join(left)}"

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import device_facts
 import drive_place
-import gpu_report
 import pytest
 import run
 import torch
+from case_table import jobs
 from device_facts import DeviceFacts
 from drive_place import Drive
+from simulated_lanes import report_of
 
 from megatron_ext.runtime import host_threads
 
@@ -79,7 +80,7 @@ def test_what_is_asked_of_the_machine_is_part_of_the_budget(monkeypatch, tmp_pat
     monkeypatch.setattr(run, "Lanes", Lanes)
     monkeypatch.setattr(run, "look", lambda args: (FACTS, "", Drive(tmp_path, "", 2e9)))
     monkeypatch.setattr(run, "machine_facts", lambda *about: {})
-    monkeypatch.setattr(gpu_report, "_commit", lambda root: "")
+    monkeypatch.setattr(run, "new_report", lambda root, about, cases, **how: report_of(jobs()))
     monkeypatch.setattr(run, "BEGUN", time.time() - 100)
     monkeypatch.setattr(sys, "argv", ["run.py", "--dry-run", "--spent", "30", "--out", str(tmp_path / "report.json")])
     assert run.run(run.parse()) == 1 and 130 <= spent[0] < 140
