@@ -108,17 +108,21 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
     fi
     say "installing pinned versions (constraints.txt)"
     PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet --progress-bar on -c "$constraints" -e ".[$base$extras]"
-    # Streams wait for flags with cuda-bindings. PyTorch for CUDA 13 brings it. Without it, copies between host and device
-    # are refused. The version is read from a file of PyTorch, because importing PyTorch takes seconds.
+    printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
+fi
+
+# Streams wait for flags with cuda-bindings. PyTorch for CUDA 13 brings it. Without it, copies between host and device are
+# refused, so each call tries again what an earlier one could not install. The version is read from a file of PyTorch,
+# because importing PyTorch takes seconds.
+if ! .venv/bin/python -c 'import cuda.bindings' 2> /dev/null; then
     cuda=$(.venv/bin/python -c 'import importlib.util as found, runpy
 place = found.find_spec("torch").origin.replace("__init__.py", "version.py")
 print((runpy.run_path(place)["cuda"] or "").split(".")[0])')
-    if [ -n "$cuda" ] && ! .venv/bin/python -c 'import cuda.bindings' 2> /dev/null; then
+    if [ -n "$cuda" ]; then
         say "installing cuda-bindings for CUDA $cuda"
-        PIP_DISABLE_PIP_VERSION_CHECK=1 "${pip[@]}" install --quiet "cuda-bindings==$cuda.*" \
+        PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --retries 1 "cuda-bindings==$cuda.*" \
             || say "cuda-bindings could not be installed: schedules that copy between host and device will be refused"
     fi
-    printf '%s %s\n' "$pins" "$base$extras" > .venv/.megatron_ext_stamp
 fi
 
 said=$(.venv/bin/python -W ignore scripts/why_no_device.py) || said=""

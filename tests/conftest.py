@@ -13,6 +13,7 @@ gc.disable()  # until all tests are collected: imports make a million objects of
 ROOT_DIR = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT_DIR / "tests" / "helpers"), str(ROOT_DIR / "examples")]
 sys.path += [str(ROOT_DIR / "benchmarks"), str(ROOT_DIR / "scripts")]  # last: strict_device.py is in helpers too
+sys.path += [str(ROOT_DIR / "tests" / "gpu")]
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # before anything looks for a device: the same tests on every machine
 

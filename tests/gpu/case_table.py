@@ -3,19 +3,24 @@
 [Note: Ten minutes]
 Seconds are for one H200 with 16 cores, by what gpu_first_runs measured: a process takes 20 to 40 s to start, a small
 case 1 s a training, 1B parameters with the optimizer on the host about 11. Trainings may share the device, in as many
-lanes as there are processors and host memory for: that hides the starting of one behind the training of another, and
-makes copies longer. What is timed runs alone. In sum, with three lanes: set-up 30 s, plans, trainings and resuming 650
-/ 3 and the starts that nothing hides, together 300, doctor 90, timings 100, measure 50: all of the time. Of a machine
-on which ranks that share the device are slower a second call (``--resume``) does the rest. Jobs start in the order of
-this table. ``until`` is the part of the budget in which a job's cases begin, so that no kind of job takes the time of
-all others; what it left is tried again at the end. Host memory: 30 GB for 1B parameters on one rank, as much on two.
+lanes as there are processors for: that hides the starting of one behind the training of another, and makes copies
+longer. Cases of one layout share a job, which saves starts. What is timed runs alone. With three lanes the set-up takes
+30 s, plans, trainings and resuming 280, doctor 41, timings 70, measure 30, in sum 450 s; where all takes 15 % longer
+520 s (tests/unit/gpu/test_lanes.py). Of a machine on which ranks that share the device are slower a second call
+(``--resume``) does the rest. Jobs start in the order of this table, those that are spare last; a job for which there is
+no memory beside what runs lets others pass. ``until`` is the part of the time behind the set-up in which a job's cases
+begin, so that no kind of job takes the time of all others; what it left is tried once more before spare jobs.
+Three of the five timed trainings are spare: nothing is judged by them, and benchmarks/gpu_offload.py times their like.
 """
 
 from typing import Literal
 
 import msgspec
+from copy_rates import BYTES
 from covering import Row, covering_rows
-from timed_rows import CONTEXT_BYTES, TIMINGS
+from timed_rows import CONTEXT_BYTES, TIMINGS, Timed
+
+from megatron_ext.doctor.node_limits import LEAST_SHARED_BYTES
 
 BUDGET_SECONDS = 570.0
 """Ten minutes, but for what ending and the last lines take."""
@@ -35,6 +40,9 @@ DRY_SIZES: dict[Size, str] = {
 }
 
 PARAMETERS: dict[Size, int] = {"small": 1_060_000, "medium": 134_000_000, "large": 1_070_000_000}
+
+ITERATIONS = 4
+"""Of a training."""
 
 LAYOUTS = {
     "1 rank": (1, "--data-parallel-size 1"),
@@ -70,6 +78,19 @@ with two of three groups on the drive. ``early``: steps during the backward; wit
 ``never whole``: with a limit that has no room for all parameters at once, not drawn with the others.
 ``cast``: step slots, and where parameters become 16-bit."""
 
+
+HOST_BYTES_PER_PARAMETER = {"host": 30, "device": 10}
+"""At most, by where the optimizer steps: 1B parameters with the optimizer on the host took 30 GB on one H200."""
+
+RANK_BYTES = 2_000_000_000
+"""Of host memory, for each rank's libraries and pools."""
+
+NCCL_BYTES = 5 * 33_000_000
+"""Of /dev/shm, for each rank that shares a device with others: a few communicators, 33 MB each."""
+
+DRIVE_BYTES_PER_PARAMETER = {"route": 10, "states": 16}
+"""That an iteration of two micro-batches moves: whole parameters forward and backward for each, and the new ones back;
+two of three of 12 bytes of states in both directions."""
 
 ZeroStage = Literal[1, 2, 3]
 
@@ -111,9 +132,37 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     def device_bytes(self) -> int:
         """Of the device, by all ranks at their peak: the reference's, which keeps more there than a schedule. By the
         parameter and rank as on one H200, where optimizers on the device step on gradients from host memory."""
-        ranks = LAYOUTS[self.layout][0]
-        own = 13 + 4 / ranks if self.on_host else 10 + 32 / ranks
-        return int(ranks * (own * PARAMETERS[self.size] + CONTEXT_BYTES))
+        own = 13 + 4 / self.ranks if self.on_host else 10 + 32 / self.ranks
+        return int(self.ranks * (own * PARAMETERS[self.size] + CONTEXT_BYTES))
+
+    @property
+    def ranks(self) -> int:
+        """That train it."""
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory, by all ranks at most."""
+        kind = "host" if self.on_host else "device"
+        return HOST_BYTES_PER_PARAMETER[kind] * PARAMETERS[self.size] + self.ranks * RANK_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of /dev/shm."""
+        return self.ranks * NCCL_BYTES if self.ranks > 1 else 0
+
+    @property
+    def drive_bytes(self) -> int:
+        """That both trainings read and write on the drive."""
+        kinds = {"route": self.route == "nvme", "states": self.states == "drive"}
+        each = sum(DRIVE_BYTES_PER_PARAMETER[kind] for kind, there in kinds.items() if there)
+        return 2 * ITERATIONS * each * PARAMETERS[self.size]
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether its schedule copies between host and device, for which streams have to wait for flags."""
+        plain = self.route == "gpu" and self.gradients != "host" and self.states != "drive"
+        return not plain or self.cast != "none" or self.mode.startswith(("early", "delayed"))
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,11 +173,50 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     limit: float
 
     @property
+    def timed(self) -> Timed | None:
+        """What it times, if it is a training."""
+        return next((row for row in TIMINGS if row.name == self.name), None)
+
+    @property
+    def ranks(self) -> int:
+        """That run it."""
+        return 2 if self.name == KILL_AND_RESUME or self.name.endswith(TWO_RANKS) else 1
+
+    @property
+    def on_host(self) -> bool:
+        """Whether Megatron's host optimizer may be part of it."""
+        return self.name == KILL_AND_RESUME or bool(self.timed and self.timed.on_host)
+
+    @property
+    def needs_drive(self) -> bool:
+        """Whether it is nothing without one."""
+        return self.name == KILL_AND_RESUME
+
+    @property
+    def needs_flags(self) -> bool:
+        """As of a training; ``doctor`` and ``measure`` say themselves what is missing."""
+        return self.name == KILL_AND_RESUME or bool(self.timed and self.timed.planned)
+
+    @property
     def device_bytes(self) -> int:
         """Of the device; 0 where any that tests can run on has them."""
         if self.name == KILL_AND_RESUME:
             return KILLED.device_bytes
-        return next((row.device_bytes for row in TIMINGS if row.name == self.name), 0)
+        return self.timed.device_bytes if self.timed else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Of host memory at most; 0 where it is little, or keeps to what there is."""
+        if self.name == KILL_AND_RESUME:
+            return KILLED.host_bytes
+        return self.timed.host_bytes if self.timed else LINKS_BYTES if self.name == LINKS else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of /dev/shm; ``doctor`` judges its size."""
+        if self.ranks > 1 and self.name.startswith("doctor"):
+            return LEAST_SHARED_BYTES
+        return self.ranks * NCCL_BYTES if self.ranks > 1 else 0
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,9 +272,12 @@ KILLED = _training("small", 0, _row("2 ranks", "cpu_shard", states="drive", mode
 """What ``kill_and_resume.py`` trains."""
 
 
-def _small(layout: str, rows: list[Row]) -> Job:
-    cases = [_training("small", SECONDS[layout], row) for row in rows if row["layout"] == layout]
-    return Job(name=f"small, {layout}", cases=tuple(cases), layout=layout, until=0.6)
+def _small(layout: str, rows: list[Row]) -> tuple[Training, ...]:
+    return tuple(_training("small", SECONDS[layout], row) for row in rows if row["layout"] == layout)
+
+
+def _trained(name: str, layout: str, cases: tuple[Training, ...]) -> Job:
+    return Job(name=name, cases=cases, layout=layout, until=0.7)
 
 
 PLANS = "plans of what is timed"
@@ -202,6 +293,7 @@ PLANNED = {row.name: SPARE_PLANS if row.spare else PLANS for row in TIMINGS if r
 """What cannot be timed without plans, and which they are. They last as long as one run of the tier."""
 
 LINKS = "timing: host memory and copies"
+LINKS_BYTES = 5 * BYTES
 
 
 def _timings(*, spare: bool) -> tuple[Program, ...]:
@@ -214,11 +306,12 @@ def jobs() -> list[Job]:
     rows = covering_rows(FACTORS, possible, lambda row: SECONDS[row["layout"]] ** 0.5)
     one, two = "1 rank", "2 ranks"
     large = [
+        # First what takes most of the device: what comes after leaves room for other jobs.
+        _training("large", 15, _row(one, "cpu", states="device")),
         # As plans choose it for one GPU; then as on the first one, where it was silently wrong, and where it hung.
         _training("large", 35, _row(one, "cpu_shard", cast="device", mode="early")),
         _training("large", 35, _row(one, "cpu")),
         _training("large", 60, _row(one, "nvme")),
-        _training("large", 15, _row(one, "cpu", states="device")),
     ]
     medium = [
         _training("medium", 10, _row(one, "cpu", cast="host")),
@@ -242,17 +335,15 @@ def jobs() -> list[Job]:
     ]
     program = lambda name, seconds, limit: (Program(name=name, seconds=seconds, limit=limit),)
     return [
-        Job(name="plans", cases=program(PLANS, 30, 120), until=0.6),  # of processors alone, beside the first trainings
-        Job(name="large, 1 rank", cases=tuple(large), layout=one, until=0.5),
-        Job(name="large and medium, 2 ranks", cases=tuple(shared), layout=two, until=0.6),
-        _small(one, rows),
-        Job(name="medium, 1 rank", cases=tuple(medium), layout=one, until=0.6),
-        _small(two, rows),
-        _small("PP2 VP2 DP2", rows),
-        _small("4 ranks", rows),
-        _small("TP2 DP2", tensor),
-        Job(name=KILL_AND_RESUME, cases=program(KILL_AND_RESUME, 60, 200), until=0.65),
-        Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.8),
+        Job(name="plans", cases=program(PLANS, 30, 120)),  # of processors alone, beside the first trainings
+        _trained("large, 1 rank", one, tuple(large)),
+        _trained("2 ranks", two, (*shared, *_small(two, rows))),
+        _trained("medium and small, 1 rank", one, (*medium, *_small(one, rows))),
+        _trained("4 ranks", "4 ranks", _small("4 ranks", rows)),
+        _trained("PP2 VP2 DP2", "PP2 VP2 DP2", _small("PP2 VP2 DP2", rows)),
+        Job(name=KILL_AND_RESUME, cases=program(KILL_AND_RESUME, 60, 200), until=0.75),
+        _trained("TP2 DP2", "TP2 DP2", _small("TP2 DP2", tensor)),
+        Job(name="doctor", cases=program("doctor", 90, 180), alone=True, until=0.85),
         Job(
             name="timings",
             cases=(Program(name=LINKS, seconds=10, limit=60), *_timings(spare=False)),

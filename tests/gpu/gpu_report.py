@@ -15,7 +15,6 @@ from typing import Literal
 
 import msgspec
 import torch
-from case_table import PLANNED
 from msgspec.structs import replace
 
 from megatron_ext.checkout.tree import Tree
@@ -59,7 +58,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         stacks: of all threads, where it hung.
         output: the end of what was printed, where it did not pass.
         figures: measured values, units in their names.
-        command: by which it is run alone, and what its processes were started by.
+        command: by which it is run alone, and what its processes were started by; empty where it was not tried.
         spare: its absence fails nothing.
     """
 
@@ -144,16 +143,12 @@ def _taken_over(report: GpuReport, earlier: GpuReport) -> GpuReport:
         if result.status in FINAL:
             known = report.of(result.case) is not None
             report = report.with_result(result) if known else replace(report, results=(*report.results, result))
-    for name, plans in PLANNED.items():
-        planned, made = report.of(name), report.of(plans)
-        if made is not None and planned is not None and planned.status not in FINAL:
-            report = report.with_result(Result(case=plans, status="NOT RUN", spare=made.spare))
     return report
 
 
-def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None) -> dict[str, Facts]:
+def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None, more: Facts) -> dict[str, Facts]:
     """What figures and failures depend on: ``environment`` as ``runtime.machine`` says it, driver, packages, limits and
-    variables besides."""
+    variables besides. ``more``: of the host."""
     packages = {}
     for name in PACKAGES:
         try:
@@ -177,7 +172,7 @@ def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None)
         "drive_free_bytes": shutil.disk_usage(drive).free if drive else None,
     }
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
-    return {**environment, "packages": packages, "host": host, "variables": variables}
+    return {**environment, "packages": packages, "host": {**host, **more}, "variables": variables}
 
 
 def table(report: GpuReport) -> str:

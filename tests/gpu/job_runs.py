@@ -5,29 +5,25 @@ import os
 import shlex
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from case_table import HOST_OPTIMIZER, KILL_AND_RESUME, LAYOUTS, PLANS, SPARE_PLANS, TWO_RANKS, Job, Program, Training
-from gpu_report import GIVEN_UP, SHORT_OF_DEVICE, Result, Status
-from job_process import JobProcess
+from case_table import HOST_OPTIMIZER, LAYOUTS, PLANS, SPARE_PLANS, Job, Program, Training
+from gpu_report import GIVEN_UP, Result, Status
+from job_process import END_SECONDS, JobProcess
 from msgspec.structs import replace
-from timed_rows import TIMINGS
 
-from megatron_ext.doctor.node_limits import LEAST_SHARED_BYTES
 from megatron_ext.formats import json_files
 from megatron_ext.launch.launcher import LOOPBACK
 from megatron_ext.measure.options import STEPS
 from megatron_ext.megatron.device_environment import REPEATABLE, SCHEDULED
-from megatron_ext.runtime import free_host_memory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
-START_SECONDS = 150.0
-"""Until the first case begins."""
+START_SECONDS = 300.0
+"""Until the first case begins: from a network's file system Transformer Engine alone may be read for minutes."""
 
 LAST_LINES = 3
 """Of what a job printed that has died: the error, and which rank the launcher names."""
@@ -51,11 +47,15 @@ class Place(NamedTuple):
         work: a directory that is removed at the end.
         drive: a directory on the drive; so is this.
         no_drive: why that is no drive that can be used; empty where it is one.
+        drive_rate: bytes per second that it writes and reads; None where nobody has looked.
         engine: layers and the host's optimizer are Transformer Engine's.
-        processors: of this machine.
+        no_engine: why they are not.
+        no_flags: why streams of the device cannot wait for flags in host memory; empty where they can.
+        processors: that this machine lets us use.
         lanes: jobs that may run at once.
-        device, device_bytes: name of the device, and its memory; None where there is none.
-        shared_bytes: of /dev/shm; None where there is no device.
+        device, device_bytes: name of the device, and its memory that is free; None where there is none.
+        one_process: the device takes one process at a time.
+        host_bytes, shared_bytes: of host memory and of /dev/shm that are free; None where nobody has looked.
         hang: name of a training that hangs on purpose.
     """
 
@@ -67,8 +67,13 @@ class Place(NamedTuple):
     processors: int
     lanes: int
     hang: str
+    drive_rate: float | None = None
+    no_engine: str = ""
+    no_flags: str = ""
     device: str = ""
     device_bytes: int | None = None
+    one_process: bool = False
+    host_bytes: int | None = None
     shared_bytes: int | None = None
 
     def environment(self, ranks: int, *, alone: bool) -> dict[str, str]:
@@ -92,38 +97,6 @@ class Place(NamedTuple):
             **LOOPBACK,
             **own,
         }
-
-
-def ranks_of(case: Training | Program) -> int:
-    """That a case is run by."""
-    if isinstance(case, Training):
-        return LAYOUTS[case.layout][0]
-    return 2 if case.name == KILL_AND_RESUME or case.name.endswith(TWO_RANKS) else 1
-
-
-def untried(case: Training | Program, place: Place) -> Result | None:
-    """The result of a case that cannot be tried here."""
-    why = ""
-    timed = next((row for row in TIMINGS if row.name == case.name), None)
-    on_host = (
-        case.on_host if isinstance(case, Training) else case.name == KILL_AND_RESUME or bool(timed and timed.on_host)
-    )
-    if on_host and not place.dry_run and not place.engine:
-        why = "Megatron's host optimizer needs Transformer Engine"
-    if place.no_drive and (case.name == KILL_AND_RESUME or (isinstance(case, Training) and case.needs_drive)):
-        why = f"no directory on a drive that takes direct reads (--drive): {place.no_drive}"
-    if timed is not None and not place.dry_run and timed.host_bytes > free_host_memory.available_bytes():
-        why = f"takes up to {timed.host_bytes / 1e9:.0f} GB of host memory"
-    tests = ("pytest", "hypothesis", "xdist", "pytest_timeout")
-    if case.name.startswith("CPU suite") and not all(map(find_spec, tests)):
-        why = "what tests need is not installed: WITH_TESTS=1"
-    if ranks_of(case) > 1 and place.shared_bytes is not None and place.shared_bytes < LEAST_SHARED_BYTES:
-        why = f"/dev/shm has {place.shared_bytes >> 20} MiB, of which NCCL takes 33 MB for each rank of each "
-        why += "communicator: docker run --shm-size 16g, or --ipc=host"
-    if place.device_bytes is not None and case.device_bytes > place.device_bytes:
-        need, there = case.device_bytes / 1e9, place.device_bytes / 1e9
-        why = f"{SHORT_OF_DEVICE} {need:.0f} GB of device memory, {place.device} has {there:.0f}"
-    return Result(case=case.name, status="could not try", said=why) if why else None
 
 
 class JobRun:
@@ -152,20 +125,19 @@ class JobRun:
         self._started_by = shlex.join(["env", *new, *command])
         self._process = JobProcess(command, environment, ROOT, folder / "log")
 
-    @property
-    def device_bytes(self) -> int:
-        """Of the device, that it may still take."""
-        return max((case.device_bytes for case in self.left), default=0)
-
     def poll(self) -> list[Result]:
         """Results that are new."""
         code = self._process.poll()  # before reading: what an ended process has written is all there
         results = self._new_results()
         if code is not None:
             results += self._ended(code)
-        elif time.time() - self._since > (self._current.limit if self._current else START_SECONDS):
+        elif time.time() - self._since > self._limit():
             results += self._brought_down("HUNG", f"no end after {time.time() - self._since:.0f} s")
         return results
+
+    def _limit(self) -> float:
+        """Seconds for what it does now: a case, the way to the next one, or ending."""
+        return self._current.limit if self._current else START_SECONDS if self.left else END_SECONDS
 
     def stop(self) -> list[Result]:
         """End it for lack of time."""
@@ -194,7 +166,7 @@ class JobRun:
     def _ended(self, code: int) -> list[Result]:
         self._process.kill()  # what a rank may have left running
         self.over = True
-        if isinstance(self._current, Program):
+        if self.job.layout is None:
             figures = self._reports()
             if code == 0:
                 notes = figures.get("cost_table", {}).get("metadata", {}).get("notes", [])
@@ -213,22 +185,18 @@ class JobRun:
         return "; ".join(failed) or (lines[-1] if lines else "")
 
     def _brought_down(self, status: Status, said: str) -> list[Result]:
-        """The case that runs gets no other result; where none does, none that is left can begin."""
+        """The case that runs gets no other result, or the first one, which did not begin. The others have not been
+        tried: in new processes they may."""
         output = self._process.said(OUTPUT_CHARACTERS)
         stacks = self._process.stacks(self._end - time.time()) if status == "HUNG" else ""
         self._process.kill()
-        self.over = True
-        if self._current is not None:
-            self.interrupted = True
-            figures = self._reports() if isinstance(self._current, Program) else {}
-            return [self._result(status, said, stacks=stacks, output=output, figures=figures)]
-        (first, *others), self.left = self.left, []
-        whole = Result(case=first.name, status=status, said=f"before it began: {said}", stacks=stacks, output=output)
-        rest = f"its processes ended or hung before a case began: see {first.name}"
-        return [
-            replace(whole, command=self._command_of(first.name)),
-            *(Result(case=case.name, status=status, said=rest) for case in others),
-        ]
+        self.over, self.interrupted = True, self._current is not None
+        if not self.left:
+            return []
+        if self._current is None:
+            self._current, said = self.left[0], f"before it began: {said}"
+        figures = self._reports() if self.job.layout is None else {}
+        return [self._result(status, said, stacks=stacks, output=output, figures=figures)]
 
     def _reports(self) -> dict:
         """What the program has written so far."""
@@ -252,7 +220,7 @@ def _json(path: Path):
 def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[list[str], int]:
     """What runs a job, and how many ranks it has."""
     if job.layout is None:
-        return _program(job.cases[0].name, place, folder), 1
+        return _program(job.cases[0], place, folder), 1
     ranks = LAYOUTS[job.layout][0]
     asked = dict(cases=job.cases, dry_run=place.dry_run, drive=str(place.drive))
     asked |= dict(plans=str(place.work), engine=place.engine, begin_by=begin_by, hang=place.hang)
@@ -261,10 +229,10 @@ def _command(job: Job, place: Place, folder: Path, begin_by: float) -> tuple[lis
     return [*launcher, "--nproc-per-node", str(ranks), str(HERE / job.script), str(folder)], ranks
 
 
-def _program(name: str, place: Place, folder: Path) -> list[str]:
+def _program(case: Training | Program, place: Place, folder: Path) -> list[str]:
+    name, ranks = case.name, case.ranks
     device = "cpu" if place.dry_run else "cuda"
     python, ours = [sys.executable], [sys.executable, "-m", "megatron_ext"]
-    ranks = 2 if name.endswith(TWO_RANKS) else 1
     if name.startswith("doctor"):
         out = ["--out", str(folder / "doctor.report.json"), "--device", device]
         out += [] if place.no_drive else ["--nvme", str(place.drive)]

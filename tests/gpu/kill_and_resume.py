@@ -9,17 +9,23 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+
+MAPPED = "mapped.txt"
+"""In FOLDER: the files in shared memory that the killed rank had."""
 
 SAVE_EVERY, KILLED_IN, LAST = 2, 3, 6
 """Iterations: a checkpoint after so many, the end of a rank in that one (from 0), and the last."""
 
 OTHERS = ("nccl-", "cuda.shm.", "sem.", "torch_", "__KMP_REGISTERED_LIB_")
+"""How names in shared memory begin that NCCL, CUDA and others leave where a process is killed."""
+
+SHARED = "/dev/shm/"
 
 
 def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
     """Why it did not work; empty where it did."""
-    in_memory = shared_memory()
 
     def ranks(kind: str) -> int:
         fork = ["--fork"] if "--dry-run" in words else []
@@ -31,15 +37,20 @@ def drive_ranks(folder: Path, drive: Path, words: list[str]) -> str:
     latest = folder / "saved" / "latest_checkpointed_iteration.txt"
     if not latest.exists() or int(latest.read_text()) != SAVE_EVERY:
         return f"expected a checkpoint of iteration {SAVE_EVERY}"
-    left = [*os.listdir(drive), *(shared_memory() - in_memory)]
+    if not (folder / MAPPED).exists():
+        return "ranks ended before one was to be killed"
+    left = [*os.listdir(drive), *filter(os.path.exists, (folder / MAPPED).read_text().splitlines())]
     if left:
         return f"left behind by killed ranks: {', '.join(left)}"
     return "" if ranks("--resumed") == 0 else "the resumed training failed or differs, see its output"
 
 
-def shared_memory() -> set[str]:
-    """Files there but NCCL's and CUDA's, of which ranks of other jobs have some, and killed ones leave some."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(OTHERS)}
+def shared_files(maps: str) -> list[str]:
+    """Named files in shared memory that a process has mapped, by its ``/proc/self/maps``: those of others, who use the
+    machine as well, are none of ours."""
+    paths = {line[line.index(SHARED) :] for line in maps.splitlines() if SHARED in line}
+    names = {path.removeprefix(SHARED) for path in paths if not path.endswith(" (deleted)")}
+    return sorted(f"{SHARED}{name}" for name in names if not name.startswith(OTHERS))
 
 
 def train(folder: Path, drive: Path, words: list[str]) -> int:
@@ -62,7 +73,7 @@ def train(folder: Path, drive: Path, words: list[str]) -> int:
     path = str(folder / f"schedule.{os.environ['RANK']}.json")
     user_defined_schedule.save(path, placed_schedule(case, trained_model.workload_of(args, case.stage)))
     if "--killed" in words:
-        trained_model.train(args, path, stock=False, at_micro_batch=die)
+        trained_model.train(args, path, stock=False, at_micro_batch=partial(die, folder))
     args.save = None
     whole = trained_model.train(args, path, stock=False)
     args.load = str(folder / "saved")
@@ -74,9 +85,10 @@ def train(folder: Path, drive: Path, words: list[str]) -> int:
     return int(bool(difference))
 
 
-def die(iteration: int, micro_batch: int) -> None:
-    """End the first rank in the middle of an iteration."""
+def die(folder: Path, iteration: int, micro_batch: int) -> None:
+    """End the first rank in the middle of an iteration; say before what shared memory it has."""
     if os.environ["RANK"] == "0" and (iteration, micro_batch) == (KILLED_IN, 1):
+        (folder / MAPPED).write_text("\n".join(shared_files(Path("/proc/self/maps").read_text())))
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -20,13 +20,11 @@ cpu_compat.install()  # does nothing where there is a CUDA device
 
 import torch
 import torch.distributed as dist
-from case_table import DRY_SIZES, LAYOUTS, SIZES, Training
+from case_table import DRY_SIZES, ITERATIONS, LAYOUTS, SIZES, Training
 from megatron.core import parallel_state
 
 from megatron_ext.runtime import own_device
 from megatron_ext.runtime.device import has_cuda
-
-ITERATIONS = 4
 
 
 def options_of(case: Training, *, dry_run: bool, engine: bool, drive: str) -> list[str]:

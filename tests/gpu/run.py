@@ -12,16 +12,21 @@ import shutil
 import signal
 import sys
 import tempfile
-from importlib.util import find_spec
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+BEGUN = time.time()
+"""Imports, and what is asked of the machine, are part of the budget."""
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(Path(__file__).parent)]
 
+import device_facts
 import drive_place
-import torch
 from case_table import BUDGET_SECONDS, PLANNED, Job, jobs
-from drive_place import LEAST_FREE_BYTES
+from device_facts import DeviceFacts
+from drive_place import Drive
 from gpu_report import machine_facts, new_report, resumed, table
 from job_runs import Place
 from lanes import Lanes
@@ -29,8 +34,7 @@ from msgspec.structs import replace
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import free_host_memory, machine
-from megatron_ext.runtime.device import has_cuda
+from megatron_ext.runtime import free_host_memory, host_threads, machine
 
 DRY_BUDGET_SECONDS, DRY_LIMITS = 3600.0, 4.0
 """Seconds, and by what limits of cases are multiplied: machines of CI have few processors, and others use them too."""
@@ -41,9 +45,6 @@ DRIVES = (Path("/var/tmp"), Path("/tmp"), ROOT)
 
 MOST_LANES, PROCESSORS_OF_LANE = 3, 6
 """Lanes, and the processors for which there is one more."""
-LANE_BYTES = 36 << 30
-"""Of host memory for each lane: what 1B parameters take there, with copies of their states and what Megatron's own host
-optimizer has left page-locked. Where two such jobs do not fit, one comes after the other."""
 
 
 def parse() -> argparse.Namespace:
@@ -85,17 +86,52 @@ def chosen(args: argparse.Namespace) -> list[Job]:
     return [job for job in kept if job.cases]
 
 
-def lanes_of(processors: int, available_bytes: int | None) -> int:
-    """How many jobs may run at once; ``available_bytes``: of host memory, None where the system does not say."""
-    fitting = MOST_LANES if available_bytes is None else available_bytes // LANE_BYTES
-    return max(1, min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE, fitting))
+def lanes_of(processors: int) -> int:
+    """How many jobs may run at once; memory is looked at as they begin."""
+    return min(MOST_LANES, 1 + processors // PROCESSORS_OF_LANE)
 
 
-def device_of_the_tier() -> dict:
-    """Name and memory of the device that all cases share, and what NCCL's ranks have to meet in."""
-    device, shared = torch.cuda.get_device_properties(0), Path("/dev/shm")
-    shared_bytes = shutil.disk_usage(shared).total if shared.is_dir() else 0
-    return {"device": device.name, "device_bytes": device.total_memory, "shared_bytes": shared_bytes}
+def look(args: argparse.Namespace) -> tuple[DeviceFacts, str, Drive]:
+    """Device, why layers are not Transformer Engine's, and drive. This process asks no device itself: what holds one is
+    in the way of the jobs. Raises InputError where there is no device."""
+    places = [Path(args.drive)] if args.drive else [args.out.parent, *DRIVES]
+    if args.dry_run:
+        facts = DeviceFacts(environment=machine.environment("cpu"))
+        return facts, "", drive_place.find(places, 0, drive_place.DRY_TRIED_BYTES)
+    with ThreadPoolExecutor() as pool:
+        asked, why_no_engine = pool.submit(device_facts.ask), pool.submit(device_facts.why_no_engine)
+        drive = drive_place.find(places, drive_place.LEAST_FREE_BYTES)
+        facts = asked.result()
+        if facts.name is None:
+            raise InputError("torch sees no CUDA device here; --dry-run needs none")
+        return facts, why_no_engine.result(), drive
+
+
+def place_of(
+    args: argparse.Namespace, facts: DeviceFacts, no_engine: str, drive: Drive, work: str, folder: str
+) -> Place:
+    """What jobs are told of the machine. Their processes are bound as this one is: counted are the processors next to
+    the device, as far as a container has them."""
+    host_threads.bind(facts.node)
+    processors, shared, real = host_threads.processors(), Path("/dev/shm"), not args.dry_run
+    return Place(
+        work=Path(work),
+        drive=Path(folder),
+        no_drive="" if drive.directory else drive.said,
+        drive_rate=drive.rate if real else None,
+        dry_run=args.dry_run,
+        engine=real and not no_engine,
+        no_engine=no_engine,
+        no_flags=facts.no_flags,
+        processors=processors,
+        lanes=1 if facts.one_process else lanes_of(processors),
+        device=facts.name or "",
+        device_bytes=facts.free_bytes,
+        one_process=facts.one_process,
+        host_bytes=free_host_memory.available_bytes() if real else None,
+        shared_bytes=(shutil.disk_usage(shared).free if shared.is_dir() else 0) if real else None,
+        hang=args.hang,
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,43 +139,30 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(case.name for job in todo for case in job.cases))
         return 0
-    if not args.dry_run and not has_cuda():
-        raise InputError("torch sees no CUDA device here; --dry-run needs none")
     if args.drive is not None and not os.path.isdir(args.drive):
         raise InputError("is no directory", field="--drive", value=args.drive)
     json_files.check_writable(args.out)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    drive, no_drive = drive_place.find(
-        [Path(args.drive)] if args.drive else [args.out.parent, *DRIVES], 0 if args.dry_run else LEAST_FREE_BYTES
-    )
-    if no_drive:
-        print(f"test_gpu: {f'the drive is {drive}: not ' if drive else 'no drive: '}{no_drive}", flush=True)
-    facts = machine_facts(machine.environment("cpu" if args.dry_run else "auto"), ROOT, drive)
+    facts, no_engine, drive = look(args)
+    found = drive.directory
+    if drive.said:
+        print(f"test_gpu: {f'the drive is {found}: not ' if found else 'no drive: '}{drive.said}", flush=True)
+    if no_engine:
+        print(f"test_gpu: layers are Megatron's own, without Transformer Engine: {no_engine}", flush=True)
+    of_host = {"transformer_engine_missing": no_engine, "drive_bytes_per_s": round(drive.rate)}
     cases = [(case.name, job.spare) for job in todo for case in job.cases]
-    report = new_report(ROOT, facts, cases, dry_run=args.dry_run, budget=args.budget)
+    about = machine_facts(facts.environment, ROOT, found, of_host)
+    report = new_report(ROOT, about, cases, dry_run=args.dry_run, budget=args.budget)
     if args.resume:
         report = resumed(report, args.out)
-    processors = len(os.sched_getaffinity(0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a process that is aborted for its stacks leaves no file
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     with (
         tempfile.TemporaryDirectory(prefix="work.", dir=args.out.parent) as work,
-        tempfile.TemporaryDirectory(prefix="drive.", dir=drive or args.out.parent) as folder,
+        tempfile.TemporaryDirectory(prefix="drive.", dir=found or args.out.parent) as folder,
     ):
-        engine = not args.dry_run and find_spec("transformer_engine") is not None
-        number = lanes_of(processors, None if args.dry_run else free_host_memory.available_bytes())
-        place = Place(
-            work=Path(work),
-            drive=Path(folder),
-            no_drive="" if drive else no_drive,
-            dry_run=args.dry_run,
-            engine=engine,
-            processors=processors,
-            lanes=number,
-            hang=args.hang,
-            **({} if args.dry_run else device_of_the_tier()),
-        )
-        lanes = Lanes(place, report, args.out, args.spent)
+        place = place_of(args, facts, no_engine, drive, work, folder)
+        lanes = Lanes(place, report, args.out, args.spent + time.time() - BEGUN)
         try:
             report = lanes.run(todo)
         finally:

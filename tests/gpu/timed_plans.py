@@ -4,7 +4,7 @@
 ``NUMBER.device.schedule.json``, by where the optimizer steps, for our rows of ``timed_rows.TIMINGS``; or
 ``NUMBER.refused`` with the reason. ``--spare``: for the rows that need not be timed, else for the others. Where an
 optimizer on the device fits as well, the faster plan is taken. Rows of ``fit`` also get ``NUMBER.options.json``: the
-settings that it found, as options of the example.
+settings that it found, as options of the example. Ends 1 where a row was refused for another reason than memory.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from megatron_ext.cli import main
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.stock import stock_schedule
+from megatron_ext.runtime import host_threads
 from megatron_ext.schedule import user_defined_schedule as schedule_file
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload import workload as workload_file
@@ -37,11 +38,22 @@ HARDWARE = "h200-one-gpu"
 
 LEFT_PROCESSORS = 2
 
+BAD_INPUT = 2
+"""The exit code of ``megatron-ext``."""
 
-def _run(*words: object) -> None:
-    """``megatron-ext`` in this process: another would import everything anew."""
-    if code := main.main(list(map(str, words))):
-        raise InputError(f"megatron-ext {words[0]} ended with exit code {code}")
+OF_MEMORY = ("holds at least", "cannot fit", "nothing fits")
+"""In refusals of what no plan can do within its limits: nothing is wrong."""
+
+
+def call(*words: object) -> None:
+    """``megatron-ext`` in this process: another would import everything anew. Raises InputError for bad input alone."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = main.main(list(map(str, words)))
+    print(said.getvalue(), end="", file=sys.stderr)
+    if code:
+        last = (said.getvalue().splitlines() or [""])[-1]
+        raise (InputError if code == BAD_INPUT else RuntimeError)(f"megatron-ext {words[0]}: exit code {code}: {last}")
 
 
 def describe(folder: Path, row: Timed, *, dry_run: bool, engine: bool) -> Workload:
@@ -49,7 +61,7 @@ def describe(folder: Path, row: Timed, *, dry_run: bool, engine: bool) -> Worklo
     path = folder / f"{row.size}.{row.micro_batches}.{ON_HOST in row.options}.workload.json"
     if not path.exists():
         own = folder / f"{os.getpid()}.workload.json"
-        _run("describe", "--out", own, *model_options(row, dry_run=dry_run, engine=engine), "--zero-stage", "3")
+        call("describe", "--out", own, *model_options(row, dry_run=dry_run, engine=engine), "--zero-stage", "3")
         own.replace(path)
     return workload_file.load(path)
 
@@ -66,7 +78,7 @@ def _table(folder: Path, name: str, work: Workload, options: list[str]) -> cost.
     workload, table = folder / f"{name}.workload.json", folder / f"{name}.table.json"
     workload_file.save(workload, work)
     sizes = [options[options.index(one) + at] for one in ("--seq-length", "--micro-batch-size") for at in (0, 1)]
-    _run("cost", "estimate", "--hardware", HARDWARE, "--workload", workload, "--out", table, *sizes)
+    call("cost", "estimate", "--hardware", HARDWARE, "--workload", workload, "--out", table, *sizes)
     return cost.load(table)
 
 
@@ -100,7 +112,7 @@ def fit(folder: Path, number: int, limit: int | None, options: list[str]) -> Non
     asked = [] if limit is None else ["--limit-device-bytes", limit]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        _run("fit", "--json", "--hardware", HARDWARE, *asked, "--", *options)
+        call("fit", "--json", "--hardware", HARDWARE, *asked, "--", *options)
     found = json.loads(said.getvalue())
     settings = settings_of(found["launch"]["add"])
     own = folder / f"{number}.fit"
@@ -109,7 +121,7 @@ def fit(folder: Path, number: int, limit: int | None, options: list[str]) -> Non
     os.chdir(own)  # the commands name files beside them
     try:
         for command in found["commands"]:
-            _run(*shlex.split(command)[1:])
+            call(*shlex.split(command)[1:])
     finally:
         os.chdir(before)
     (folder / f"{number}.options.json").write_text(json.dumps(settings))
@@ -146,13 +158,14 @@ def plan(folder: Path, number: int, *, dry_run: bool, engine: bool) -> None:
     schedule_file.save(folder / f"{number}.{'host' if on_host else 'device'}.schedule.json", made)
 
 
-def _try(folder: Path, number: int, dry_run: bool, engine: bool) -> bool:
+def try_plan(folder: Path, number: int, dry_run: bool, engine: bool) -> bool:
+    """Whether a row has a plan, or has none for lack of memory."""
     try:
         plan(folder, number, dry_run=dry_run, engine=engine)
-    except InputError as error:
+    except Exception as error:  # of one row: the others can be timed
         traceback.print_exc()
-        (folder / f"{number}.refused").write_text(str(error))
-        return False
+        (folder / f"{number}.refused").write_text(f"{error}")
+        return isinstance(error, InputError) and any(words in str(error) for words in OF_MEMORY)
     return True
 
 
@@ -163,10 +176,10 @@ def plan_all() -> int:
         parser.add_argument(name, action="store_true")
     args = parser.parse_args()
     numbers = [number for number, row in enumerate(TIMINGS) if row.planned and row.spare is args.spare]
-    processes = max(1, len(os.sched_getaffinity(0)) - LEFT_PROCESSORS)
+    processes = max(1, host_threads.processors() - LEFT_PROCESSORS)
     with ProcessPoolExecutor(min(processes, len(numbers))) as pool:
-        jobs = [pool.submit(_try, args.folder, number, args.dry_run, args.engine) for number in numbers]
-    return 0 if any(job.result() for job in jobs) else 1
+        jobs = [pool.submit(try_plan, args.folder, number, args.dry_run, args.engine) for number in numbers]
+    return 0 if all(job.result() for job in jobs) else 1
 
 
 if __name__ == "__main__":

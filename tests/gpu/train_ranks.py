@@ -14,13 +14,13 @@ import zlib
 from pathlib import Path
 
 import msgspec
-from rank_setup import ITERATIONS, leave, options_of, start
+from rank_setup import leave, options_of, start
 
 import trained_model  # isort: skip - Megatron is imported by it
 import on_stand_in
 import torch
 import torch.distributed as dist
-from case_table import Training
+from case_table import ITERATIONS, Training
 from placed_schedule import placed_schedule
 from progress import Progress
 

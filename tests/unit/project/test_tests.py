@@ -16,8 +16,8 @@ UNIT_FILES = sorted((TESTS / "unit").rglob("test_*.py"))
 TIERS = {"unit", "distributed", "end_to_end", "nightly"}
 USING_THE_PACKAGE = ("benchmarks", "examples", "scripts")
 """A benchmark that reaches for a private member breaks, unseen, when that is renamed."""
-BESIDE_THE_PACKAGE = ("benchmarks", "examples", "scripts")
-"""Directories of the project whose files have unit tests too."""
+BESIDE_THE_PACKAGE = {name: ROOT / name for name in ("benchmarks", "examples", "scripts")} | {"gpu": TESTS / "gpu"}
+"""Directories of the project whose files have unit tests too, by their rooms there."""
 
 
 OF_OTHERS = {"_replace", "_fields", "_version"}
@@ -97,7 +97,7 @@ def test_unit_tests_are_named_after_the_file_that_they_test():
     nameless = []
     for path in UNIT_FILES:
         room = path.relative_to(TESTS / "unit").parts[0]
-        folder = ROOT / room if room in BESIDE_THE_PACKAGE else ROOT / "megatron_ext" / room
+        folder = BESIDE_THE_PACKAGE.get(room, ROOT / "megatron_ext" / room)
         name = path.stem.removeprefix("test_")
         files = {file.stem for file in folder.rglob("*.py")}
         if room != "project" and not any(name == stem or name.startswith(f"{stem}_") for stem in files):
