@@ -91,7 +91,7 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
         The report; rank 0's is also in ``options.out``.
     """
     use_cuda = options.device != "cpu" and has_cuda()
-    store = meet(use_cuda, int(os.environ.get("OMP_NUM_THREADS", "1")))
+    store = meet(use_cuda, Options(device="cpu").rank_threads)
     place = find_place(use_cuda, ranks_per_node)
     if options.deadline == math.inf:  # the time that ranks take to start and meet does not count
         options = replace(options, deadline=time.monotonic() + options.seconds)

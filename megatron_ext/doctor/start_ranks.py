@@ -101,7 +101,7 @@ def join(options: DoctorOptions) -> DoctorReport:
 
 def leave(code: int) -> NoReturn:
     """End a rank's process. Destroying process groups in order takes seconds, and they are not needed again; if they
-    are left to Python's end, threads of gloo may abort the process."""
+    are left to Python's end, their threads may abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -344,6 +344,8 @@ def main() -> int:
                 with os.fdopen(written, "wb") as stream:
                     stream.write(json_files.encode(found))
                 code = 0 if found.error is None else 2
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
