@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import importlib
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from megatron_ext.megatron import script_arguments
 from megatron_ext.megatron.arguments import of_run
 from megatron_ext.megatron.gpt_arguments import limits_of
 from megatron_ext.megatron.layer_options import options_of_layers
+from megatron_ext.megatron.optimizer_of_args import refuse_delay_on_device
 from megatron_ext.megatron.recompute import refuse_together
 from megatron_ext.workload.workload import Workload, check
 
@@ -85,6 +87,7 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
     assert first is not None  # no rank refused, so each has a workload
     chosen = dict(zip(found[0].layer_options, found[0].layer_options[1:]))
     refuse_together(ours.zero_stage, chosen.get("--recompute-method"), int(chosen.get("--recompute-num-layers", 1)))
+    refuse_delay_on_device(ours.delayed_parameter_update, first.optimizer.on_host)
     chunks = [chunk for rank in found if rank.workload is not None for chunk in rank.workload.chunks]
     workload = msgspec.structs.replace(
         first,
@@ -92,6 +95,7 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
         zero_stage=ours.zero_stage,
         chunks=tuple(sorted(chunks, key=lambda chunk: (chunk.model_chunk_id, chunk.pp_rank))),
         limits=limits_of(ours),
+        optimizer=msgspec.structs.replace(first.optimizer, delayed=ours.delayed_parameter_update is not None),
     )
     return CheckoutModel(check(workload), found[0].layer_options, script.sizes.context_parallel_size or 1)
 
@@ -129,7 +133,6 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     environment |= {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # --deterministic-mode requires this.
     environment |= {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    environment.pop("LOCAL_WORLD_SIZE", None)
     module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
     with tempfile.TemporaryFile() as written:  # unnamed, so it is gone however this process ends
@@ -196,7 +199,9 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
         workload_of_modules,
     )
 
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+    # One node, whatever a launcher says of this process; the caller knows how many there are.
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", **sizes}
     make_fake_world(rank, world_size)
     chunks = []
     _stop_at_model(chunks)
@@ -221,6 +226,9 @@ def _parse_for_no_gpu(options: list[str]) -> None:
     """Let every parser raise InputError, and turn off kernels that may not be installed."""
     from megatron_ext.megatron.refusals import refuse_combinations
 
+    if "--inprocess-restart" in options:  # the script needs its ranks before it parses its options for training
+        refuse_combinations(argparse.Namespace(inprocess_restart=True))
+
     def refuse(self, message):
         raise InputError(message)
 
@@ -228,6 +236,7 @@ def _parse_for_no_gpu(options: list[str]) -> None:
         args.te_rng_tracker = False  # Transformer Engine's tracker needs a device, and no random number is drawn
         # KERNELS turn this fusion off, but on a GPU it is on, and it changes which activations layers save.
         args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
+        args.log_max_attention_logit = False  # needs another Transformer Engine than the stand-in, and changes no layer
         args.skip_train = False  # only the model of training is passed to DistributedDataParallel
         refuse_combinations(args)
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
@@ -257,7 +266,9 @@ def _stop_at_model(chunks: list) -> None:
     def on_meta(build):
         @functools.wraps(build)
         def build_on_meta(*args, **kwargs):
-            refuse_unsupported(of_run())
+            if (run := of_run()) is None:
+                raise InputError("does not use megatron.training's arguments (Megatron-Bridge, NeMo): not supported")
+            refuse_unsupported(run)
             with _on_meta():
                 return build(*args, **kwargs)
 
@@ -309,6 +320,8 @@ def _reason(error: BaseException) -> str:
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     # Many of Megatron's assertions have no text: then the condition is the best explanation.
     at = traceback.extract_tb(error.__traceback__)[-1]
+    if re.search(r"(\bTE\b|[Tt]ransformer.[Ee]ngine).*\d", said):
+        said += " (describing uses a stand-in for it, of an older version: leave the option out)"
     return (
         f"Megatron refuses the options: {type(error).__name__}: {said or at.line} "
         f"({Path(at.filename).name}, line {at.lineno})"

@@ -111,9 +111,10 @@ def workload_of_modules(args, modules: list[torch.nn.Module]) -> Workload:
 
 def _of_options(args, chunks: list[Chunk], ramp: tuple[int, ...]) -> Workload:
     workload, item_bytes = workload_of_run(args), ITEM_BYTES[dtype_of(args)]
+    streams = args.num_residual_streams if getattr(args, "enable_hyper_connections", False) else 1
     return msgspec.structs.replace(
         workload,
-        p2p_bytes=p2p_bytes(workload.parallel, batch_of(args), args.hidden_size, item_bytes),
+        p2p_bytes=p2p_bytes(workload.parallel, batch_of(args), streams * args.hidden_size, item_bytes),
         chunks=tuple(chunks),
         experts=experts_of(args),
         ramp=ramp,

@@ -87,7 +87,7 @@ _CHANGE = """
     pipeline-model-parallel-split-rank q-lora-rank qk-l2-norm quick-geglu relative-attention-num-buckets
     softmax-type=vanilla spec tensor-parallel-num-weight-shards=1 use-checkpoint-args use-grouped-gemm-for-dense-mlp
     use-grouped-gemm-for-shared-expert use-legacy-models use-mp-args-from-checkpoint-args
-    use-transformer-engine-op-fuser yaml-cfg
+    use-transformer-engine-op-fuser yaml-cfg enable-hyper-connections head-wise-attn-gate linear-attention-type
 """.replace("-", "_").split()
 REFUSED = {name: [neutral] for name, _, neutral in (option.partition("=") for option in _CHANGE)}
 """Options that change parameters, which rank holds them, what layers save or the order of steps, and the values that

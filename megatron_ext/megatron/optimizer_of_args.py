@@ -31,16 +31,26 @@ def optimizer_settings(args) -> OptimizerSettings:
         )
         raise option_error("optimizer_offload_fraction", why, fraction)
     delay = getattr(args, "delayed_parameter_update", None)
-    if not on_host and delay is not None:
-        why = "needs an optimizer that steps on the host: --optimizer-cpu-offload"
-        raise option_error("delayed_parameter_update", why, delay)
+    refuse_delay_on_device(delay, on_host)
+    main = _dtype(getattr(args, "main_params_dtype", None))
+    # Transformer Engine's Adam then keeps the 16 bits of a main parameter that the bfloat16 parameter lacks.
+    remainders = getattr(args, "use_precision_aware_optimizer", False) and half == "bfloat16" and not on_host
+    if remainders and main == "float32" and getattr(args, "fp8_recipe", None) in (None, "delayed"):
+        main = "int16"
     return OptimizerSettings(
         gradient_dtype="float32" if half is None or in_fp32 else half,
-        main_parameter_dtype=_dtype(getattr(args, "main_params_dtype", None)),
+        main_parameter_dtype=main,
         moment_dtypes=tuple(_dtype(getattr(args, name, None)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
         on_host=on_host,
         delayed=delay is not None,
     )
+
+
+def refuse_delay_on_device(delay: int | None, on_host: bool) -> None:
+    """Refuse ``--delayed-parameter-update`` if the optimizer steps on the device. Raises InputError."""
+    if not on_host and delay is not None:
+        why = "needs an optimizer that steps on the host: --optimizer-cpu-offload"
+        raise option_error("delayed_parameter_update", why, delay)
 
 
 def offload_options() -> dict:

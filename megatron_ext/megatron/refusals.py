@@ -32,6 +32,10 @@ REASONS = {
     "overlap_moe_expert_parallel_comm": "alternates layers of two micro-batches, which no order of steps has",
     "use_tp_pp_dp_mapping": "numbers ranks in another way",
     "hybrid_context_parallel": "divides sequences differently for each micro-batch",
+    "dynamic_context_parallel": "divides sequences differently for each micro-batch",
+    "sequence_packing_scheduler": "gives each iteration another number of micro-batches",
+    "inprocess_restart": "restarts training in the same process; use torchrun --max-restarts, which starts new ones",
+    "ddp_reduce_scatter_with_fp32_accumulation": "holds a second copy of gradients, which no bill counts",
     "ddp_param_name_patterns_for_fp32_local_accumulation": "adds some parameters' gradients in separate buffers",
     "defer_embedding_wgrad_compute": _AFTER_REDUCE,
     "overlap_dispatch_backward_with_experts_wgrad": _AFTER_REDUCE,
@@ -39,8 +43,7 @@ REASONS = {
     "enable_cuda_graph": _GRAPH,
     "external_cuda_graph": _GRAPH,
     "optimizer_cuda_graph": "a replayed step does not call the hook that reports changed parameters",
-    "cpu_offloading": _ACTIVATIONS,
-    "cpu_offloading_weights": _ACTIVATIONS,
+    "cpu_offloading_num_layers": _ACTIVATIONS,
     "fine_grained_activation_offloading": _ACTIVATIONS,
     "chunked_optimizer_state_offload": _STATES,
     "offload_optimizer_states": _STATES,
@@ -56,6 +59,7 @@ combined with a schedule. Some have different names in different releases; optio
 NEUTRAL = dict.fromkeys(REASONS, False) | {
     "ddp_param_name_patterns_for_fp32_local_accumulation": [],
     "cuda_graph_impl": "none",
+    "cpu_offloading_num_layers": 0,
     "optimizer": "adam",
 }
 """The values of these options that change none of this."""
@@ -71,7 +75,10 @@ REASONS |= {"cuda_graph_scope": _GRAPH} | dict.fromkeys(
     SHARDED_WEIGHTS.values(), "shards weights over tensor-parallel ranks, and gathers them itself"
 )
 
-OF_DDP = ("use_megatron_fsdp", "nccl_ub", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+OF_DDP = (
+    "use_megatron_fsdp nccl_ub fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag "
+    "ddp_reduce_scatter_with_fp32_accumulation"
+).split()
 """Options that are passed to DistributedDataParallel, and may be set without a command line."""
 
 NOT_COMBINED = "cannot be combined with --user-defined-schedule:"
@@ -307,7 +314,7 @@ def refuse_ddp_config(config) -> None:
         InputError: naming the option and its value.
     """
     for name in OF_DDP:
-        value = getattr(config, name, NEUTRAL[name])
+        value = getattr(config, name.removeprefix("ddp_"), NEUTRAL[name])
         if value != NEUTRAL[name]:
             raise option_error(name, f"{NOT_COMBINED} {REASONS[name]}", value)
     # With overlap_param_gather Megatron asks for whole parameters before it evaluates, saves and hashes.

@@ -21,7 +21,8 @@ class ScriptArguments(NamedTuple):
     """Arguments of a training script, and our options that were given among them.
 
     Attributes:
-        ours: the options of ``gpt_arguments.add_plan_arguments``, and ``data_parallel_size``.
+        ours: the options of ``gpt_arguments.add_plan_arguments``, ``data_parallel_size`` and
+            ``delayed_parameter_update``.
         megatron: all other options, which are Megatron's. Options of a scheduled run are left out.
         sizes: the values of :data:`MODEL_SIZES` and :data:`REPLICA_SIZES` in the text; None for a model size that is
             not given.
@@ -79,8 +80,9 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     add_plan_arguments(parser)
     parser.add_argument("--data-parallel-size", "--dp", type=int)
-    for name in ("", "-trace", "-nvme-path", "-check"):
+    for name in ("", "-trace", "-nvme-path", "-check", "-step-timeout"):
         parser.add_argument(f"--user-defined-schedule{name}")
+    parser.add_argument("--delayed-parameter-update", type=int)
     ours, megatron = parser.parse_known_args(list(options))
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     for names, default in ((REPLICA_SIZES, 1 if of_megatron else None), (MODEL_SIZES, None)):

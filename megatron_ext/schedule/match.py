@@ -76,7 +76,8 @@ def match_parallel(schedule: Schedule, parallel: Parallel, *, file=None) -> None
     for name, field in _SIZES.items():
         have, run = getattr(schedule.parallel, name), getattr(parallel, name)
         if have != run:
-            Checker(file).refuse(f"the run has {run!r}", f"parallel.{field}", have)
+            hint = "; if its launcher does not say it, export LOCAL_WORLD_SIZE" if name == "node_size" else ""
+            Checker(file).refuse(f"the run has {run!r}{hint}", f"parallel.{field}", have)
 
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")

@@ -15,17 +15,22 @@ def forget_single_task() -> None:
             os.environ.pop(name, None)
 
 
+OTHERS = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE")
+"""The number of ranks of a node, as Open MPI, MPICH or Intel MPI, and DeepSpeed's launcher say it."""
+
+
 def ranks_on_this_node() -> int | None:
-    """Read from torchrun's ``LOCAL_WORLD_SIZE``, or from ``SLURM_STEP_TASKS_PER_NODE`` (such as ``8(x2)``) if srun
-    itself starts the ranks. None if no launcher says it.
+    """Read from torchrun's ``LOCAL_WORLD_SIZE``, or if another launcher starts the ranks, from :data:`OTHERS` or
+    ``SLURM_STEP_TASKS_PER_NODE`` (such as ``8(x2)``). None if no launcher says it.
 
     Raises:
         InputError: srun has started different numbers of ranks on its nodes.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    text = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if text is None or "RANK" not in os.environ:
+    names = (*OTHERS, "SLURM_STEP_TASKS_PER_NODE") if "RANK" in os.environ else ()
+    text = next((os.environ[name] for name in names if name in os.environ), None)
+    if text is None:
         return None
     counts = {int(count) for count in re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", text)}
     if len(counts) != 1:

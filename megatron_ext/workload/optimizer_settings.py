@@ -14,7 +14,7 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     Attributes:
         gradient_dtype: dtype of Megatron's gradient buffers (``--accumulate-allreduce-grads-in-fp32``).
         main_parameter_dtype: dtype of the optimizer's copies of 16-bit parameters. Other parameters are updated in
-            place.
+            place. int16: the bits of a float32 copy that a bfloat16 parameter lacks.
         moment_dtypes: dtypes of the optimizer's states: two for Adam, one for SGD with momentum.
         on_host: whether the optimizer steps in host memory (``--optimizer-cpu-offload``).
         delayed: whether the optimizer steps during the next iteration (``--delayed-parameter-update``).
@@ -38,6 +38,12 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     def main_item_bytes(self, dtype: str) -> int:
         """Bytes of the optimizer's own copy per element of a parameter of ``dtype``."""
         return ITEM_BYTES[self.main_parameter_dtype] if dtype in HALF or self.on_host else 0
+
+    def placed(self, on_host: bool, delayed: bool = False) -> "OptimizerSettings":
+        """The same optimizer in another place. In host memory its main parameters are complete."""
+        whole = on_host and self.main_parameter_dtype == "int16"
+        main = "float32" if whole else self.main_parameter_dtype
+        return msgspec.structs.replace(self, on_host=on_host, delayed=delayed, main_parameter_dtype=main)
 
     def check(self, *, file=None) -> None:
         """Refuse dtypes that are not known, and delayed updates on the device. Raises InputError."""

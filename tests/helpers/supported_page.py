@@ -60,6 +60,7 @@ def _models() -> list[str]:
         ["norms on queries and keys (`--qk-layernorm`)", "trained", "bf16-tied"],
         ["hybrid Mamba (`--entry pretrain_mamba.py`)", "described", "training needs `mamba-ssm`, which needs a GPU"],
         ["your own script (`--entry`)", "trained", "it must build a model whose layers are `decoder.layers`"],
+        ["Megatron-Bridge, NeMo", "refused", "training has to read its options with `megatron.training`"],
         ["T5", "refused", "messages between stages carry two tensors"],
         ["BERT, vision", "refused", "layers outside of one decoder"],
         ["multimodal", "refused", "layers in two models"],

@@ -117,7 +117,7 @@ def _stock(problem: FitProblem) -> Iterator[tuple[Setting, Stock]]:
     given, batch = problem.space.given, problem.space.given.batch
     places = [False, True] if given.shape.dtype != "float32" else [False]
     for recompute, on_host in product((None, "full"), places):
-        optimizer = msgspec.structs.replace(given.optimizer, on_host=on_host, delayed=False)
+        optimizer = given.optimizer.placed(on_host)
         recomputed = batch._replace(recompute=recompute, recompute_method="uniform", recompute_num_layers=1)
         setting = given._replace(zero_stage=1, batch=recomputed, optimizer=optimizer)
         if problem.costs.allows(setting):

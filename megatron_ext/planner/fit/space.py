@@ -150,7 +150,7 @@ class Space(NamedTuple):
                     continue
                 if stage == 3 and together and batch.recompute_num_layers > 1:  # megatron/recompute.py
                     continue
-                optimizer = replace(given.optimizer, on_host=on_host, delayed=delayed)
+                optimizer = given.optimizer.placed(on_host, delayed)
                 yield Setting(shape, parallel, batch, stage, optimizer)
 
     def _batches(self, parallel: Parallel, micro_batch_size: int) -> Iterator[MicroBatch]:

@@ -126,10 +126,15 @@ parser.add_argument("--use-megatron-fsdp", action="store_true")
 parser.add_argument("--data-path", nargs="*")
 parser.add_argument("--no-rope-fusion", action="store_true")
 parser.add_argument("--skip-train", action="store_true")
+parser.add_argument("--optimizer-cpu-offload", action="store_true")
+parser.add_argument("--log-max-attention-logit", action="store_true")
+parser.add_argument("--enable-hyper-connections", action="store_true")
 args = global_vars._GLOBAL_ARGS = parser.parse_args()
 assert args.no_rope_fusion
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 assert args.lr < 1
+assert args.seed != 2 and not args.log_max_attention_logit, "is only supported with TE >= 2.9.0."
+args.num_residual_streams = 4
 args.virtual_pipeline_model_parallel_size = vp = args.num_virtual_stages_per_pipeline_rank
 args.microbatch_group_size_per_vp_stage = None
 args.params_dtype = gpt_model.transformer_config(args).params_dtype
@@ -169,18 +174,39 @@ def test_a_checkout_reads_the_command_line_itself(checkout, described):
     assert sorted(checkout.rglob("*")) == before
 
 
+def test_options_that_change_no_layer_are_followed(checkout, described):
+    """Ours of a checkout that is not patched; logging that needs another Transformer Engine than the stand-in; residual
+    streams, all of which a stage sends (schedules.py of the branch dev)."""
+    ours = "--user-defined-schedule-step-timeout 60 --delayed-parameter-update 1".split()
+    theirs = "--bf16 --optimizer-cpu-offload --log-max-attention-logit --enable-hyper-connections".split()
+    found = described("--checkout", checkout, *THEIRS, *theirs, *ours)
+    assert found.optimizer is not None and found.optimizer.delayed
+    assert found.p2p_bytes == 4 * 64 * 64 * 2
+
+
+def test_a_loop_without_megatrons_arguments_is_refused(checkout, tmp_path):
+    (tmp_path / "bridge.py").write_text(SCRIPT.replace("args = global_vars._GLOBAL_ARGS =", "args ="))
+    asked = ["describe", "--out", tmp_path / "w.json", "--checkout", checkout, "--entry", tmp_path / "bridge.py"]
+    result = command_line(*asked, *THEIRS)
+    said = "bridge.py: does not use megatron.training's arguments (Megatron-Bridge, NeMo): not supported\n"
+    assert result.returncode == 2 and result.stderr.endswith(said), result.stderr
+
+
 @pytest.mark.parametrize(
     "options, said",
     some(
         [
             (["--lr", "2"], "Megatron refuses the options: AssertionError: assert args.lr < 1"),
             (["--hidden-size", "65"], "--num-attention-heads = 4: does not divide --hidden-size 65"),
+            (["--seed", "2"], "TE >= 2.9.0. (describing uses a stand-in for it, of an older version"),
             (["--use-megatron-fsdp"], "--use-megatron-fsdp = True: cannot be combined"),
             (["--data-parallel-size", "0"], "--data-parallel-size = 0: must be at least 1"),
             (["--lrr", "3"], "unrecognized arguments: --lrr 3"),
             (["--seed", "1"], "without building a model"),
+            (["--inprocess-restart"], "--inprocess-restart = True: cannot be combined"),
+            (["--delayed-parameter-update", "1"], "--delayed-parameter-update = 1: needs an optimizer that steps on"),
         ],
-        2,
+        3,
     ),
 )
 def test_what_the_checkout_refuses_is_one_line(checkout, options, said):

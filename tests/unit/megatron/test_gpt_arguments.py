@@ -58,6 +58,29 @@ def test_gradients_are_summed_in_what_megatron_takes(options, dtype):
     assert optimizer_settings(ignored_options.parse(options.split())).gradient_dtype == dtype
 
 
+AWARE = "--bf16 --use-precision-aware-optimizer"
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        (AWARE, "int16"),
+        (f"{AWARE} --fp8-recipe delayed --main-params-dtype fp32", "int16"),
+        (f"{AWARE} --fp8-recipe blockwise", "float32"),  # Megatron itself keeps the main parameters
+        (f"{AWARE} --main-params-dtype fp16", "float16"),
+        (f"{AWARE} --optimizer-cpu-offload", "float32"),
+        ("--fp16 --use-precision-aware-optimizer", "float32"),
+        ("--bf16", "float32"),
+    ],
+)
+def test_a_precision_aware_optimizer_keeps_what_bfloat16_parameters_lack(options, dtype):
+    """Source: ``store_param_remainders`` in megatron/core/optimizer, core_v0.11 to main, and distrib_optimizer.py."""
+    settings = optimizer_settings(ignored_options.parse(options.split()))
+    assert settings.main_parameter_dtype == dtype
+    assert settings.placed(on_host=settings.on_host) == settings
+    assert settings.placed(on_host=True).main_item_bytes("bfloat16") == (2 if dtype == "float16" else 4)
+
+
 def test_what_else_is_recomputed_is_not_counted_here():
     selective = "--recompute-granularity selective --recompute-modules".split()
     ignored_options.parse([*selective, "core_attn"])

@@ -17,7 +17,11 @@ from megatron_ext.megatron.ignored_options import parse
         ("--checkpoint-activations", "changes parameters, what layers save"),
         ("--encoder-seq-length 4096", "changes parameters, what layers save"),
         ("--model-parallel-size 2", "changes parameters"),
+        ("--head-wise-attn-gate", "changes parameters"),
+        ("--linear-attention-type gated_delta_net", "changes parameters"),
+        ("--enable-hyper-connections", "changes parameters"),
         ("--use-nccl-ub", "cannot be combined with a schedule"),
+        ("--cpu-offloading-num-layers 2", "cannot be combined with a schedule: its copies of activations"),
     ],
 )
 def test_what_changes_the_answer_is_refused(verb, option, why):
@@ -28,7 +32,8 @@ def test_what_changes_the_answer_is_refused(verb, option, why):
 @pytest.mark.parametrize(
     "option",
     "--use-dist-ckpt|--override-opt-param-scheduler|--softmax-type vanilla|--moe-extended-tp|"
-    "--encoder-tensor-model-parallel-size 1|--tensor-parallel-num-weight-shards 1".split("|"),
+    "--encoder-tensor-model-parallel-size 1|--tensor-parallel-num-weight-shards 1|"
+    "--cpu-offloading-num-layers 0".split("|"),
 )
 def test_what_changes_nothing_is_not_reported(option):
     passed_over: list[str] = []

@@ -17,6 +17,7 @@ from megatron_ext.megatron.refusals import (
     REASONS,
     environment_mismatch,
     refuse_checkpoints,
+    refuse_ddp_config,
     refuse_unsupported,
     replaced_options,
     require_hooks,
@@ -86,6 +87,10 @@ def test_a_usual_run_is_accepted():
         ("chunked_optimizer_state_offload", True),
         ("offload_optimizer_states", True),
         ("disable_param_buffers_cpu_backup", True),
+        ("dynamic_context_parallel", True),
+        ("sequence_packing_scheduler", "dp_balanced"),
+        ("inprocess_restart", True),
+        ("ddp_reduce_scatter_with_fp32_accumulation", True),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(name, value):
@@ -113,6 +118,13 @@ def test_defaults_of_options_that_are_refused_are_accepted():
     refuse_unsupported(
         options(cuda_graph_impl="none", enable_cuda_graph=False, qk_clip=False, cuda_graph_scope=["attn", "mlp"])
     )
+
+
+def test_a_copy_of_gradients_that_a_script_asks_for_itself_is_refused():
+    usual = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    refuse_ddp_config(SimpleNamespace(**usual, reduce_scatter_with_fp32_accumulation=False))
+    with pytest.raises(InputError, match="--ddp-reduce-scatter-with-fp32-accumulation = True: .* second copy"):
+        refuse_ddp_config(SimpleNamespace(**usual, reduce_scatter_with_fp32_accumulation=True))
 
 
 @pytest.mark.parametrize("of", ["", "expert_"])

@@ -17,15 +17,16 @@ from megatron_ext.megatron.refusals import NEUTRAL, refuse_unsupported
 WORDS = re.compile("graph|offload|param_gather|param_ag")
 
 REFUSED = """
-    chunked_optimizer_state_offload cpu_offloading cpu_offloading_weights cuda_graph_impl enable_cuda_graph
+    chunked_optimizer_state_offload cpu_offloading_num_layers cuda_graph_impl enable_cuda_graph
     external_cuda_graph fine_grained_activation_offloading fp4_param_gather fp8_param_gather offload_optimizer_states
     optimizer_cuda_graph reuse_grad_buf_for_mxfp8_param_ag
 """.split()
 
 HARMLESS = {
     "part of an option that is refused": """
-        _cpu_offloading_context activation_offload_fraction cpu_offloading_activations cpu_offloading_double_buffering
-        cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
+        _cpu_offloading_context activation_offload_fraction cpu_offloading cpu_offloading_activations
+        cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights
+        cuda_graph_modules
         cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool cuda_graph_warmup_steps
         delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
         fine_grained_offloading_max_inflight_offloads megatron_fsdp_cuda_graph_mode

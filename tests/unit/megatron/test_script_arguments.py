@@ -44,6 +44,12 @@ def test_ours_are_told_from_megatrons_and_sizes_are_read():
     assert (found.replica_size, found.world_size(), found.data_parallel_size()) == (4, 16, 4)
 
 
+def test_options_of_a_run_are_not_passed_on_to_megatron():
+    """The parser of a checkout that is not patched does not know them."""
+    found = read([*ARGUMENTS, "--user-defined-schedule-step-timeout", "60", "--delayed-parameter-update", "2"])
+    assert found.megatron == ARGUMENTS and found.ours.delayed_parameter_update == 2
+
+
 def test_a_launcher_says_how_many_replicas_there_are(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert read(ARGUMENTS).data_parallel_size() == 2

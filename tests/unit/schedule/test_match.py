@@ -37,6 +37,9 @@ def test_a_schedule_for_other_instances_of_the_optimizer_is_refused():
     split = replace(work, parallel=replace(work.parallel, num_distributed_optimizer_instances=2))
     with pytest.raises(InputError, match="parallel.num_distributed_optimizer_instances = 1: the run has 2"):
         match(schedule, split)
+    nodes = replace(work, parallel=replace(work.parallel, gpus_per_node=1))
+    with pytest.raises(InputError, match="parallel.gpus_per_node = .*: the run has 1; .* export LOCAL_WORLD_SIZE"):
+        match(schedule, nodes)
 
 
 def test_layers_are_compared_before_parameters():

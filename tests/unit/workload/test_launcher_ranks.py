@@ -5,10 +5,10 @@ import os
 import pytest
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.workload.launcher_ranks import forget_single_task, ranks_on_this_node
+from megatron_ext.workload.launcher_ranks import OTHERS, forget_single_task, ranks_on_this_node
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "RANK")
+NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "RANK", *OTHERS)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ NAMES = ("LOCAL_WORLD_SIZE", "SLURM_STEP_TASKS_PER_NODE", "RANK")
         ({"LOCAL_WORLD_SIZE": "4", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "WORLD_SIZE": "8"}, 4),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "RANK": "9"}, 8),
         ({"SLURM_STEP_TASKS_PER_NODE": "8", "RANK": "0"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "RANK": "9"}, 8),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "LOCAL_WORLD_SIZE": "8", "RANK": "9"}, 8),  # mpirun starts torchrun
+        ({"MPI_LOCALNRANKS": "8", "RANK": "9"}, 8),
+        ({"LOCAL_SIZE": "8", "RANK": "9"}, 8),
+        ({"LOCAL_SIZE": "8"}, None),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, None),  # a step that starts no ranks
     ],
 )
@@ -30,7 +35,8 @@ def test_ranks_of_a_node(monkeypatch, environment, ranks):
 
 
 def test_nodes_with_different_numbers_of_ranks_are_refused(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "22")
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),7")
     with pytest.raises(InputError, match="SLURM_STEP_TASKS_PER_NODE = .*every node must have the same number"):
