@@ -164,10 +164,12 @@ def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
 
 
 def _workload_of_stock(run: RunDir) -> Workload:
-    """The workload of the run that the schedule is compared with. Stock Megatron has no zero stage 3."""
-    if run.workload.zero_stage < 3 or run.gathers_only is not None:
+    """The workload of the run that the schedule is compared with. Stock Megatron has no zero stage 3, and does not keep
+    the limits: a plan within them can be compared with a run that holds more."""
+    if run.gathers_only is not None:
         return run.workload
-    return msgspec.structs.replace(run.workload, zero_stage=1, limits=Limits())
+    zero_stage = run.workload.zero_stage if run.workload.zero_stage < 3 else 1
+    return msgspec.structs.replace(run.workload, zero_stage=zero_stage, limits=Limits())
 
 
 def _memory(run: RunDir, bills: list[RankMemory]) -> tuple[tuple[RankMemory, RankMemory], ...]:

@@ -6,16 +6,20 @@ import sys
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import make_workload
 from run_files import change, make_run
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.report import timeline
 from megatron_ext.report.run_dir import GATHERS_ONLY, READ
 from megatron_ext.schedule import user_defined_schedule as schedule
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload import workload
+from megatron_ext.workload.workload import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +162,18 @@ def test_what_trained_without_a_schedule_at_zero_stage_3_is_called_zero_stage_1(
     assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
     assert "(zero stage 1)" in found["compared_with"]
     assert "| | zero stage 1 | scheduled | ratio |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_plan_within_a_limit_that_stock_does_not_keep_is_compared_with_it(tmp_path, capsys):
+    """The limit is the plan's; stock training was measured all the same."""
+    sizes = {"zero_stage": 2, "hidden": 256}
+    whole = make_workload(**sizes)
+    held = max(bill.memory.device_total_bytes for bill in memory_bill(stock_schedule(whole), whole))
+    work = make_run(tmp_path, device_bytes=held * 9 // 10, **sizes)
+    found = figures(capsys, tmp_path)
+    stock = evaluate(replace(work, limits=Limits()), cost.load(tmp_path / "cost_table.json"))
+    assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
+    assert found["iteration_time_us"]["stock"] == 2004.5
 
 
 def refused(capsys, path, name: str) -> str:
