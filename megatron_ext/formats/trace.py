@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.moved_bytes import MovedBytes
 
 Lane = Literal[
     "compute",
@@ -60,6 +61,22 @@ class Event(NamedTuple):
         return self.start_us + self.duration_us
 
 
+class AboutTraining(msgspec.Struct, frozen=True):
+    """What a training run says about itself in the trace that it writes. None: a trace of an earlier version does not
+    say it.
+
+    ``scheduled``: whether it trained by a schedule (Megatron itself gathers in the reference of an equality check),
+    ``schedule_sha256``: by which one. ``on_device``: steps and waits were recorded on a device, while the training
+    thread issued. ``moved_bytes``: by rank and iteration.
+    """
+
+    scheduled: bool | None = None
+    schedule_sha256: str | None = None
+    on_device: bool | None = None
+    moved_bytes: list[list[MovedBytes]] = []
+    kind: str = "measured"
+
+
 class _Args(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     iteration: int = 0
 
@@ -79,7 +96,7 @@ class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
     otherData: dict = {}
 
 
-def save(path, events: list[Event], *, about: dict | None = None) -> None:
+def save(path, events: list[Event], *, about: dict | AboutTraining | None = None) -> None:
     """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) is stored in ``otherData``."""
     rows: list[dict] = []
     for rank in sorted({event.rank for event in events}):

@@ -51,6 +51,7 @@ class MeasuredTrace:
         iterations: the number of training iterations that the trace must have; None accepts any number.
 
     Attributes:
+        about: what the run says about itself.
         moved_bytes: by rank and iteration, the counted bytes; empty if none were counted.
 
     Raises:
@@ -65,7 +66,11 @@ class MeasuredTrace:
         self.path, self.parallel, self.iterations = path, parallel, iterations
         if about.get("kind") != "measured":
             check.refuse("expected the trace of a training run", "otherData.kind", about.get("kind"))
-        self.moved_bytes = _moved_bytes(about, parallel.world_size, iterations, check)
+        try:
+            self.about = msgspec.convert(about, traces.AboutTraining)
+        except msgspec.ValidationError as error:
+            check.refuse(str(error), "otherData")
+        self.moved_bytes = _moved_bytes(self.about.moved_bytes, parallel.world_size, iterations, check)
         by_rank: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             by_rank[event.rank].append(event)
@@ -127,11 +132,7 @@ class MeasuredTrace:
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
 
-def _moved_bytes(about: dict, ranks: int, iterations: int, check: Checker) -> list[list[MovedBytes]]:
-    try:
-        found = msgspec.convert(about.get("moved_bytes", []), list[list[MovedBytes]])
-    except msgspec.ValidationError as error:
-        check.refuse(str(error), "otherData.moved_bytes")
+def _moved_bytes(found: list[list[MovedBytes]], ranks: int, iterations: int, check: Checker) -> list[list[MovedBytes]]:
     if not any(found):  # not scheduled, or not counted
         return []
     if [len(own) for own in found] != [iterations] * ranks:

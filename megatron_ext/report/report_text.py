@@ -253,6 +253,8 @@ def cautions(report: Report) -> list[str]:
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
     found = [shared_device(hardware[RANKS_PER_DEVICE])] if RANKS_PER_DEVICE in hardware else []
+    if report.run.scheduled_trace.about.schedule_sha256 is None:
+        found.append("the trace is of an earlier version: it does not say by which schedule this training was")
     return [*found, str(hardware[CAUTION])] if CAUTION in hardware else found
 
 

@@ -12,7 +12,7 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.metrics import Metrics
 from megatron_ext.report.measured_trace import MeasuredTrace
-from megatron_ext.schedule import match, validate
+from megatron_ext.schedule import match, schedules, validate
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.workload import Workload
@@ -61,8 +61,10 @@ class RunDir:
 
     @property
     def on_device(self) -> bool:
-        """Whether ranks compute on devices, so that the training thread issues in the meantime."""
-        return (self.table.metadata.software or {}).get("backend") == "nccl"
+        """Whether ranks compute on devices, so that the training thread issues in the meantime. A table may be of
+        another machine, or of a data sheet; it counts if the trace does not say it."""
+        of_run = self.scheduled_trace.about.on_device
+        return (self.table.metadata.software or {}).get("backend") == "nccl" if of_run is None else of_run
 
     @property
     def iterations(self) -> int:
@@ -99,7 +101,8 @@ def load(directory) -> RunDir:
     """Read a run directory.
 
     Raises:
-        InputError: a file is missing or damaged, or two files are not from the same run.
+        InputError: a file is missing or damaged, or two files are not from the same run. Traces of earlier versions do
+            not say by which schedule they were recorded.
     """
     path = Path(directory)
     if not os.path.isdir(path):  # a name may be too long
@@ -122,15 +125,21 @@ def load(directory) -> RunDir:
     def metrics(key: str, scheduled: Metrics | None = None) -> Metrics | None:
         return _metrics(at[key], workload, scheduled) if {key, "scheduled_metrics"} <= there else None
 
-    def traced(key: str) -> MeasuredTrace:
-        return MeasuredTrace(at[key], workload.parallel, scheduled and scheduled.iterations)
+    def traced(key: str, by: Path | None) -> MeasuredTrace:
+        trace = MeasuredTrace(at[key], workload.parallel, scheduled and scheduled.iterations)
+        about = trace.about
+        if by is not None and (about.scheduled is False or about.schedule_sha256 not in (None, schedules.sha256(by))):
+            said = f"is not of a training by this {by.name}: by another, by none, or the reference of an equality check"
+            raise InputError(said, file=at[key])
+        return trace
 
     scheduled = metrics("scheduled_metrics")
-    reference, trace = metrics("reference_metrics", scheduled), traced("scheduled_trace")
+    reference, trace = metrics("reference_metrics", scheduled), traced("scheduled_trace", at["schedule"])
     found = RunDir(path, table, workload, schedule, trace, gathers_only, scheduled, reference)
     if not there.issuperset(COMPARED):
         return found
-    return replace(found, stock=metrics("stock_metrics", scheduled), stock_trace=traced("stock_trace"))
+    trace = traced("stock_trace", path / GATHERS_ONLY if gathers_only is not None else None)
+    return replace(found, stock=metrics("stock_metrics", scheduled), stock_trace=trace)
 
 
 def _gathers_only(path: Path, workload: Workload) -> Schedule | None:

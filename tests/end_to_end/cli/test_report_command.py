@@ -11,6 +11,7 @@ from run_files import change, make_run
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.planner.stock import stock_schedule
@@ -122,6 +123,7 @@ def test_a_schedule_without_a_prediction_is_simulated(tmp_path, capsys):
     make_run(tmp_path)
     before = figures(capsys, tmp_path)["predicted_iteration_time_us"]
     change(tmp_path / "schedule.json", lambda s: s.pop("predicted") and None)
+    change(tmp_path / "scheduled.trace.json", lambda trace: trace["otherData"].pop("schedule_sha256") and None)
     assert figures(capsys, tmp_path)["predicted_iteration_time_us"] == pytest.approx(before)
 
 
@@ -143,6 +145,11 @@ def test_zero_stage_3_is_compared_with_all_gathers_alone(tmp_path, capsys):
     table = cost.load(tmp_path / "cost_table.json")
     gathers = plan(work, table, policy="gathers-only")
     schedule.save(tmp_path / GATHERS_ONLY, gathers)
+    assert "stock.trace.json: is not of a training by this gathers_only" in refused(
+        capsys, tmp_path, "stock.trace.json"
+    )
+    by = {"scheduled": True, "schedule_sha256": json_files.sha256(tmp_path / GATHERS_ONLY)}
+    change(tmp_path / "stock.trace.json", lambda trace: trace["otherData"].update(by))
     found = figures(capsys, tmp_path)
     assert found["bitwise_equal"] is True
     assert found["compared_with"].startswith("the best plan by all-gathers alone")

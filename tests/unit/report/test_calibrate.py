@@ -11,7 +11,7 @@ from early_step_cases import case, on_drive
 from event_rows import events
 from msgspec.structs import replace
 from planning_cases import WHOLE, line, make_table, make_workload
-from run_files import EPOCH_US, make_metrics, make_run
+from run_files import EPOCH_US, change, make_metrics, make_run
 
 from megatron_ext import planner, report
 from megatron_ext.cli import main as cli
@@ -169,7 +169,7 @@ def traced(made, events, **more) -> Any:
     first_us = min(event.start_us for event in events if event.lane == "compute")
     window = lambda i: Window(i, events, made.iteration_time_us)
     own = lambda i: made.iteration_time_us - first_us
-    return SimpleNamespace(iterations=6, window=window, iteration_us=own, **more)
+    return SimpleNamespace(iterations=6, window=window, iteration_us=own, about=traces.AboutTraining(), **more)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -311,10 +311,15 @@ def test_a_report_names_launches_where_the_device_waits_for_them():
     assert parts.as_json(hidden, 2400.0)["explains"] == "backward"
 
 
-@pytest.mark.parametrize("backend, text", [("nccl", "at most 9.000 measured"), ("gloo", None)])
-def test_a_report_of_a_run_on_devices_has_launches(tmp_path, monkeypatch, backend, text):
-    """Without them launches are a part of the steps."""
+@pytest.mark.parametrize(
+    "of_run, backend, text",
+    [(None, "nccl", "at most 9.000 measured"), (None, "gloo", None), (True, None, "at most 9.000 measured")]
+    + [(False, "nccl", None)],
+)
+def test_a_report_of_a_run_on_devices_has_launches(tmp_path, monkeypatch, of_run, backend, text):
+    """Without them launches are a part of the steps. The table may be a data sheet's: the run says where it was."""
     make_run(tmp_path)
+    change(tmp_path / "scheduled.trace.json", lambda trace: trace["otherData"].update(on_device=of_run))
     run = report.load(tmp_path)
     rows = tuple(replace(row, forward_launch_us=500.0, backward_launch_us=1e3) for row in run.table.compute)
     table = replace(run.table, compute=rows, metadata=cost.Metadata(software={"backend": backend}))

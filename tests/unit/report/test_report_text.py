@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
+from megatron_ext.formats.trace import AboutTraining
 from megatron_ext.planner.last_lines import ComparedRun
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report.report_text import cautions, ending, memory_rows, verdict_line
@@ -32,7 +33,8 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
     def report(**hardware):
         measured_on = SimpleNamespace(hardware=hardware)
         run = SimpleNamespace(
-            schedule=SimpleNamespace(metadata=SimpleNamespace(options=SimpleNamespace(measured_on=measured_on)))
+            schedule=SimpleNamespace(metadata=SimpleNamespace(options=SimpleNamespace(measured_on=measured_on))),
+            scheduled_trace=SimpleNamespace(about=AboutTraining(schedule_sha256="0")),
         )
         one = SimpleNamespace(median_us=1.0)
         pair = SimpleNamespace(stock=one, scheduled=one)
