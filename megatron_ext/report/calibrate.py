@@ -6,10 +6,11 @@ from are multiplied by measured time / simulated time: compute of each chunk and
 messages, publishing, the optimizer and the host's step. So a curve gets the time that it has in this run, with
 everything that runs at the same time, and keeps its shape. An all-gather counts from when its slowest rank has issued
 it. A reduce that waits for its slowest rank counts with that wait.
-Reads and writes of optimizer states on a drive get the same factor. Only the part of Megatron's optimizer step that is
-not in the run's own steps of groups is corrected. For a reduce a run records only the waits for it. The difference
-between measured and simulated waits is added to the reduce. If compute hides the reduce, and the waits are shorter than
-the error that any curve may have, it is not corrected.
+Reads and writes of optimizer states on a drive get the same factor. So do the curves of publishing that the schedule
+uses (into host copies, onto drives, between nodes): a run records one time for all of them. Only the part of Megatron's
+optimizer step that is not in the run's own steps of groups is corrected. For a reduce a run records only the waits for
+it. The difference between measured and simulated waits is added to the reduce. If compute hides the reduce, and the
+waits are shorter than the error that any curve may have, it is not corrected.
 Links slow each other down, and compute that hides a part of a reduce hides the same part of a longer one. So the run is
 simulated on the corrected table, and the table is corrected again, until no figure changes. The next plan may depend on
 figures that this run does not show: calibrate, plan and run again until only the machine's own variation is left.
@@ -44,8 +45,7 @@ CURVES = {
     "gpu": "routes.gpu",
     "cpu": "routes.cpu",
     "nvme": "routes.nvme",
-    "states": "publish.nvme",
-    "publish": "publish.cpu",
+    **{curve: curve for curve in ("publish.cpu", "publish.nvme", "publish.internode")},
     "p2p": "p2p",
     "reduce": "reduce",
     "optimizer": "optimizer",
@@ -92,14 +92,15 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     if differ:
         raise InputError("; ".join(differ) + "; calibrate needs the table of the same run", field="metadata")
     indices = counted(run.iterations, run.turn_iterations)
-    windows = [_times(run.scheduled_trace.window(index + 1).events, run) for index in indices]
+    published = _published(run, Timing(run.workload, given, extrapolate=extrapolate))
+    windows = [_times(run.scheduled_trace.window(index + 1).events, run, published) for index in indices]
     measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
     took = run.iteration_us
     measured_us = median(took[index] for index in indices)
 
     def simulated(timing: Timing) -> tuple[Times, float]:
         result = evaluate(run.workload, timing.table, run.schedule, trace=True, extrapolate=extrapolate)
-        times = _times(result.events or (), run)
+        times = _times(result.events or (), run, published)
         for thread in launches(run, result, timing, indices):
             if thread.limits:
                 times = {key: us for key, us in times.items() if key[0] not in (FORWARD, BACKWARD, OPTIMIZER)}
@@ -127,10 +128,22 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
 
 
-def _times(events: Iterable[Event], run: RunDir) -> Times:
+def _published(run: RunDir, timing: Timing) -> list[str]:
+    """The curves that the run's publishing takes its time from. Copies of gradients to host memory are in the same
+    lane, and are read from the curve of host copies."""
+    nodes = ["internode"] * (max(timing.crosses_nodes) > 1)
+    to = {f"publish.{each}" for entry in run.schedule.publish for each in (*entry.to, *nodes)}
+    if not to or run.workload.optimizer.on_host:
+        to.add("publish.cpu")
+    return [*filter(timing.offers_curve, to)]
+
+
+def _times(events: Iterable[Event], run: RunDir, published: Iterable[str]) -> Times:
     """Times of all parts, means over the ranks of a pipeline rank. A transfer counts from when all of its ranks have
-    issued it."""
-    parallel = run.workload.parallel
+    issued it. An interval of publishing counts for each of the curves ``published``, and one of a drive that optimizer
+    states pass through also for that of its writes."""
+    states = ["publish.nvme"] * (run.schedule.state_slots is not None)
+    also, parallel = {"publish": published, "nvme": ["nvme", *states]}, run.workload.parallel
     given = apart(events, parallel, run.schedule.groups, run.on_device, by_optimizer=("host_step", "nvme"))
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
@@ -139,9 +152,8 @@ def _times(events: Iterable[Event], run: RunDir) -> Times:
         part = part_of(event)
         chunk = Step.parse(event.name).model_chunk_id(parallel.pp) if part in (FORWARD, BACKWARD) else 0
         ranks[pp_rank].add(event.rank)
-        found[part, pp_rank, chunk] += event.duration_us
-        if part == "nvme" and run.schedule.state_slots is not None:
-            found["states", pp_rank, chunk] += event.duration_us
+        for own in also.get(part, (part,)):
+            found[own, pp_rank, chunk] += event.duration_us
     return {key: us / len(ranks[key[1]]) for key, us in found.items()}
 
 

@@ -186,6 +186,35 @@ def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     assert found.error_before < -0.1 and found.error_after == pytest.approx(0.0, abs=1e-6)
 
 
+def run_of(work, table, truth, schedule) -> RunDir:
+    made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
+    return RunDir(Path("runs/x"), table, work, schedule, traced(made, made.events))
+
+
+ONE_STAGE: dict[str, Any] = dict(pp=1, vp=1, dp=4, hidden=256, zero_stage=3, order="no_pipeline", layers=4)
+
+
+@pytest.mark.parametrize("slow, used", [("internode", {"cpu", "internode"}), ("nvme", {"nvme"})])
+@pytest.mark.parametrize("factor", [3.0, 0.4])
+def test_all_curves_that_publishing_uses_are_corrected(slow, used, factor):
+    """A run has one time for them. The slow one alone is not as the table says."""
+    work = make_workload(**ONE_STAGE, gpus_per_node=4 if slow == "nvme" else 2, nvme_slots=3)
+    truth = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), nvme=(30.0, 1e3), **WHOLE)
+    truth = replace(truth, publish=replace(truth.publish, internode=line(10.0, 2e3)))
+    curve = getattr(truth.publish, slow)
+    table = replace(truth, publish=replace(truth.publish, **{slow: times(curve, 1 / factor)}))
+    policies = ["share-50"] if slow == "internode" else [f"random:{seed}" for seed in range(50)]
+    made = (planner.plan(work, truth, policy=policy) for policy in policies)
+    schedule = next(each for each in made if {to for entry in each.publish for to in entry.to} == used - {"internode"})
+    found = calibrate(run_of(work, table, truth, schedule))
+    named = {name: by for name, by in found.factors.items() if name.startswith("publish")}
+    assert named.keys() == {f"publish.{name}" for name in used} and len(set(named.values())) == 1
+    assert (min(named.values()) > 1) == (factor > 1) and not found.moving
+    after, true = (evaluate(work, each, schedule, extrapolate=True).iteration_time_us for each in (found.table, truth))
+    assert after == pytest.approx(true, rel=0.002)
+    assert set(found.left) >= {"publish.cpu", "publish.nvme", "publish.internode"} - named.keys()
+
+
 def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
     """A run does not record when a reduce ends, but how long it waits for it."""
     work, truth, schedule = case(150.0, gradients="sharded", microbatches=microbatches)
