@@ -24,7 +24,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.cost_table import Compute, CostTable, Point, Routes
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point, Routes
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
 from megatron_ext.cost.estimates import Costs
@@ -85,7 +85,8 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     """The table (by default the run's own), corrected by the scheduled training of ``run``.
 
     Raises:
-        InputError: the table is for other sizes or another model than the run, or the run measured no part of it.
+        InputError: the table is for other sizes or another model than the run, the run measured no part of it, or a
+            figure differs from it by more than :data:`MOST`.
     """
     given = run.table if table is None else table
     differ = run_differences(given.metadata, run.workload)
@@ -117,7 +118,11 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
         if not found or number == ROUNDS:
             break
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
-        made = _scaled(given, factors)
+        made = _scaled(given, factors, timing.ranks)
+    beyond = [_name(*key) for key in found if factors[key] in (1 / MOST, MOST)]
+    if beyond:
+        said = f"differs from the run by more than {MOST:g} times, so the run does not belong to this table"
+        raise InputError(said, file=run.path, field=", ".join(beyond))
     if not factors:
         raise InputError("no part of it was both measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
@@ -192,27 +197,32 @@ def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> 
     return replace(table, metadata=replace(table.metadata, notes=(*table.metadata.notes, *notes)))
 
 
-def _scaled(table: CostTable, factors: Times) -> CostTable:
+def _scaled(table: CostTable, factors: Times, ranks: int) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, *_), factor in factors.items() if part in CURVES}
     # The run made its own host step. Megatron's own is a part of the optimizer's step.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
     made = scaled_launches(made, by_curve.get(LAUNCHES, 1.0))
-    return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
+    return cost.check(replace(made, routes=scaled_routes(table, made, by_curve, ranks)))
 
 
-def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:
-    """The routes of ``made``. The drive's measured route ends with a copy to the device, which has its own factor."""
-    nvme, copies = table.routes.nvme, [Costs(each, extrapolate=True) for each in (table, made)]
-    scaled = {"routes.cpu", "routes.nvme"} & by_curve.keys()
-    if nvme is None or not scaled or not has_points(table.routes.cpu):
-        return made.routes
+def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float], ranks: int) -> Routes:
+    """The routes of ``made``. The drive's measured route ends with a copy to the device, and ``cpu_shard`` begins with
+    that of one of ``ranks`` shards. Copies have their own factor, and the all-gathers of shards that of ``gpu``."""
+    copies = [Costs(each, extrapolate=True) for each in (table, made)]
 
-    def whole(point: Point) -> Point:
-        before, after = (each.estimate("routes.cpu", point.size_bytes).us for each in copies)
-        us = max(point.p50_us - before, 0.0) * by_curve.get("routes.nvme", 1.0) + after
-        return replace(point, p50_us=us, p95_us=None)
+    def scaled(name: str, other: str, parts: int) -> Curve | None:
+        def whole(point: Point) -> Point:
+            before, after = (each.estimate("routes.cpu", point.size_bytes // parts).us for each in copies)
+            us = max(point.p50_us - before, 0.0) * by_curve.get(other, 1.0) + after
+            return replace(point, p50_us=us, p95_us=None)
 
-    return replace(made.routes, nvme=cost.with_points(nvme, lambda _, points: tuple(map(whole, points))))
+        given = getattr(table.routes, name)
+        if given is None or not {"routes.cpu", other} & by_curve.keys() or not has_points(table.routes.cpu):
+            return getattr(made.routes, name)
+        return cost.with_points(given, lambda _, points: tuple(map(whole, points)))
+
+    nvme, cpu_shard = scaled("nvme", "routes.nvme", 1), scaled("cpu_shard", "routes.gpu", ranks)
+    return replace(made.routes, nvme=nvme, cpu_shard=cpu_shard)
 
 
 def _row(row: Compute, factors: Times) -> Compute:

@@ -21,6 +21,7 @@ from megatron_ext.formats import trace as traces
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.report import parts
 from megatron_ext.report.calibrate import calibrate, scaled_routes
 from megatron_ext.report.measured_trace import Window
@@ -215,6 +216,28 @@ def test_all_curves_that_publishing_uses_are_corrected(slow, used, factor):
     assert set(found.left) >= {"publish.cpu", "publish.nvme", "publish.internode"} - named.keys()
 
 
+@pytest.mark.parametrize("factor", [0.7, 1.4])
+def test_all_gathers_of_shards_from_the_host_have_the_factor_of_all_gathers(factor):
+    """The measured curve of the route has both of its parts."""
+    work = make_workload(**ONE_STAGE)
+    both = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), **WHOLE)
+    table = replace(both, routes=replace(both.routes, cpu_shard=line(40.0, 1.2e3)))
+    rates = {"gpu": line(20.0, 2e3 / factor), "cpu_shard": line(40.0, 1.2e3 / factor)}
+    truth = replace(both, routes=replace(both.routes, **rates))
+    schedule = with_host_shards(by_cpu_shard(planner.plan(work, both, policy="all-gpu")), work)
+    found = calibrate(run_of(work, table, truth, schedule))
+    assert found.factors["routes.gpu"] == pytest.approx(factor, rel=0.1) and not found.moving
+    after, true = (evaluate(work, each, schedule).iteration_time_us for each in (found.table, truth))
+    assert after == pytest.approx(true, rel=0.02)
+
+
+def test_a_figure_that_no_factor_explains_is_refused_by_name():
+    work, table, schedule = case(150.0)
+    truth = replace(table, optimizer=times(table.optimizer, 300.0))
+    with pytest.raises(InputError, match=r"optimizer: differs from the run by more than 100 times"):
+        calibrate(run_of(work, table, truth, schedule), extrapolate=True)
+
+
 def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
     """A run does not record when a reduce ends, but how long it waits for it."""
     work, truth, schedule = case(150.0, gradients="sharded", microbatches=microbatches)
@@ -256,9 +279,8 @@ def test_a_copy_from_a_staging_slot_has_the_factor_of_copies():
     """The drive's route as measured ends with one."""
     _, table, _ = on_drive(300.0, 200.0)
     copies = replace(table, routes=replace(table.routes, cpu=line(0.0, 100.0), nvme=line(0.0, 20.0)))
-    made = scaled_routes(
-        copies, replace(copies, routes=replace(copies.routes, cpu=line(0.0, 25.0))), {"routes.nvme": 2.0}
-    )
+    slow = replace(copies, routes=replace(copies.routes, cpu=line(0.0, 25.0)))
+    made = scaled_routes(copies, slow, {"routes.nvme": 2.0}, 4)
     rates = {point.size_bytes / point.p50_us for point in made.nvme.points}
     assert max(rates) == pytest.approx(1 / (2 * (1 / 20 - 1 / 100) + 1 / 25)) == pytest.approx(min(rates))
 
