@@ -19,6 +19,7 @@ from megatron_ext.report.build_report import Report
 from megatron_ext.report.links_busy import NAMES, Hidden
 from megatron_ext.report.run_dir import COMPARED, GATHERS_ONLY, READ, WRITTEN
 from megatron_ext.report.spread import Spread
+from megatron_ext.report.turn_ratio import WRONG
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
 """Measured figures in the order in which they are shown."""
@@ -219,7 +220,7 @@ def ending(report: Report) -> list[str]:
         runs.append(ComparedRun(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
     plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
     name, schedule = plans[faster]
-    needed = by_schedules or (report.verdict.is_needed and faster)
+    needed = by_schedules or (faster and (report.verdict.is_needed or report.verdict_was == WRONG))
     add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""
     return last_lines(verdict_line(report), runs, add=add)
 
