@@ -31,12 +31,12 @@ Lane = Literal[
     "launches",
 ]
 LANES = get_args(Lane)
-"""``compute``: steps. ``wait``: exposed time, in which a step waits for a group. ``gpu``, ``cpu``,
-``nvme``, ``p2p``: links. ``issue``: the training thread's own time to issue gathers. ``host_step``: the
-host's optimizer steps a group; waits for its states from a drive are left out. ``reduce_wait``: the training thread
-waits until a gradient that comes and goes is reduced. ``launches``: on a device, the training thread's time from the
-beginning of an iteration until it has issued the last step. Copies of gradients and new parameters to the host are in
-``publish``; copies of new parameters to the device are in ``cpu``."""
+"""``compute``: steps. ``wait``: exposed time, in which a step waits for a group. ``gpu``, ``cpu``, ``nvme``, ``p2p``:
+links. ``issue``: the training thread's own time to issue gathers. ``optimizer``: the whole step; its name is ``skipped
+step`` if it changed nothing. ``host_step``: the host's optimizer steps a group; waits for its states from a drive are
+left out. ``reduce_wait``: the training thread waits until a gradient that comes and goes is reduced. ``launches``: on a
+device, the training thread's time from the beginning of an iteration until it has issued the last step. Copies of
+gradients and new parameters to the host are in ``publish``; copies of new parameters to the device are in ``cpu``."""
 
 WAITS: tuple[Lane, ...] = ("wait", "reduce_wait")
 """Lanes in which the training thread or the compute stream waits."""

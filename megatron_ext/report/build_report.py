@@ -17,8 +17,8 @@ from megatron_ext.report.measured_trace import MeasuredTrace, Window
 from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.spread import Spread, summarize, warm_up
-from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
+from megatron_ext.report.spread import Spread, summarize
+from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, turn_ratio
 from megatron_ext.schedule.user_defined_schedule import Group
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
@@ -108,8 +108,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
     judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
-    traces, turn_iterations = (run.stock_trace, run.scheduled_trace), run.turn_iterations
-    indices = counted(run.iterations, turn_iterations)
+    traces, turn_iterations, indices = (run.stock_trace, run.scheduled_trace), run.turn_iterations, run.counted
     windows = [run.scheduled_trace.window(index + 1) for index in indices]
 
     def spread(values: Sequence[float]) -> Spread:
@@ -127,7 +126,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     return Report(
         run=run,
         equality=compare_metrics(run.reference, run.scheduled),
-        warm_up=warm_up(run.iterations),
+        warm_up=indices[0],
         gather_us=lanes(*GATHER_LANES),
         exposed_us=lanes("wait"),
         iteration_time_us=MeasuredPair(spread(of_stock) if of_stock else None, spread(took)),
@@ -142,7 +141,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
-            "measured": _links_busy(run, windows),
+            "measured": _links_busy(run, windows, took),
             "simulated": shares(ours.events, ours.iteration_time_us, *_grouped(run)),
         },
         hidden={
@@ -157,8 +156,10 @@ def _grouped(run: RunDir) -> tuple[Parallel, tuple[Group, ...]]:
     return run.workload.parallel, run.schedule.groups
 
 
-def _links_busy(run: RunDir, windows: list[Window]) -> dict[str, float]:
-    found = [shares(window.events, window.end_us, *_grouped(run)) for window in windows]
+def _links_busy(run: RunDir, windows: list[Window], took: Sequence[float]) -> dict[str, float]:
+    # The iteration's own time, without the pause and evaluations before it.
+    begins = [max(window.end_us - took[window.iteration - 1], 0.0) for window in windows]
+    found = [shares(w.events, w.end_us, *_grouped(run), begin_us=begin) for w, begin in zip(windows, begins)]
     # Leave out links that are missing in some iterations: on CUDA all-gathers are not recorded.
     return {name: median(share[name] for share in found) for name in found[0] if all(name in share for share in found)}
 

@@ -35,7 +35,7 @@ from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, launches, part_of
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.turn_ratio import counted
+from megatron_ext.report.spread import WARM_UP
 from megatron_ext.simulator.thread_path import LAUNCHES
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step import Step
@@ -92,7 +92,9 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     differ = run_differences(given.metadata, run.workload)
     if differ:
         raise InputError("; ".join(differ) + "; calibrate needs the table of the same run", field="metadata")
-    indices = counted(run.iterations, run.turn_iterations)
+    indices = run.counted
+    if indices[0] < WARM_UP:
+        raise InputError(f"has too few iterations: the first {WARM_UP} do not count", file=run.file("scheduled_trace"))
     published = _published(run, Timing(run.workload, given, extrapolate=extrapolate))
     windows = [_times(run.scheduled_trace.window(index + 1).events, run, published) for index in indices]
     measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
@@ -121,8 +123,7 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
         made = _scaled(given, factors, timing.ranks)
     beyond = [_name(*key) for key in found if factors[key] in (1 / MOST, MOST)]
     if beyond:
-        said = f"differs from the run by more than {MOST:g} times, so the run does not belong to this table"
-        raise InputError(said, file=run.path, field=", ".join(beyond))
+        raise InputError(f"differs from the run by more than {MOST:g} times", file=run.path, field=", ".join(beyond))
     if not factors:
         raise InputError("no part of it was both measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]

@@ -31,14 +31,14 @@ Intervals = list[tuple[float, float]]
 
 
 def busy(
-    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
+    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = (), begin_us: float = 0.0
 ) -> dict[int, dict[str, Intervals]]:
-    """By rank and link, the intervals between 0 and ``end_us`` in which the link carries bytes. :data:`AT_ONCE`: in
-    which all links that any rank uses do so."""
+    """By rank and link, the intervals between ``begin_us`` and ``end_us`` in which the link carries bytes.
+    :data:`AT_ONCE`: in which all links that any rank uses do so."""
     found: dict[int, dict[str, Intervals]] = {}
     spans: dict[tuple[int, str], Intervals] = defaultdict(list)
     for event in moving(events, parallel, groups):
-        begin, end = max(event.start_us, 0.0), min(event.end_us, end_us)
+        begin, end = max(event.start_us, begin_us), min(event.end_us, end_us)
         if begin < end and event.lane in LINKS:
             spans[event.rank, event.lane].append((begin, end))
     used = [link for link in LINKS if any(link == lane for _, lane in spans)]
@@ -49,13 +49,13 @@ def busy(
 
 
 def shares(
-    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = ()
+    events: Iterable[Event], end_us: float, parallel: Parallel, groups: Sequence[Group] = (), begin_us: float = 0.0
 ) -> dict[str, float]:
-    """Like :func:`busy`, as shares of ``end_us``, means over ranks; empty if less than two links are used."""
-    ranks = list(busy(events, end_us, parallel, groups).values())
+    """Like :func:`busy`, as shares of that time, means over ranks; empty if less than two links are used."""
+    ranks = list(busy(events, end_us, parallel, groups, begin_us).values())
     if not ranks or len(ranks[0]) < 3:
         return {}
-    return {name: sum(_length(links[name]) for links in ranks) / len(ranks) / end_us for name in ranks[0]}
+    return {name: sum(_length(links[name]) for links in ranks) / len(ranks) / (end_us - begin_us) for name in ranks[0]}
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:

@@ -218,8 +218,8 @@ def ending(report: Report) -> list[str]:
     if stock is not None:
         host_bytes = None if by_schedules or not without else without[0].host_bytes
         runs.append(ComparedRun(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
-    plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
-    name, schedule = plans[faster]
+    own = "schedules" if report.run.workload.ramp else READ["schedule"]
+    name, schedule = ((GATHERS_ONLY, report.run.gathers_only), (own, report.run.schedule))[faster]
     needed = by_schedules or (faster and (report.verdict.is_needed or report.verdict_was == WRONG))
     add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""
     return last_lines(verdict_line(report), runs, add=add)
@@ -254,8 +254,6 @@ def cautions(report: Report) -> list[str]:
     measured_on = report.run.schedule.metadata.options.measured_on
     hardware = (measured_on.hardware if measured_on is not None else None) or {}
     found = [shared_device(hardware[RANKS_PER_DEVICE])] if RANKS_PER_DEVICE in hardware else []
-    if report.run.scheduled_trace.about.schedule_sha256 is None:
-        found.append("the trace is of an earlier version: it does not say by which schedule this training was")
     return [*found, str(hardware[CAUTION])] if CAUTION in hardware else found
 
 

@@ -8,8 +8,7 @@ from megatron_ext.formats.trace import LANES, WAITS, Event
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.measured_trace import THREAD_LANES, MeasuredTrace, Window
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.spread import median_iteration
-from megatron_ext.report.turn_ratio import counted
+from megatron_ext.report.spread import summarize
 from megatron_ext.workload.parallel import Parallel
 
 GATHERS = ("gpu", "cpu", "nvme", "publish")
@@ -118,9 +117,9 @@ def panels(report: Report) -> list[Panel]:
 
 def representative(run: RunDir, iteration_us: Sequence[float], trace: MeasuredTrace) -> Window:
     """The iteration of median length among those that follow neither an evaluation nor a turn of the other run."""
-    in_turn = set(counted(run.iterations, run.turn_iterations))
-    usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
-    return trace.window(median_iteration(iteration_us, usable))
+    usable = [index for index in run.counted if not trace.evaluated_before(index + 1)] or run.counted
+    middle_us = summarize([iteration_us[index] for index in usable]).median_us
+    return trace.window(1 + min(usable, key=lambda index: (abs(iteration_us[index] - middle_us), index)))
 
 
 def zoom_us(drawn: list[Panel]) -> float | None:

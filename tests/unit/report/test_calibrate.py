@@ -170,7 +170,8 @@ def traced(made, events, **more) -> Any:
     first_us = min(event.start_us for event in events if event.lane == "compute")
     window = lambda i: Window(i, events, made.iteration_time_us)
     own = lambda i: made.iteration_time_us - first_us
-    return SimpleNamespace(iterations=6, window=window, iteration_us=own, about=traces.AboutTraining(), **more)
+    about = traces.AboutTraining()
+    return SimpleNamespace(iterations=6, window=window, iteration_us=own, about=about, unlike=set(), **more)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -303,8 +304,11 @@ def test_waits_and_issuing_are_no_compute():
         *events(1, "wait", ("wait 0", 100.0, 50.0)),
     ]
     parallel = make_workload(pp=1, vp=1, dp=2, order="no_pipeline").parallel
-    assert parts.totals(seen, parallel) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
+    one_rank = {"forward": 65.0, "wait": 30.0, "issue": 5.0, "backward": 50.0}  # rank 0, not the longest wait
+    assert parts.totals(seen, parallel) == one_rank
     assert parts.totals(seen, parallel, on_device=True)["forward"] == 70.0
+    both = [part for part in parts.parts(seen, 160.0, [seen], 160.0, parallel, ()) if part.name not in parts.BY_LINK]
+    assert {sum(part.predicted_us for part in both), sum(part.measured_us or 0.0 for part in both)} == {160.0}
 
 
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])

@@ -111,7 +111,13 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=(90.0, 90.0),
         run=SimpleNamespace(
-            gathers_only=rule, schedule=None, turn_iterations=None, path=Path("runs/x"), scheduled=FREE, stock=FREE
+            gathers_only=rule,
+            schedule=None,
+            turn_iterations=None,
+            path=Path("runs/x"),
+            scheduled=FREE,
+            stock=FREE,
+            workload=SimpleNamespace(ramp=()),
         ),
     )
     fastest, host, add, _ = ending(report)
