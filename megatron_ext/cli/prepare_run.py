@@ -90,8 +90,9 @@ class Preparation:
         if self._same_workload():
             self._keep(self.workload_path)
         elif self.is_first:
-            # The schedules belong to another workload.
-            for file in (self.schedule_path.with_name("schedule.json"), *self.schedules_path.glob("*.json")):
+            # The schedules, and the request of fit, belong to another workload.
+            others = (self.workload_path.with_name(name) for name in ("schedule.json", "fit.json"))
+            for file in (*others, *self.schedules_path.glob("*.json")):
                 file.unlink(missing_ok=True)
             workload.save(self.workload_path, self.model.workload)
 
@@ -233,10 +234,10 @@ def prepare(
     steps = Preparation(
         checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
     )
+    steps.describe()
     if found is not None and steps.is_first:
         chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
         json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
-    steps.describe()
     if not steps.measure():  # under a launcher, and not rank 0
         return
     from megatron_ext.planner.fit import fit_text

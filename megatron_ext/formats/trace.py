@@ -12,6 +12,7 @@ import msgspec
 
 from megatron_ext.formats import json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.formats.moved_bytes import MovedBytes
 
 Lane = Literal[
     "compute",
@@ -30,12 +31,12 @@ Lane = Literal[
     "launches",
 ]
 LANES = get_args(Lane)
-"""``compute``: steps. ``wait``: exposed time, in which a step waits for a group. ``gpu``, ``cpu``,
-``nvme``, ``p2p``: links. ``issue``: the training thread's own time to issue gathers. ``host_step``: the
-host's optimizer steps a group; waits for its states from a drive are left out. ``reduce_wait``: the training thread
-waits until a gradient that comes and goes is reduced. ``launches``: on a device, the training thread's time from the
-beginning of an iteration until it has issued the last step. Copies of gradients and new parameters to the host are in
-``publish``; copies of new parameters to the device are in ``cpu``."""
+"""``compute``: steps. ``wait``: exposed time, in which a step waits for a group. ``gpu``, ``cpu``, ``nvme``, ``p2p``:
+links. ``issue``: the training thread's own time to issue gathers. ``optimizer``: the whole step; its name is ``skipped
+step`` if it changed nothing. ``host_step``: the host's optimizer steps a group; waits for its states from a drive are
+left out. ``reduce_wait``: the training thread waits until a gradient that comes and goes is reduced. ``launches``: on a
+device, the training thread's time from the beginning of an iteration until it has issued the last step. Copies of
+gradients and new parameters to the host are in ``publish``; copies of new parameters to the device are in ``cpu``."""
 
 WAITS: tuple[Lane, ...] = ("wait", "reduce_wait")
 """Lanes in which the training thread or the compute stream waits."""
@@ -60,6 +61,22 @@ class Event(NamedTuple):
         return self.start_us + self.duration_us
 
 
+class AboutTraining(msgspec.Struct, frozen=True):
+    """What a training run says about itself in the trace that it writes. None: a trace of an earlier version does not
+    say it.
+
+    ``scheduled``: whether it trained by a schedule (Megatron itself gathers in the reference of an equality check),
+    ``schedule_sha256``: by which one. ``on_device``: steps and waits were recorded on a device, while the training
+    thread issued. ``moved_bytes``: by rank and iteration.
+    """
+
+    scheduled: bool | None = None
+    schedule_sha256: str | None = None
+    on_device: bool | None = None
+    moved_bytes: list[list[MovedBytes]] = []
+    kind: str = "measured"
+
+
 class _Args(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
     iteration: int = 0
 
@@ -79,7 +96,7 @@ class _ChromeTrace(msgspec.Struct, forbid_unknown_fields=False):
     otherData: dict = {}
 
 
-def save(path, events: list[Event], *, about: dict | None = None) -> None:
+def save(path, events: list[Event], *, about: dict | AboutTraining | None = None) -> None:
     """Write ``events`` as a Chrome trace; ``about`` (kind, metadata) is stored in ``otherData``."""
     rows: list[dict] = []
     for rank in sorted({event.rank for event in events}):

@@ -273,7 +273,8 @@ class Run(BuildingRun):
             if dist.get_rank() == 0:
                 events = [event for events, _ in everybody for event in events]
                 moved = [counted for _, counted in everybody]
-                about = {"kind": "measured", "scheduled": self.path is not None, "moved_bytes": moved}
+                by = self.sha256 if self.path is not None and not self.stock_gather else None
+                about = trace_file.AboutTraining(by is not None, by, self.own.recorder.on_device, moved)
                 try:
                     trace_file.save(self.trace_path, events, about=about)
                 except InputError as error:  # the trained model and its metrics matter more

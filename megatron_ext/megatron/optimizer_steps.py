@@ -36,7 +36,7 @@ class OptimizerSteps:
             result = step(*args, **kwargs)
             # A function that was wrapped since then no longer counts; its wrapper does.
             if counting is self._counting:
-                self._recorder.add("optimizer", "step", start, self._recorder.now())
+                self._recorder.add("optimizer", "step" if result[0] else "skipped step", start, self._recorder.now())
                 if self._recorder.on_device:
                     self._recorder.add("launches", "steps", self._recorder.began_ns, issued_ns)
                 self.taken += bool(result[0])

@@ -17,7 +17,7 @@ from megatron_ext.report.moved import Moved, moved
 from megatron_ext.report.parts import TimePart, launches, parts
 from megatron_ext.report.run_dir import RunDir
 from megatron_ext.report.spread import Spread, summarize
-from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, counted, turn_ratio
+from megatron_ext.report.turn_ratio import TurnRatio, check_verdict, turn_ratio
 from megatron_ext.simulator.simulation import with_prediction
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.workload import Limits
@@ -95,15 +95,15 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     """
     ours = evaluate(run.workload, run.table, run.schedule, trace=True, extrapolate=extrapolate)
     compared = run.workload
-    if run.workload.zero_stage == 3 and run.gathers_only is None:  # stock Megatron has no zero stage 3
-        compared = msgspec.structs.replace(compared, zero_stage=1, limits=Limits())
+    if run.gathers_only is None:  # stock Megatron has no zero stage 3, and does not keep the limits
+        zero_stage = compared.zero_stage if compared.zero_stage < 3 else 1
+        compared = msgspec.structs.replace(compared, zero_stage=zero_stage, limits=Limits())
     stock = evaluate(compared, run.table, run.gathers_only, extrapolate=extrapolate)
     # A schedule that was written by hand has no prediction.
     schedule = run.schedule if run.schedule.predicted is not None else with_prediction(run.schedule, ours)
     assert schedule.predicted is not None and ours.events is not None
     judged = verdict(run.workload, run.table, schedule, extrapolate=extrapolate, as_trained=True)
-    traces, turn_iterations = (run.stock_trace, run.scheduled_trace), run.turn_iterations
-    indices = counted(run.iterations, turn_iterations)
+    traces, turn_iterations, indices = (run.stock_trace, run.scheduled_trace), run.turn_iterations, run.counted
     windows = [run.scheduled_trace.window(index + 1) for index in indices]
     simulated, *measured = (
         moving(events, run.workload.parallel, run.schedule.groups)
@@ -118,6 +118,9 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         return MeasuredPair(found, spread(run.scheduled_trace.thread_us(names)))
 
     took, of_stock = run.iteration_us, run.stock.iteration_us if run.stock is not None else None
+    ends = [window.end_us for window in windows]
+    # Where the iteration itself begins, after the pause and evaluations before it.
+    begins = [max(window.end_us - took[window.iteration - 1], 0.0) for window in windows]
     found = parts(simulated, ours.iteration_time_us, measured, spread(took).median_us, run.on_device)
     ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
     return Report(
@@ -135,7 +138,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
         memory=_memory(run, [bill.memory for bill in ours.memory]),
         parts=found + launches(run, ours, Timing(run.workload, run.table, extrapolate=extrapolate), indices),
         links_busy={
-            "measured": _medians([shares(events, window.end_us) for events, window in zip(measured, windows)]),
+            "measured": _medians([shares(*each) for each in zip(measured, ends, begins)]),
             "simulated": shares(simulated, ours.iteration_time_us),
         },
         hidden={"measured": over_iterations([*map(hidden, measured)]), "simulated": hidden(simulated)},

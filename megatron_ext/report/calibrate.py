@@ -6,10 +6,11 @@ from are multiplied by measured time / simulated time: compute of each chunk and
 messages, publishing, the optimizer and the host's step. So a curve gets the time that it has in this run, with
 everything that runs at the same time, and keeps its shape. An all-gather counts from when its slowest rank has issued
 it. A reduce that waits for its slowest rank counts with that wait.
-Reads and writes of optimizer states on a drive get the same factor. Only the part of Megatron's optimizer step that is
-not in the run's own steps of groups is corrected. For a reduce a run records only the waits for it. The difference
-between measured and simulated waits is added to the reduce. If compute hides the reduce, and the waits are shorter than
-the error that any curve may have, it is not corrected.
+Reads and writes of optimizer states on a drive get the same factor. So do the curves of publishing that the schedule
+uses (into host copies, onto drives, between nodes): a run records one time for all of them. Only the part of Megatron's
+optimizer step that is not in the run's own steps of groups is corrected. For a reduce a run records only the waits for
+it. The difference between measured and simulated waits is added to the reduce. If compute hides the reduce, and the
+waits are shorter than the error that any curve may have, it is not corrected.
 Links slow each other down, and compute that hides a part of a reduce hides the same part of a longer one. So the run is
 simulated on the corrected table, and the table is corrected again, until no figure changes. The next plan may depend on
 figures that this run does not show: calibrate, plan and run again until only the machine's own variation is left.
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from megatron_ext.cost import cost_table as cost
-from megatron_ext.cost.cost_table import Compute, CostTable, Point, Routes
+from megatron_ext.cost.cost_table import Compute, CostTable, Curve, Point, Routes
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import run_differences
 from megatron_ext.cost.estimates import Costs
@@ -35,7 +36,7 @@ from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.report.links_busy import moving
 from megatron_ext.report.parts import BACKWARD, FORWARD, OPTIMIZER, apart, launches, part_of
 from megatron_ext.report.run_dir import RunDir
-from megatron_ext.report.turn_ratio import counted
+from megatron_ext.report.spread import WARM_UP
 from megatron_ext.simulator.thread_path import LAUNCHES
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step import Step
@@ -45,8 +46,7 @@ CURVES = {
     "gpu": "routes.gpu",
     "cpu": "routes.cpu",
     "nvme": "routes.nvme",
-    "states": "publish.nvme",
-    "publish": "publish.cpu",
+    **{curve: curve for curve in ("publish.cpu", "publish.nvme", "publish.internode")},
     "p2p": "p2p",
     "reduce": "reduce",
     "optimizer": "optimizer",
@@ -86,21 +86,25 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     """The table (by default the run's own), corrected by the scheduled training of ``run``.
 
     Raises:
-        InputError: the table is for other sizes or another model than the run, or the run measured no part of it.
+        InputError: the table is for other sizes or another model than the run, the run measured no part of it, or a
+            figure differs from it by more than :data:`MOST`.
     """
     given = run.table if table is None else table
     differ = run_differences(given.metadata, run.workload)
     if differ:
         raise InputError("; ".join(differ) + "; calibrate needs the table of the same run", field="metadata")
-    indices = counted(run.iterations, run.turn_iterations)
-    windows = [_times(run.scheduled_trace.window(index + 1).events, run) for index in indices]
+    indices = run.counted
+    if indices[0] < WARM_UP:
+        raise InputError(f"has too few iterations: the first {WARM_UP} do not count", file=run.file("scheduled_trace"))
+    published = _published(run, Timing(run.workload, given, extrapolate=extrapolate))
+    windows = [_times(run.scheduled_trace.window(index + 1).events, run, published) for index in indices]
     measured = {key: median(each.get(key, 0.0) for each in windows) for key in {key for one in windows for key in one}}
     took = run.iteration_us
     measured_us = median(took[index] for index in indices)
 
     def simulated(timing: Timing) -> tuple[Times, float]:
         result = evaluate(run.workload, timing.table, run.schedule, trace=True, extrapolate=extrapolate)
-        times = _times(result.events or (), run)
+        times = _times(result.events or (), run, published)
         for thread in launches(run, result, timing, indices):
             if thread.limits:
                 times = {key: us for key, us in times.items() if key[0] not in (FORWARD, BACKWARD, OPTIMIZER)}
@@ -117,7 +121,10 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
         if not found or number == ROUNDS:
             break
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
-        made = _scaled(given, factors)
+        made = _scaled(given, factors, timing.ranks)
+    beyond = [_name(*key) for key in found if factors[key] in (1 / MOST, MOST)]
+    if beyond:
+        raise InputError(f"differs from the run by more than {MOST:g} times", file=run.path, field=", ".join(beyond))
     if not factors:
         raise InputError("no part of it was both measured and simulated", file=run.path, field="scheduled_trace")
     others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
@@ -128,10 +135,22 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
     return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
 
 
-def _times(events: Iterable[Event], run: RunDir) -> Times:
+def _published(run: RunDir, timing: Timing) -> list[str]:
+    """The curves that the run's publishing takes its time from. Copies of gradients to host memory are in the same
+    lane, and are read from the curve of host copies."""
+    nodes = ["internode"] * (max(timing.crosses_nodes) > 1)
+    to = {f"publish.{each}" for entry in run.schedule.publish for each in (*entry.to, *nodes)}
+    if not to or run.workload.optimizer.on_host:
+        to.add("publish.cpu")
+    return [*filter(timing.offers_curve, to)]
+
+
+def _times(events: Iterable[Event], run: RunDir, published: Iterable[str]) -> Times:
     """Times of all parts, means over the ranks of a pipeline rank. A transfer counts from when all of its ranks have
-    issued it."""
-    parallel = run.workload.parallel
+    issued it. An interval of publishing counts for each of the curves ``published``, and one of a drive that optimizer
+    states pass through also for that of its writes."""
+    states = ["publish.nvme"] * (run.schedule.state_slots is not None)
+    also, parallel = {"publish": published, "nvme": ["nvme", *states]}, run.workload.parallel
     moved = moving(events, parallel, run.schedule.groups)
     found: defaultdict[tuple[str, int, int], float] = defaultdict(float)
     ranks: defaultdict[int, set[int]] = defaultdict(set)
@@ -140,9 +159,8 @@ def _times(events: Iterable[Event], run: RunDir) -> Times:
         part = part_of(event)
         chunk = Step.parse(event.name).model_chunk_id(parallel.pp) if part in (FORWARD, BACKWARD) else 0
         ranks[pp_rank].add(event.rank)
-        found[part, pp_rank, chunk] += event.duration_us
-        if part == "nvme" and run.schedule.state_slots is not None:
-            found["states", pp_rank, chunk] += event.duration_us
+        for own in also.get(part, (part,)):
+            found[own, pp_rank, chunk] += event.duration_us
     return {key: us / len(ranks[key[1]]) for key, us in found.items()}
 
 
@@ -181,27 +199,32 @@ def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> 
     return replace(table, metadata=replace(table.metadata, notes=(*table.metadata.notes, *notes)))
 
 
-def _scaled(table: CostTable, factors: Times) -> CostTable:
+def _scaled(table: CostTable, factors: Times, ranks: int) -> CostTable:
     by_curve = {CURVES[part]: factor for (part, *_), factor in factors.items() if part in CURVES}
     # The run made its own host step. Megatron's own is a part of the optimizer's step.
     made = with_factors(table, by_curve, lambda row: _row(row, factors), of_algorithms=("host_step",))
     made = scaled_launches(made, by_curve.get(LAUNCHES, 1.0))
-    return cost.check(replace(made, routes=scaled_routes(table, made, by_curve)))
+    return cost.check(replace(made, routes=scaled_routes(table, made, by_curve, ranks)))
 
 
-def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float]) -> Routes:
-    """The routes of ``made``. The drive's measured route ends with a copy to the device, which has its own factor."""
-    nvme, copies = table.routes.nvme, [Costs(each, extrapolate=True) for each in (table, made)]
-    scaled = {"routes.cpu", "routes.nvme"} & by_curve.keys()
-    if nvme is None or not scaled or not has_points(table.routes.cpu):
-        return made.routes
+def scaled_routes(table: CostTable, made: CostTable, by_curve: dict[str, float], ranks: int) -> Routes:
+    """The routes of ``made``. The drive's measured route ends with a copy to the device, and ``cpu_shard`` begins with
+    that of one of ``ranks`` shards. Copies have their own factor, and the all-gathers of shards that of ``gpu``."""
+    copies = [Costs(each, extrapolate=True) for each in (table, made)]
 
-    def whole(point: Point) -> Point:
-        before, after = (each.estimate("routes.cpu", point.size_bytes).us for each in copies)
-        us = max(point.p50_us - before, 0.0) * by_curve.get("routes.nvme", 1.0) + after
-        return replace(point, p50_us=us, p95_us=None)
+    def scaled(name: str, other: str, parts: int) -> Curve | None:
+        def whole(point: Point) -> Point:
+            before, after = (each.estimate("routes.cpu", point.size_bytes // parts).us for each in copies)
+            us = max(point.p50_us - before, 0.0) * by_curve.get(other, 1.0) + after
+            return replace(point, p50_us=us, p95_us=None)
 
-    return replace(made.routes, nvme=cost.with_points(nvme, lambda _, points: tuple(map(whole, points))))
+        given = getattr(table.routes, name)
+        if given is None or not {"routes.cpu", other} & by_curve.keys() or not has_points(table.routes.cpu):
+            return getattr(made.routes, name)
+        return cost.with_points(given, lambda _, points: tuple(map(whole, points)))
+
+    nvme, cpu_shard = scaled("nvme", "routes.nvme", 1), scaled("cpu_shard", "routes.gpu", ranks)
+    return replace(made.routes, nvme=nvme, cpu_shard=cpu_shard)
 
 
 def _row(row: Compute, factors: Times) -> Compute:

@@ -30,13 +30,13 @@ AT_ONCE = "all at once"
 Intervals = list[tuple[float, float]]
 
 
-def shares(events: Iterable[Event], end_us: float) -> dict[str, float]:
-    """The shares of ``end_us`` in which each link carries the bytes of ``events``, which begin when they move
-    (:func:`moving`). :data:`AT_ONCE`: in which all links that any rank uses do so. Means over ranks; empty if less than
-    two links are used."""
+def shares(events: Iterable[Event], end_us: float, begin_us: float = 0.0) -> dict[str, float]:
+    """The shares of the time from ``begin_us`` to ``end_us`` in which each link carries the bytes of ``events``, which
+    begin when they move (:func:`moving`). :data:`AT_ONCE`: in which all links that any rank uses do so. Means over
+    ranks; empty if less than two links are used."""
     spans: dict[int, dict[str, Intervals]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        begin, end = max(event.start_us, 0.0), min(event.end_us, end_us)
+        begin, end = max(event.start_us, begin_us), min(event.end_us, end_us)
         if begin < end and event.lane in LINKS:
             spans[event.rank][event.lane].append((begin, end))
     used = [link for link in LINKS if any(link in own for own in spans.values())]
@@ -47,7 +47,7 @@ def shares(events: Iterable[Event], end_us: float) -> dict[str, float]:
         links = [union(spans[rank][link]) for link in used]
         for name, intervals in zip(found, (*links, in_all(links))):
             found[name] += _length(intervals)
-    return {name: us / len(spans) / end_us for name, us in found.items()}
+    return {name: us / len(spans) / (end_us - begin_us) for name, us in found.items()}
 
 
 def moving(events: Iterable[Event], parallel: Parallel, groups: Sequence[Group] = ()) -> list[Event]:

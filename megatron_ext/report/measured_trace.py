@@ -13,6 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from megatron_ext.formats import trace as traces
 from megatron_ext.formats.checks import Checker
@@ -49,15 +50,18 @@ class MeasuredTrace:
         path: the file.
         parallel: parallel sizes of the run.
         iterations: the number of training iterations that the trace must have; None accepts any number.
+        ramp: smaller numbers of micro-batches that iterations may have, while the batch grows.
 
     Attributes:
+        about: what the run says about itself.
+        unlike: the iterations with fewer micro-batches, or a skipped update.
         moved_bytes: by rank and iteration, the counted bytes; empty if none were counted.
 
     Raises:
         InputError: it is not a measured trace, has other ranks or iterations, or has steps in another order.
     """
 
-    def __init__(self, path, parallel: Parallel, iterations: int | None = None):
+    def __init__(self, path, parallel: Parallel, iterations: int | None = None, ramp: tuple[int, ...] = ()):
         events, about = traces.load(path)
         check = Checker(path)
         if iterations is None:
@@ -65,16 +69,21 @@ class MeasuredTrace:
         self.path, self.parallel, self.iterations = path, parallel, iterations
         if about.get("kind") != "measured":
             check.refuse("expected the trace of a training run", "otherData.kind", about.get("kind"))
-        self.moved_bytes = _moved_bytes(about, parallel.world_size, iterations, check)
+        try:
+            self.about = msgspec.convert(about, traces.AboutTraining)
+        except msgspec.ValidationError as error:
+            check.refuse(str(error), "otherData")
+        self.moved_bytes = _moved_bytes(self.about.moved_bytes, parallel.world_size, iterations, check)
         by_rank: dict[int, list[Event]] = defaultdict(list)
         for event in events:
             by_rank[event.rank].append(event)
         if sorted(by_rank) != list(range(parallel.world_size)):
             check.refuse(f"expected the ranks 0 to {parallel.world_size - 1}", "traceEvents", sorted(by_rank))
         self._ranks = {rank: _RankTrace(mine, iterations, check) for rank, mine in by_rank.items()}
-        steps = steps_of_ranks(parallel)
+        orders = [steps_of_ranks(replace(parallel, num_microbatches=n)) for n in (*ramp, parallel.num_microbatches)]
         for rank, trace in self._ranks.items():
-            trace.name_steps(steps[rank // (parallel.world_size // parallel.pp)])
+            trace.name_steps([order[rank // (parallel.world_size // parallel.pp)] for order in orders])
+        self.unlike = set().union(*(trace.unlike for trace in self._ranks.values()))
 
     def thread_us(self, lanes: tuple[str, ...]) -> list[float]:
         """Per iteration: microseconds of a training thread in ``lanes``, largest over ranks."""
@@ -126,22 +135,18 @@ class MeasuredTrace:
         return Window(iteration, sorted(events, key=lambda e: (e.rank, e.start_us)), end - zero)
 
 
-def _moved_bytes(about: dict, ranks: int, iterations: int, check: Checker) -> list[list[MovedBytes]]:
-    try:
-        found = msgspec.convert(about.get("moved_bytes", []), list[list[MovedBytes]])
-    except msgspec.ValidationError as error:
-        check.refuse(str(error), "otherData.moved_bytes")
+def _moved_bytes(found: list[list[MovedBytes]], ranks: int, iterations: int, check: Checker) -> list[list[MovedBytes]]:
     if not any(found):  # not scheduled, or not counted
         return []
     if [len(own) for own in found] != [iterations] * ranks:
-        held = sorted({len(own) for own in found})
-        check.refuse(f"expected {iterations} iterations of {ranks} ranks", "otherData.moved_bytes", held)
+        check.refuse(f"expected {iterations} iterations of {ranks} ranks", "otherData.moved_bytes", [*map(len, found)])
     return found
 
 
 class _RankTrace:
     """Events of one global rank. ``thread[i]``: those of the training thread in iteration ``i``.
-    ``outside[i]``: whether it computed between its optimizer step and the next iteration."""
+    ``outside[i]``: whether it computed between its optimizer step and the next iteration. ``unlike``: as for the
+    whole trace."""
 
     def __init__(self, events: list[Event], iterations: int, check: Checker):
         self.iterations, self.check = iterations, check
@@ -159,6 +164,7 @@ class _RankTrace:
         if set(self.optimizer) != set(range(1, iterations + 1)):
             held = f"{min(self.optimizer)} to {max(self.optimizer)}" if self.optimizer else "none"
             check.refuse(f"rank {self.rank} has iterations {held}, expected 1 to {iterations}", "traceEvents.iteration")
+        self.unlike = {iteration for iteration, event in self.optimizer.items() if event.name == "skipped step"}
         self.thread: dict[int, list[Event]] = defaultdict(list)
         self.issued: dict[int, float] = {}
         self.outside: dict[int, bool] = defaultdict(bool)
@@ -176,14 +182,17 @@ class _RankTrace:
     def _refuse(self, message: str, iteration: int):
         self.check.refuse(f"{message} in iteration {iteration} of rank {self.rank}", "traceEvents")
 
-    def name_steps(self, steps) -> None:
-        """Give the compute events, which ran in Megatron's order, the names of their steps."""
-        kinds = [step.kind for step in steps]
+    def name_steps(self, orders) -> None:
+        """Give the compute events, which ran in Megatron's order, the names of their steps. ``orders``: for each number
+        of micro-batches, the steps; the last is that of the schedule."""
+        by_kinds = {tuple(step.kind for step in steps): steps for steps in orders}
         for iteration in range(1, self.iterations + 1):
             thread = self.thread[iteration]
             places = [index for index, event in enumerate(thread) if event.lane == "compute"]
-            if [thread[index].name for index in places] != kinds:
+            steps = by_kinds.get(tuple(thread[index].name for index in places))
+            if steps is None:
                 self._refuse("the forwards and backwards are not those of the workload", iteration)
+            self.unlike |= set() if steps is orders[-1] else {iteration}
             for index, step in zip(places, steps):
                 thread[index] = thread[index]._replace(name=str(step))
 

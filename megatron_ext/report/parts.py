@@ -1,14 +1,15 @@
 """The time of every part of an iteration next to its prediction, and the part that explains the difference.
 
 [Note: Parts]
-A part is one kind of activity: forwards, backwards, or one lane of a trace. Its time is the largest over ranks of the
-sum of its durations, or for a link of the time in which it is busy. This holds for a measured iteration and for the
-simulated one. Forwards, backwards, waits for groups and for gradients, issuing and the optimizer run one after another
-on the training thread. On a device they run on the compute stream, while the thread issues. The recorded time of a step
-includes its waits and its issuing, which are subtracted. ``rest`` is the time of an iteration that is in none of these
-parts: the pipeline's bubble, and times that no table has. The parts of links overlap the others: if waits for groups or
-the optimizer differ most, the link that differs most is named as well. ``nvme`` includes stage-ins and optimizer
-states; ``host_step`` does not include waits for these.
+A part is one kind of activity: forwards, backwards, or one lane of a trace. Its time is the sum of its durations on one
+rank, where the parts of the training thread take the longest together. For a link it is the time in which it is busy,
+the largest over ranks. This holds for a measured iteration and for the simulated one. Forwards, backwards, waits for
+groups and for gradients, issuing and the optimizer run one after another on the training thread. On a device they run
+on the compute stream, while the thread issues. The recorded time of a step includes its waits and its issuing, which
+are subtracted. ``rest`` is the time of an iteration that is in none of these parts: the pipeline's bubble, and times
+that no table has. The parts of links overlap the others: if waits for groups or the optimizer differ most, the link
+that differs most is named as well. ``nvme`` includes stage-ins and optimizer states; ``host_step`` does not include
+waits for these.
 
 [Note: Launches]
 On a device ``launches`` is the time of the training thread until it has issued the last step of an iteration. Without a
@@ -19,11 +20,11 @@ the difference: the forwards and backwards on the device then include its waits 
 """
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_ext.formats.trace import WAITS, Event, Lane
 from megatron_ext.report.links_busy import Intervals, union
@@ -94,11 +95,14 @@ def apart(events: Iterable[Event], on_device: bool, by_optimizer: tuple[Lane, ..
 
 
 def totals(events: Iterable[Event], on_device: bool) -> dict[str, float]:
-    """By part, the largest over ranks of the sum of its durations."""
-    found: defaultdict[tuple[str, int], float] = defaultdict(float)
+    """By part, the sum of its durations: of links the largest over ranks, of what runs one after another that of one
+    rank, where these parts take the longest together. So they are no longer than its iteration."""
+    found: defaultdict[int, Any] = defaultdict(Counter)
     for event in apart(events, on_device):
-        found[part_of(event), event.rank] += event.duration_us
-    return {name: max(us for (part, _), us in found.items() if part == name) for name, _ in found}
+        found[event.rank][part_of(event)] += event.duration_us
+    longest = max(found.values(), key=lambda own: sum(own[name] for name in ON_THREAD), default=Counter())
+    ranks, names = [longest, *found.values()], {name for own in found.values() for name in own}
+    return {name: max(own[name] for own in (ranks if name in BY_LINK else ranks[:1])) for name in names}
 
 
 def parts(

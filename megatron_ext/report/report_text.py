@@ -20,7 +20,8 @@ from megatron_ext.report.build_report import Report
 from megatron_ext.report.equality import largest_loss_difference
 from megatron_ext.report.links_busy import NAMES, Hidden
 from megatron_ext.report.run_dir import COMPARED, GATHERS_ONLY, READ, WRITTEN
-from megatron_ext.report.spread import Spread, warm_up
+from megatron_ext.report.spread import Spread
+from megatron_ext.report.turn_ratio import WRONG
 from megatron_ext.workload.route import ROUTE_KINDS
 
 MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time", "iteration_time_us": "iteration time"}
@@ -166,7 +167,7 @@ def _title(report: Report) -> str:
     return (
         f"PP {p.pp} x VP {p.vp} x DP {p.data_parallel_size}, {p.num_microbatches} micro-batches, zero stage "
         f"{report.run.workload.zero_stage}; medians over {report.iteration_time_us.scheduled.samples} iterations, the "
-        f"first {warm_up(report.run.iterations)} left out"
+        f"first {report.run.counted[0]} left out"
     )
 
 
@@ -220,9 +221,9 @@ def ending(report: Report) -> list[str]:
     if stock is not None:
         host_bytes = None if by_schedules or not without else without[0].host_bytes
         runs.append(ComparedRun(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
-    plans = ((GATHERS_ONLY, report.run.gathers_only), (READ["schedule"], report.run.schedule))
-    name, schedule = plans[faster]
-    needed = by_schedules or (report.verdict.is_needed and faster)
+    own = "schedules" if report.run.workload.ramp else READ["schedule"]
+    name, schedule = ((GATHERS_ONLY, report.run.gathers_only), (own, report.run.schedule))[faster]
+    needed = by_schedules or (faster and (report.verdict.is_needed or report.verdict_was == WRONG))
     add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""
     return last_lines(verdict_line(report), runs, add=add)
 

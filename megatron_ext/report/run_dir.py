@@ -12,7 +12,8 @@ from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.metrics import Metrics
 from megatron_ext.report.measured_trace import MeasuredTrace
-from megatron_ext.schedule import match, validate
+from megatron_ext.report.turn_ratio import counted
+from megatron_ext.schedule import match, schedules, validate
 from megatron_ext.schedule.user_defined_schedule import Schedule
 from megatron_ext.workload import workload as workload_file
 from megatron_ext.workload.workload import Workload
@@ -61,8 +62,10 @@ class RunDir:
 
     @property
     def on_device(self) -> bool:
-        """Whether ranks compute on devices, so that the training thread issues in the meantime."""
-        return (self.table.metadata.software or {}).get("backend") == "nccl"
+        """Whether ranks compute on devices, so that the training thread issues in the meantime. A table may be of
+        another machine, or of a data sheet; it counts if the trace does not say it."""
+        of_run = self.scheduled_trace.about.on_device
+        return (self.table.metadata.software or {}).get("backend") == "nccl" if of_run is None else of_run
 
     @property
     def iterations(self) -> int:
@@ -84,6 +87,13 @@ class RunDir:
         return turns.pop() if len(turns) == 1 else None
 
     @property
+    def counted(self) -> list[int]:
+        """The indices of the iterations that figures are of. If the run took turns, that holds without the files of the
+        other run too. Empty if all iterations are unlike the schedule's."""
+        own = counted(self.iterations, self.scheduled and self.scheduled.turn_iterations)
+        return [index for index in own if index + 1 not in self.scheduled_trace.unlike]
+
+    @property
     def stock_name(self) -> str:
         """The name in a report of the run that the schedule is compared with."""
         if self.gathers_only is not None:
@@ -99,7 +109,8 @@ def load(directory) -> RunDir:
     """Read a run directory.
 
     Raises:
-        InputError: a file is missing or damaged, or two files are not from the same run.
+        InputError: a file is missing or damaged, or two files are not from the same run. Traces of earlier versions do
+            not say by which schedule they were recorded.
     """
     path = Path(directory)
     if not os.path.isdir(path):  # a name may be too long
@@ -110,6 +121,8 @@ def load(directory) -> RunDir:
         raise InputError(said, file=path)
     table = cost.load(at["cost_table"])
     workload = workload_file.load(at["workload"])
+    if workload.ramp and not at["schedule"].exists():  # figures are of the largest number of micro-batches
+        at["schedule"] = path / "schedules"
     schedule = validate.load(at["schedule"])
     match.match(schedule, workload, file=at["schedule"])
     planned_by = schedule.metadata.cost_table_sha256
@@ -122,15 +135,23 @@ def load(directory) -> RunDir:
     def metrics(key: str, scheduled: Metrics | None = None) -> Metrics | None:
         return _metrics(at[key], workload, scheduled) if {key, "scheduled_metrics"} <= there else None
 
-    def traced(key: str) -> MeasuredTrace:
-        return MeasuredTrace(at[key], workload.parallel, scheduled and scheduled.iterations)
+    def traced(key: str, by: Path | None) -> MeasuredTrace:
+        trace = MeasuredTrace(at[key], workload.parallel, scheduled and scheduled.iterations, workload.ramp)
+        about = trace.about
+        if by is not None and (about.scheduled is False or about.schedule_sha256 not in (None, schedules.sha256(by))):
+            said = f"is not of a training by this {by.name}: by another, by none, or the reference of an equality check"
+            raise InputError(said, file=at[key])
+        return trace
 
     scheduled = metrics("scheduled_metrics")
-    reference, trace = metrics("reference_metrics", scheduled), traced("scheduled_trace")
+    reference, trace = metrics("reference_metrics", scheduled), traced("scheduled_trace", at["schedule"])
     found = RunDir(path, table, workload, schedule, trace, gathers_only, scheduled, reference)
+    if not found.counted:
+        raise InputError("all iterations are of a smaller batch, or skipped their update", file=at["scheduled_trace"])
     if not there.issuperset(COMPARED):
         return found
-    return replace(found, stock=metrics("stock_metrics", scheduled), stock_trace=traced("stock_trace"))
+    trace = traced("stock_trace", path / GATHERS_ONLY if gathers_only is not None else None)
+    return replace(found, stock=metrics("stock_metrics", scheduled), stock_trace=trace)
 
 
 def _gathers_only(path: Path, workload: Workload) -> Schedule | None:

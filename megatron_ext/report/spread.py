@@ -28,12 +28,3 @@ def summarize(values_us: Sequence[float]) -> Spread:
     """The median and spread of ``values_us``, which must not be empty."""
     p10, median, p90 = (float(value) for value in numpy.percentile(values_us, (10, 50, 90)))
     return Spread(median, p10, p90, len(values_us))
-
-
-def median_iteration(per_iteration_us: Sequence[float], usable: Sequence[bool]) -> int:
-    """The number (from 1) of the iteration nearest to the median, among the usable iterations if there are any."""
-    first = warm_up(len(per_iteration_us))
-    middle = summarize(per_iteration_us[first:]).median_us
-    indices = range(first, len(per_iteration_us))
-    chosen = [index for index in indices if usable[index]] or list(indices)
-    return 1 + min(chosen, key=lambda index: (abs(per_iteration_us[index] - middle), index))

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from megatron_ext.formats.trace import LANES, WAITS, Event
 from megatron_ext.report.build_report import Report
 from megatron_ext.report.measured_trace import THREAD_LANES
-from megatron_ext.report.spread import median_iteration
-from megatron_ext.report.turn_ratio import counted
+from megatron_ext.report.spread import summarize
 from megatron_ext.workload.parallel import Parallel
 
 GATHERS = ("gpu", "cpu", "nvme", "publish")
@@ -102,15 +101,15 @@ def panels(report: Report) -> list[Panel]:
         (0.0, report.predicted_iteration_time_us.scheduled),
     )
     found, other = [simulated], "stock Megatron" if run.stock_name == "stock" else run.stock_name
-    in_turn = set(counted(run.iterations, run.turn_iterations))
     for name, replicas, took, trace in (
         ("by the schedule", True, run.iteration_us, run.scheduled_trace),
         (other, False, run.stock and run.stock.iteration_us, run.stock_trace),
     ):
         if took is not None and trace is not None:
             # The iteration of median length among those that follow neither an evaluation nor a turn of the other run.
-            usable = [n - 1 in in_turn and not trace.evaluated_before(n) for n in range(1, run.iterations + 1)]
-            window = trace.window(median_iteration(took, usable))
+            usable = [index for index in run.counted if not trace.evaluated_before(index + 1)] or run.counted
+            middle_us = summarize([took[index] for index in usable]).median_us
+            window = trace.window(1 + min((abs(took[index] - middle_us), index) for index in usable)[1])
             title = f"{name}, MEASURED: iteration {window.iteration} of {run.iterations}, nearest to the median"
             shown = rows(window.events, shown_ranks(parallel, replicas=replicas))
             begin = max(window.end_us - took[window.iteration - 1], 0.0)

@@ -97,7 +97,9 @@ def make_run(
         ("scheduled", lambda i, rank: float(i) * (rank == 0), lambda i, rank: 2.0 * i * (rank == 0)),
     ):
         events = make_events(work.parallel, iterations, issue_us=issue, wait_us=wait, evaluated=evaluated)
-        traces.save(path / f"{name}.trace.json", events, about={"kind": "measured", "scheduled": name == "scheduled"})
+        by = json_files.sha256(path / "schedule.json") if name == "scheduled" else None
+        about = traces.AboutTraining(scheduled=by is not None, schedule_sha256=by)
+        traces.save(path / f"{name}.trace.json", events, about=about)
     return work
 
 

@@ -6,16 +6,21 @@ import sys
 
 import pytest
 from msgspec.structs import replace
+from planning_cases import make_workload
 from run_files import change, make_run
 
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
+from megatron_ext.formats import json_files
 from megatron_ext.planner import plan
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.stock import stock_schedule
 from megatron_ext.report import timeline
 from megatron_ext.report.run_dir import GATHERS_ONLY, READ
 from megatron_ext.schedule import user_defined_schedule as schedule
+from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.workload import workload
+from megatron_ext.workload.workload import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +123,7 @@ def test_a_schedule_without_a_prediction_is_simulated(tmp_path, capsys):
     make_run(tmp_path)
     before = figures(capsys, tmp_path)["predicted_iteration_time_us"]
     change(tmp_path / "schedule.json", lambda s: s.pop("predicted") and None)
+    change(tmp_path / "scheduled.trace.json", lambda trace: trace["otherData"].pop("schedule_sha256") and None)
     assert figures(capsys, tmp_path)["predicted_iteration_time_us"] == pytest.approx(before)
 
 
@@ -139,6 +145,11 @@ def test_zero_stage_3_is_compared_with_all_gathers_alone(tmp_path, capsys):
     table = cost.load(tmp_path / "cost_table.json")
     gathers = plan(work, table, policy="gathers-only")
     schedule.save(tmp_path / GATHERS_ONLY, gathers)
+    assert "stock.trace.json: is not of a training by this gathers_only" in refused(
+        capsys, tmp_path, "stock.trace.json"
+    )
+    by = {"scheduled": True, "schedule_sha256": json_files.sha256(tmp_path / GATHERS_ONLY)}
+    change(tmp_path / "stock.trace.json", lambda trace: trace["otherData"].update(by))
     found = figures(capsys, tmp_path)
     assert found["bitwise_equal"] is True
     assert found["compared_with"].startswith("the best plan by all-gathers alone")
@@ -158,6 +169,18 @@ def test_what_trained_without_a_schedule_at_zero_stage_3_is_called_zero_stage_1(
     assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
     assert "(zero stage 1)" in found["compared_with"]
     assert "| | zero stage 1 | scheduled | ratio |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_plan_within_a_limit_that_stock_does_not_keep_is_compared_with_it(tmp_path, capsys):
+    """The limit is the plan's; stock training was measured all the same."""
+    sizes = {"zero_stage": 2, "hidden": 256}
+    whole = make_workload(**sizes)
+    held = max(bill.memory.device_total_bytes for bill in memory_bill(stock_schedule(whole), whole))
+    work = make_run(tmp_path, device_bytes=held * 9 // 10, **sizes)
+    found = figures(capsys, tmp_path)
+    stock = evaluate(replace(work, limits=Limits()), cost.load(tmp_path / "cost_table.json"))
+    assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
+    assert found["iteration_time_us"]["stock"] == 2004.5
 
 
 def refused(capsys, path, name: str) -> str:

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import pytest
+from planning_cases import make_workload
 
 from megatron_ext.cli import prepare_run
 from megatron_ext.cli.prepare_run import Preparation
 from megatron_ext.measure import cluster_launch
+from megatron_ext.workload import workload
 
 
 @pytest.mark.parametrize(
@@ -25,3 +27,21 @@ def test_a_rank_measures_where_the_first_does(monkeypatch, tmp_path, own, first,
     monkeypatch.setattr(cluster_launch, "said_by_first", lambda reason: first)
     monkeypatch.setattr("megatron_ext.measure.measure", lambda options: begun.append(options))
     assert steps.measure() is False and bool(begun) == measured
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_what_belongs_to_another_workload_is_taken_away(monkeypatch, tmp_path, other):
+    """``report`` would answer the request of ``fit`` with costs of settings that it did not find."""
+    found = SimpleNamespace(workload=make_workload(layers=8 if other else 4))
+    monkeypatch.setattr("megatron_ext.megatron.describe_from_checkout.describe_command_line", lambda *given: found)
+    steps = object.__new__(Preparation)
+    steps.checkout = steps.arguments = steps.entry = None
+    steps.is_first, steps.kept, steps.workload_path = True, [], tmp_path / "workload.json"
+    steps.schedule_path, steps.schedules_path = tmp_path / "schedule.json", tmp_path / "schedules"
+    workload.save(steps.workload_path, make_workload(layers=4))
+    files = [tmp_path / name for name in ("fit.json", "schedule.json")]
+    for file in files:
+        file.write_text("{}")
+    steps.describe()
+    assert [file.exists() for file in files] == [not other] * 2 and bool(steps.kept) != other
+    assert workload.load(steps.workload_path) == found.workload

@@ -8,6 +8,7 @@ import torch
 from msgspec.structs import replace
 from planning_cases import make_workload
 
+from megatron_ext.formats import json_files, trace
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron import agreement, building_run, hooks, lifecycle, one_line_end
 from megatron_ext.megatron.lifecycle import Run, RunState
@@ -143,6 +144,20 @@ def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, ca
     assert (
         line == f"megatron-ext: there is no trace of this run: {tmp_path}/trace.json: cannot be written: is a directory"
     )
+
+
+@pytest.mark.parametrize("by, stock_gather", [("schedule", "0"), ("schedule", "1"), (None, "0")])
+def test_a_trace_says_by_which_schedule_it_was_recorded(tmp_path, schedule_path, monkeypatch, by, stock_gather):
+    """Megatron gathers in a reference."""
+    monkeypatch.setenv(building_run.STOCK_GATHER, stock_gather)
+    monkeypatch.setattr(lifecycle, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(lifecycle.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(building_run.stock_trace, "record_steps", lambda recorder: None)
+    Run(by and schedule_path, tmp_path / "trace.json").finish()
+    _, about = trace.load(tmp_path / "trace.json")
+    scheduled = by is not None and stock_gather == "0"
+    own = {"scheduled": scheduled, "schedule_sha256": json_files.sha256(schedule_path) if scheduled else None}
+    assert about == own | {"on_device": False, "moved_bytes": [[]], "kind": "measured"}
 
 
 def test_no_iteration_is_trained_before_the_setup(schedule_path):

@@ -41,3 +41,13 @@ def test_on_a_device_the_thread_s_time_until_the_step_is_recorded_once_an_iterat
     assert [event.iteration for event in launches] == ([1, 2] if on_device else []) and len(steps_us) == 2
     for own, step_us in zip(launches, steps_us):
         assert own.duration_us >= 10e3 and own.end_us <= step_us.start_us + 100.0
+
+
+def test_a_step_that_changed_nothing_is_recorded_as_skipped():
+    """With fp16, where a gradient is not finite."""
+    results = iter([(True, 1.0, 0), (False, None, None)])
+    recorder, optimizer = Recorder(0), SimpleNamespace(step=lambda: next(results))
+    OptimizerSteps(optimizer, recorder=recorder)
+    for _ in range(2):
+        optimizer.step()
+    assert [event.name for event in recorder.events()] == ["step", "skipped step"]

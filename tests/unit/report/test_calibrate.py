@@ -11,7 +11,7 @@ from early_step_cases import case, on_drive
 from event_rows import events
 from msgspec.structs import replace
 from planning_cases import WHOLE, line, make_table, make_workload
-from run_files import EPOCH_US, make_metrics, make_run
+from run_files import EPOCH_US, change, make_metrics, make_run
 
 from megatron_ext import planner, report
 from megatron_ext.cli import main as cli
@@ -21,6 +21,7 @@ from megatron_ext.formats import trace as traces
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.trace import Event
 from megatron_ext.planner.evaluate import evaluate
+from megatron_ext.planner.reroute import by_cpu_shard, with_host_shards
 from megatron_ext.report import parts
 from megatron_ext.report.calibrate import calibrate, scaled_routes
 from megatron_ext.report.measured_trace import Window
@@ -169,7 +170,8 @@ def traced(made, events, **more) -> Any:
     first_us = min(event.start_us for event in events if event.lane == "compute")
     window = lambda i: Window(i, events, made.iteration_time_us)
     own = lambda i: made.iteration_time_us - first_us
-    return SimpleNamespace(iterations=6, window=window, iteration_us=own, **more)
+    about = traces.AboutTraining()
+    return SimpleNamespace(iterations=6, window=window, iteration_us=own, about=about, unlike=set(), **more)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -184,6 +186,57 @@ def test_a_drive_that_optimizer_states_pass_through_is_corrected(early):
     assert found.factors.pop("routes.nvme") == found.factors.pop("publish.nvme") == pytest.approx(2.0)
     assert list(found.factors.values()) == pytest.approx([1.0] * len(found.factors)) and found.factors
     assert found.error_before < -0.1 and found.error_after == pytest.approx(0.0, abs=1e-6)
+
+
+def run_of(work, table, truth, schedule) -> RunDir:
+    made = evaluate(work, truth, schedule, trace=True, extrapolate=True)
+    return RunDir(Path("runs/x"), table, work, schedule, traced(made, made.events))
+
+
+ONE_STAGE: dict[str, Any] = dict(pp=1, vp=1, dp=4, hidden=256, zero_stage=3, order="no_pipeline", layers=4)
+
+
+@pytest.mark.parametrize("slow, used", [("internode", {"cpu", "internode"}), ("nvme", {"nvme"})])
+@pytest.mark.parametrize("factor", [3.0, 0.4])
+def test_all_curves_that_publishing_uses_are_corrected(slow, used, factor):
+    """A run has one time for them. The slow one alone is not as the table says."""
+    work = make_workload(**ONE_STAGE, gpus_per_node=4 if slow == "nvme" else 2, nvme_slots=3)
+    truth = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), nvme=(30.0, 1e3), **WHOLE)
+    truth = replace(truth, publish=replace(truth.publish, internode=line(10.0, 2e3)))
+    curve = getattr(truth.publish, slow)
+    table = replace(truth, publish=replace(truth.publish, **{slow: times(curve, 1 / factor)}))
+    policies = ["share-50"] if slow == "internode" else [f"random:{seed}" for seed in range(50)]
+    made = (planner.plan(work, truth, policy=policy) for policy in policies)
+    schedule = next(each for each in made if {to for entry in each.publish for to in entry.to} == used - {"internode"})
+    found = calibrate(run_of(work, table, truth, schedule))
+    named = {name: by for name, by in found.factors.items() if name.startswith("publish")}
+    assert named.keys() == {f"publish.{name}" for name in used} and len(set(named.values())) == 1
+    assert (min(named.values()) > 1) == (factor > 1) and not found.moving
+    after, true = (evaluate(work, each, schedule, extrapolate=True).iteration_time_us for each in (found.table, truth))
+    assert after == pytest.approx(true, rel=0.002)
+    assert set(found.left) >= {"publish.cpu", "publish.nvme", "publish.internode"} - named.keys()
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.4])
+def test_all_gathers_of_shards_from_the_host_have_the_factor_of_all_gathers(factor):
+    """The measured curve of the route has both of its parts."""
+    work = make_workload(**ONE_STAGE)
+    both = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), **WHOLE)
+    table = replace(both, routes=replace(both.routes, cpu_shard=line(40.0, 1.2e3)))
+    rates = {"gpu": line(20.0, 2e3 / factor), "cpu_shard": line(40.0, 1.2e3 / factor)}
+    truth = replace(both, routes=replace(both.routes, **rates))
+    schedule = with_host_shards(by_cpu_shard(planner.plan(work, both, policy="all-gpu")), work)
+    found = calibrate(run_of(work, table, truth, schedule))
+    assert found.factors["routes.gpu"] == pytest.approx(factor, rel=0.1) and not found.moving
+    after, true = (evaluate(work, each, schedule).iteration_time_us for each in (found.table, truth))
+    assert after == pytest.approx(true, rel=0.02)
+
+
+def test_a_figure_that_no_factor_explains_is_refused_by_name():
+    work, table, schedule = case(150.0)
+    truth = replace(table, optimizer=times(table.optimizer, 300.0))
+    with pytest.raises(InputError, match=r"optimizer: differs from the run by more than 100 times"):
+        calibrate(run_of(work, table, truth, schedule), extrapolate=True)
 
 
 def run_of_reduces(truly_us: float, in_the_table_us: float, microbatches=2):
@@ -227,9 +280,8 @@ def test_a_copy_from_a_staging_slot_has_the_factor_of_copies():
     """The drive's route as measured ends with one."""
     _, table, _ = on_drive(300.0, 200.0)
     copies = replace(table, routes=replace(table.routes, cpu=line(0.0, 100.0), nvme=line(0.0, 20.0)))
-    made = scaled_routes(
-        copies, replace(copies, routes=replace(copies.routes, cpu=line(0.0, 25.0))), {"routes.nvme": 2.0}
-    )
+    slow = replace(copies, routes=replace(copies.routes, cpu=line(0.0, 25.0)))
+    made = scaled_routes(copies, slow, {"routes.nvme": 2.0}, 4)
     rates = {point.size_bytes / point.p50_us for point in made.nvme.points}
     assert max(rates) == pytest.approx(1 / (2 * (1 / 20 - 1 / 100) + 1 / 25)) == pytest.approx(min(rates))
 
@@ -251,8 +303,11 @@ def test_waits_and_issuing_are_no_compute():
         *events(0, "issue", ("unshard 0", 50.0, 5.0)),
         *events(1, "wait", ("wait 0", 100.0, 50.0)),
     ]
-    assert parts.totals(seen, on_device=False) == {"forward": 65.0, "wait": 50.0, "issue": 5.0, "backward": 50.0}
+    one_rank = {"forward": 65.0, "wait": 30.0, "issue": 5.0, "backward": 50.0}  # rank 0, not the longest wait
+    assert parts.totals(seen, on_device=False) == one_rank
     assert parts.totals(seen, on_device=True)["forward"] == 70.0
+    both = [part for part in parts.parts(seen, 160.0, [seen], 160.0, False) if part.name not in parts.BY_LINK]
+    assert {sum(part.predicted_us for part in both), sum(part.measured_us or 0.0 for part in both)} == {160.0}
 
 
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])
@@ -310,10 +365,15 @@ def test_a_report_names_launches_where_the_device_waits_for_them():
     assert parts.as_json(hidden, 2400.0)["explains"] == "backward"
 
 
-@pytest.mark.parametrize("backend, text", [("nccl", "at most 9.000 measured"), ("gloo", None)])
-def test_a_report_of_a_run_on_devices_has_launches(tmp_path, monkeypatch, backend, text):
-    """Without them launches are a part of the steps."""
+@pytest.mark.parametrize(
+    "of_run, backend, text",
+    [(None, "nccl", "at most 9.000 measured"), (None, "gloo", None), (True, None, "at most 9.000 measured")]
+    + [(False, "nccl", None)],
+)
+def test_a_report_of_a_run_on_devices_has_launches(tmp_path, monkeypatch, of_run, backend, text):
+    """Without them launches are a part of the steps. The table may be a data sheet's: the run says where it was."""
     make_run(tmp_path)
+    change(tmp_path / "scheduled.trace.json", lambda trace: trace["otherData"].update(on_device=of_run))
     run = report.load(tmp_path)
     rows = tuple(replace(row, forward_launch_us=500.0, backward_launch_us=1e3) for row in run.table.compute)
     table = replace(run.table, compute=rows, metadata=cost.Metadata(software={"backend": backend}))

@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 from parallel_sizes import sized
 from planning_cases import make_workload
-from run_files import make_run
+from run_files import change, make_run
 
 from megatron_ext import report
 from megatron_ext.formats.facts import CAUTION
-from megatron_ext.formats.trace import END_NOT_KNOWN, Event
+from megatron_ext.formats.trace import END_NOT_KNOWN, LANES, Event
 from megatron_ext.report import report_text
 from megatron_ext.report.links_busy import AT_ONCE, in_all, moving, shares, union
 from megatron_ext.schedule.user_defined_schedule import Group, MeasuredOn
@@ -48,6 +48,25 @@ def test_an_all_gather_counts_from_when_its_last_rank_has_issued_it():
     assert shares([e for e in moved if e.lane == "gpu"], 75.0) == {}
     two = shares([e for e in moved if e.lane != "nvme"], 75.0)
     assert list(two) == ["gpu", "cpu", AT_ONCE]
+
+
+def test_a_pause_before_the_iteration_is_no_part_of_the_whole():
+    """In it ranks log and evaluate; what links carry then is not in the simulated iteration either."""
+    events = [Event(0, lane, "unshard 0", begin, 20.0) for lane in ("cpu", "nvme") for begin in (10.0, 90.0, 130.0)]
+    found = shares(events, 200.0, PARALLEL, begin_us=100.0)
+    assert found == pytest.approx({"cpu": 0.3, "nvme": 0.3, AT_ONCE: 0.3})
+
+
+def test_a_report_s_measured_shares_are_of_the_iteration_time(tmp_path):
+    make_run(tmp_path)
+
+    def add_copies(trace) -> None:
+        rows = trace["traceEvents"]
+        rows += [row | {"tid": LANES.index("cpu")} for row in rows if row.get("tid") == LANES.index("gpu")]
+
+    change(tmp_path / "scheduled.trace.json", add_copies)
+    found = report.build(report.load(tmp_path)).links_busy["measured"]
+    assert found["cpu"] > 0.01  # 20 of 1,004 us; the period is 10,000
 
 
 def test_ranks_that_share_experts_gather_them_together():

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_ext.formats import rank_memory
+from megatron_ext.formats.trace import AboutTraining
 from megatron_ext.planner.last_lines import ComparedRun
 from megatron_ext.planner.what_limits import LIMIT_UNKNOWN
 from megatron_ext.report.report_text import cautions, ending, memory_rows, verdict_line
@@ -32,7 +33,8 @@ def test_a_report_of_costs_of_a_shared_device_says_it():
     def report(**hardware):
         measured_on = SimpleNamespace(hardware=hardware)
         run = SimpleNamespace(
-            schedule=SimpleNamespace(metadata=SimpleNamespace(options=SimpleNamespace(measured_on=measured_on)))
+            schedule=SimpleNamespace(metadata=SimpleNamespace(options=SimpleNamespace(measured_on=measured_on))),
+            scheduled_trace=SimpleNamespace(about=AboutTraining(schedule_sha256="0")),
         )
         one = SimpleNamespace(median_us=1.0)
         pair = SimpleNamespace(stock=one, scheduled=one)
@@ -109,7 +111,13 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
         iteration_time_us=(SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=110.0)),
         predicted_iteration_time_us=(90.0, 90.0),
         run=SimpleNamespace(
-            gathers_only=rule, schedule=None, turn_iterations=None, path=Path("runs/x"), scheduled=FREE, stock=FREE
+            gathers_only=rule,
+            schedule=None,
+            turn_iterations=None,
+            path=Path("runs/x"),
+            scheduled=FREE,
+            stock=FREE,
+            workload=SimpleNamespace(ramp=()),
         ),
     )
     fastest, host, add, _ = ending(report)
@@ -117,3 +125,34 @@ def test_what_a_faster_run_by_all_gathers_held_in_host_memory_is_not_known():
     assert host == "host memory: not known"
     drive = "--user-defined-schedule-nvme-path DIRECTORY"
     assert add == f"add: --user-defined-schedule runs/x/gathers_only.schedule.json {drive}"
+
+
+def test_a_schedule_that_was_faster_is_added_whatever_the_plan_said():
+    """``does not help`` was wrong: the options that help are not kept back."""
+
+    def added(was: str | None) -> str:
+        pair = (SimpleNamespace(median_us=100.0), SimpleNamespace(median_us=50.0))
+        schedule = SimpleNamespace(uses_drive=False)
+        limits = SimpleNamespace(host_bytes=None)
+        report = SimpleNamespace(
+            verdict=SimpleNamespace(
+                conclusion="does not help", runs=(ComparedRun("this schedule", 90.0, 1 << 30),), is_needed=False
+            ),
+            measured_ratio=TurnRatio(0.5, 0.01, 8),
+            verdict_was=was,
+            iteration_time_us=pair,
+            predicted_iteration_time_us=(90.0, 90.0),
+            run=SimpleNamespace(
+                gathers_only=None,
+                schedule=schedule,
+                turn_iterations=2,
+                path=Path("runs/x"),
+                scheduled=FREE,
+                stock=FREE,
+                workload=SimpleNamespace(zero_stage=1, limits=limits, ramp=()),
+            ),
+        )
+        return ending(report)[2]
+
+    assert added("wrong") == "add: --user-defined-schedule runs/x/schedule.json"
+    assert added("right") == added(None) == "add: nothing"
