@@ -53,7 +53,7 @@ def test_an_all_gather_counts_from_when_its_last_rank_has_issued_it():
 def test_a_pause_before_the_iteration_is_no_part_of_the_whole():
     """In it ranks log and evaluate; what links carry then is not in the simulated iteration either."""
     events = [Event(0, lane, "unshard 0", begin, 20.0) for lane in ("cpu", "nvme") for begin in (10.0, 90.0, 130.0)]
-    found = shares(events, 200.0, PARALLEL, begin_us=100.0)
+    found = shares(moving(events, PARALLEL), 200.0, begin_us=100.0)
     assert found == pytest.approx({"cpu": 0.3, "nvme": 0.3, AT_ONCE: 0.3})
 
 
