@@ -186,7 +186,7 @@ def cut_short(pool, group) -> None:
 
 
 def skip_reduce(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
-    from megatron_ext.runtime.gradients import Reducer
+    from megatron_ext.runtime.gradients import GradientState, Reducer
 
     def skipping(reduce):
         def call(self, gradient, last=False):
@@ -194,7 +194,9 @@ def skip_reduce(index: int) -> Iterator[tuple[Any, str, Wrapper]]:
                 return reduce(self, gradient, last)
             self.finish_reduce()
             gradient.version += 1
-            self._free(gradient)
+            gradient.resize(0)
+            gradient.state = GradientState.FREED
+            self.residency.bytes -= gradient.bytes
 
         return call
 

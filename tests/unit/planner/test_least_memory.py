@@ -47,7 +47,8 @@ def drawn(seed: int):
         ]
         saved = tuple(draw.randint(1, 8) * 1000 for _ in range(parameters[-1].layer + 1))
         chunks.append(Chunk(pp_rank=rank, model_chunk_id=0, parameters=tuple(parameters), activation_bytes=saved))
-    work = workload_file.make_workload(parallel=parallel, chunks=chunks, zero_stage=zero_stage)
+    made = {"schema_version": workload_file.SCHEMA_VERSION, "kind": "workload"}
+    work = workload_file.Workload(**made, parallel=parallel, chunks=tuple(chunks), zero_stage=zero_stage)
     table = make_table(work, gpu=(20.0, 2e3), cpu=(10.0, 3e3), publish=(5.0, 5e3))
     return work, replace(table, reduce=line(20.0, 1.5e3), host_add=line(1.0, 1e4))
 

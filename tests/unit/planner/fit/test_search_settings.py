@@ -354,4 +354,4 @@ def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypat
     monkeypatch.setattr(fit_verdict, "verdict_of_choice", lambda *given: nothing)
     said = verdict_of_fit(found)
     assert fastest_without(found) is None and (said.answer, said.conclusion[:13]) == (HELPS, "helps to fit.")
-    assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found)[2]
+    assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found, "schedule.json")[2]
