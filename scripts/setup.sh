@@ -120,7 +120,7 @@ place = found.find_spec("torch").origin.replace("__init__.py", "version.py")
 print((runpy.run_path(place)["cuda"] or "").split(".")[0])')
     if [ -n "$cuda" ]; then
         say "installing cuda-bindings for CUDA $cuda"
-        PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --retries 1 "cuda-bindings==$cuda.*" \
+        PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --retries 0 --timeout 5 "cuda-bindings==$cuda.*" \
             || say "cuda-bindings could not be installed: schedules that copy between host and device will be refused"
     fi
 fi

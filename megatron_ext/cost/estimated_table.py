@@ -14,8 +14,8 @@ from megatron_ext.cost.environment import estimated_of, run_differences, world_s
 from megatron_ext.cost.estimated_host import GRADIENT_BYTES, HostWork
 from megatron_ext.cost.estimated_links import Line, SheetLinks
 from megatron_ext.cost.hardware_sheet import HardwareSheet, drawn, slow_end
-from megatron_ext.cost.layer_work import Work, experts_share, forward_work, layer_parameters, recomputed_work
-from megatron_ext.formats.errors import InputError
+from megatron_ext.cost.layer_work import MODULES, Work, experts_share, forward_work, layer_parameters, recomputed_work
+from megatron_ext.formats.errors import InputError, option_error
 from megatron_ext.workload.bucket_layout import ITEM_BYTES
 from megatron_ext.workload.gpt_shapes import MicroBatch, p2p_bytes
 from megatron_ext.workload.workload import SCHEMA_VERSION, Workload, expert_ranks
@@ -120,8 +120,16 @@ def refuse_batch(workload: Workload, batch: MicroBatch, *, file=None) -> None:
     """Refuse a batch that differs from the batch in the workload. Only the bytes of a message show a difference.
 
     Raises:
-        InputError: no size of the model gives messages of this many bytes.
+        InputError: no size of the model gives messages of this many bytes, a size is not positive, or a module to
+            recompute is unknown.
     """
+    counts = {"seq_length": batch.seq_length, "micro_batch_size": batch.micro_batch_size}
+    for name, value in (counts | {"context_parallel_size": batch.context_parallel}).items():
+        if value < 1:
+            raise option_error(name, "expected 1 or more", value)
+    if unknown := set(batch.recompute_modules) - {"core_attn", "moe_act", *MODULES}:
+        known = ", ".join(("core_attn", "moe_act", *MODULES))
+        raise option_error("recompute_modules", f"known modules: {known}", min(unknown))
     used = [parameter for chunk in workload.chunks for parameter in chunk.parameters]
     normed = [parameter for parameter in used if len(parameter.shape) == 1 and "norm" in parameter.name]
     sizes = {(side, ITEM_BYTES[parameter.dtype]) for parameter in normed or used for side in parameter.shape}

@@ -95,6 +95,8 @@ def run(options: DoctorOptions, ranks_per_node: int, say: Callable[[str], None])
     place = find_place(use_cuda, ranks_per_node)
     if options.deadline == math.inf:  # the time that ranks take to start and meet does not count
         options = replace(options, deadline=time.monotonic() + options.seconds)
+        if options.stacks and place.rank == 0:
+            stacks_of_ranks.deadline_path(options.stacks).write_text(str(options.deadline))
     return _Checks(place, options, say, store).run()
 
 

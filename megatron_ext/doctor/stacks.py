@@ -14,6 +14,11 @@ def path_of(folder: str, rank: int) -> Path:
     return Path(folder) / f"rank{rank}.stacks"
 
 
+def deadline_path(folder: str) -> Path:
+    """The file that tells the process that started the ranks when the time for all checks is over."""
+    return Path(folder) / "deadline"
+
+
 def main_thread(text: str) -> list[str]:
     """The innermost frames of the last thread in ``text``, which is the main thread in faulthandler's order."""
     last = re.split(r"(?m)^(?:Current thread|Thread) ", text)[-1]

@@ -1,6 +1,7 @@
 """The doctor's ranks: started here, one per device, or by a launcher that has started this process as one of them."""
 
 import faulthandler
+import math
 import os
 import sys
 import tempfile
@@ -41,7 +42,7 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    end, printed = time.monotonic() + options.seconds, ""
+    printed = ""
     Path(options.out).unlink(missing_ok=True)  # the report of another run
     while True:  # ends: every round leaves fewer checks
         with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
@@ -57,18 +58,20 @@ def start(options: DoctorOptions, nproc: int, checkout: str | None) -> tuple[Doc
             if not os.path.exists(options.out):
                 raise RankFailed(f"the ranks ended before the first check: {tail}")
             report = json_files.load(options.out, DoctorReport)
+            if options.deadline == math.inf:
+                options = replace(options, deadline=float(stacks.deadline_path(folder).read_text()))
             found, ended_in, left = finding.left_of(report)
             if options.titles and left == options.titles:  # they did not even reach the first
                 ended_in, left = left[0], left[1:]
             if ended_in is not None:
                 found += (_ended_in(ended_in, folder, nproc),)
-        if time.monotonic() > end:
+        if time.monotonic() > options.deadline:
             found, left = found + tuple(finding.no_time(title, options.seconds) for title in left), ()
         report = replace(report, findings=found + tuple(finding.not_reached(title) for title in left))
         json_files.save(options.out, report, indent=1)
         if not left:
             return report, printed
-        options = replace(options, earlier=found, titles=left, deadline=end)
+        options = replace(options, earlier=found, titles=left)
 
 
 def _ended_in(title: str, folder: str, nproc: int) -> Finding:

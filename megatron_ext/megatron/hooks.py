@@ -152,7 +152,8 @@ def _start(early: bool) -> None:
         if early and of_us and cpu_compat.install():
             parser_options.without_a_gpu()
             text = "torch sees no CUDA device, so this trains on the CPU, as `megatron-ext run-on-cpu` does"
-    if text is not None and os.environ.get("LOCAL_RANK", "0") == "0":  # one node may have no GPU, where others have
+    # The first rank of each node: one may have no GPU, where others have.
+    if text is not None and os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         print(f"megatron-ext: {text}", file=sys.stderr, flush=True)
 
 

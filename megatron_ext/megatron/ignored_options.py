@@ -149,10 +149,12 @@ def parse(
 
 def batch_of_words(options, tensor_parallel: int) -> MicroBatch:
     """The micro-batch that one step computes on, from a launch script's options; all other options are ignored. Raises
-    InputError if a size is not given."""
+    InputError if a size is not given, or if an option looks misspelt."""
     parser = _parser("cost estimate")
-    parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"], tensor_model_parallel_size=tensor_parallel)
-    args, _ = parser.parse_known_args(list(options))
+    parser.set_defaults(transformer_impl=MEGATRONS["--transformer-impl"])
+    args, unknown = parser.parse_known_args(list(options))
+    _refuse_unknown(parser, unknown, [])
+    args.tensor_model_parallel_size = tensor_parallel
     batch = gpt_arguments.batch_of(args)
     for option in ("--seq-length", "--num-attention-heads") if batch.score_heads else ("--seq-length",):
         if option in sizes_taken(options):

@@ -33,7 +33,7 @@ def optimizer_settings(args) -> OptimizerSettings:
     delay = getattr(args, "delayed_parameter_update", None)
     refuse_delay_on_device(delay, on_host)
     main = _dtype(getattr(args, "main_params_dtype", None))
-    # Transformer Engine's Adam then keeps the 16 bits of a main parameter that the bfloat16 parameter lacks.
+    # Transformer Engine's Adam (2.1 or newer) then keeps the 16 bits that the bfloat16 parameter lacks.
     remainders = getattr(args, "use_precision_aware_optimizer", False) and half == "bfloat16" and not on_host
     if remainders and main == "float32" and getattr(args, "fp8_recipe", None) in (None, "delayed"):
         main = "int16"

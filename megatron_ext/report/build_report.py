@@ -122,7 +122,7 @@ def build(run: RunDir, *, extrapolate: bool = False) -> Report:
     # Where the iteration itself begins, after the pause and evaluations before it.
     begins = [max(window.end_us - took[window.iteration - 1], 0.0) for window in windows]
     found = parts(simulated, ours.iteration_time_us, measured, spread(took).median_us, run.on_device)
-    ratio = turn_ratio(of_stock, took, turn_iterations) if of_stock and turn_iterations else None
+    ratio = turn_ratio(of_stock, took, turn_iterations, indices) if of_stock and turn_iterations else None
     return Report(
         run=run,
         equality=compare_metrics(run.reference, run.scheduled),

@@ -94,15 +94,12 @@ def apart(events: Iterable[Event], on_device: bool, by_optimizer: tuple[Lane, ..
     return [*map(alone, steps), *busy]
 
 
-def totals(events: Iterable[Event], on_device: bool) -> dict[str, float]:
-    """By part, the sum of its durations: of links the largest over ranks, of what runs one after another that of one
-    rank, where these parts take the longest together. So they are no longer than its iteration."""
+def by_rank(events: Iterable[Event], on_device: bool) -> dict[int, Counter]:
+    """By rank and part, the sum of its durations."""
     found: defaultdict[int, Any] = defaultdict(Counter)
     for event in apart(events, on_device):
         found[event.rank][part_of(event)] += event.duration_us
-    longest = max(found.values(), key=lambda own: sum(own[name] for name in ON_THREAD), default=Counter())
-    ranks, names = [longest, *found.values()], {name for own in found.values() for name in own}
-    return {name: max(own[name] for own in (ranks if name in BY_LINK else ranks[:1])) for name in names}
+    return found
 
 
 def parts(
@@ -113,8 +110,21 @@ def parts(
     on_device: bool,
 ) -> tuple[TimePart, ...]:
     """The parts of the predicted iteration, which takes ``predicted_us``, next to medians over the measured iterations,
-    whose median time is ``measured_us``."""
-    own, *others = (totals(events, on_device) for events in (predicted, *measured))
+    whose median time is ``measured_us``. Parts that run one after another are of one rank, where they take the longest
+    together in the run, so that they add up; links are the largest over ranks."""
+    simulated, *runs = (by_rank(events, on_device) for events in (predicted, *measured))
+
+    def thread_us(rank: int) -> float:
+        return median(sum(ranks[rank][name] for name in ON_THREAD) for ranks in runs)
+
+    slowest = max(sorted({rank for ranks in runs for rank in ranks}), key=thread_us, default=0)
+    like = max((rank for rank in simulated if rank <= slowest), default=0)  # of its pipeline rank one rank is simulated
+
+    def totals(ranks: dict[int, Counter], rank: int) -> dict[str, float]:
+        names = {name for own in ranks.values() for name in own}
+        return {n: max(own[n] for own in (ranks.values() if n in BY_LINK else (ranks[rank],))) for n in names}
+
+    own, others = totals(simulated, like), [totals(ranks, slowest) for ranks in runs]
     path = ON_THREAD if on_device else (*ON_THREAD, ISSUE)
     seen = {name for found in others for name in found}
     found = {name: median(each.get(name, 0.0) for each in others) for name in seen}

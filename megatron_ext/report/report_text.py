@@ -221,7 +221,8 @@ def ending(report: Report) -> list[str]:
     if stock is not None:
         host_bytes = None if by_schedules or not without else without[0].host_bytes
         runs.append(ComparedRun(f"measured by {compared_with(report)}", stock.median_us, host_bytes))
-    own = "schedules" if report.run.workload.ramp else READ["schedule"]
+    many = report.run.workload.ramp and not (report.run.path / READ["schedule"]).exists()
+    own = "schedules" if many else READ["schedule"]
     name, schedule = ((GATHERS_ONLY, report.run.gathers_only), (own, report.run.schedule))[faster]
     needed = by_schedules or (faster and (report.verdict.is_needed or report.verdict_was == WRONG))
     add = training_by(report.run.path / name, schedule) if needed and schedule is not None else ""

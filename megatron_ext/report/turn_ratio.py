@@ -5,7 +5,7 @@ The first iteration of a turn is left out: publishing and gathers that a rank st
 whole turn of the other run to finish.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median, stdev
 from typing import NamedTuple
 
@@ -28,15 +28,17 @@ def counted(iterations: int, turn_iterations: int | None) -> list[int]:
     return inner or list(warm)
 
 
-def turn_ratio(stock: Sequence[float], scheduled: Sequence[float], turn_iterations: int) -> TurnRatio | None:
-    """The ratio of two series of one figure per iteration. In each turn stock trains first. None with less than two
-    turns.
+def turn_ratio(
+    stock: Sequence[float], scheduled: Sequence[float], turn_iterations: int, indices: Iterable[int]
+) -> TurnRatio | None:
+    """The ratio of two series of one figure per iteration, at the ``indices`` that count. In each turn stock trains
+    first. None with less than two turns.
 
     The standard error of a median is 1.2533 times that of a mean, for a normal distribution.
     """
     base: dict[int, list[float]] = {}
     ours: dict[int, list[float]] = {}
-    for index in counted(len(stock), turn_iterations):
+    for index in indices:
         base.setdefault(index // turn_iterations, []).append(stock[index])
         ours.setdefault(index // turn_iterations, []).append(scheduled[index])
     ratios = []

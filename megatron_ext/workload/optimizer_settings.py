@@ -15,7 +15,7 @@ class OptimizerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
         gradient_dtype: dtype of Megatron's gradient buffers (``--accumulate-allreduce-grads-in-fp32``).
         main_parameter_dtype: dtype of the optimizer's copies of 16-bit parameters. Other parameters are updated in
             place. int16: the bits of a float32 copy that a bfloat16 parameter lacks.
-        moment_dtypes: dtypes of the optimizer's states: two for Adam, one for SGD with momentum.
+        moment_dtypes: dtypes of the optimizer's states: two for Adam.
         on_host: whether the optimizer steps in host memory (``--optimizer-cpu-offload``).
         delayed: whether the optimizer steps during the next iteration (``--delayed-parameter-update``).
     """

@@ -14,7 +14,7 @@ import msgspec
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.facts import Facts
 
-SECONDS = 200.0
+SECONDS = 300.0
 """For an answer: from a network's file system libraries are read for minutes."""
 
 COMPUTE_MODE, MODE_OF_EVERYONE = 20, 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime.drive import DriveError, filesystem, open_own
+from megatron_ext.runtime.drive import filesystem, open_own
 from megatron_ext.workload.drive_reads import DriveReads
 
 LEAST_FREE_BYTES = 8 << 30
@@ -29,7 +29,7 @@ class Drive(NamedTuple):
     Attributes:
         directory: None where there is none.
         said: why other directories cannot be used.
-        rate: bytes per second that it writes, and reads.
+        rate: bytes per second that it writes and then reads, as cases do.
     """
 
     directory: Path | None
@@ -76,12 +76,11 @@ def tried(directory: Path, least_free: int, tried_bytes: int) -> tuple[float, st
             begun = time.monotonic()
             file.write(written, 0, "trying the drive")
             file.flush(0, tried_bytes, "trying the drive")
-            between = time.monotonic()
             file.read(memoryview(memory), 0, "trying the drive")
-            slowest = max(between - begun, time.monotonic() - between)
+            took = time.monotonic() - begun
         finally:
             file.close()
         same = memory[:] == written
-        return tried_bytes / slowest, "" if same else f"what was written on {kind} is not what is read"
-    except (InputError, DriveError, OSError) as error:
+        return 2 * tried_bytes / took, "" if same else f"what was written on {kind} is not what is read"
+    except (InputError, RuntimeError, OSError) as error:  # RuntimeError: of the drive, or no room for its threads
         return 0.0, str(error)

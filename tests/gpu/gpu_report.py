@@ -35,6 +35,9 @@ GIVEN_UP = "given up in"
 SHORT_OF_DEVICE = "not run: needs"
 """Begins what is said of a case that the device has no memory for."""
 
+OF_MEMORY = ("holds at least", "cannot fit", "nothing fits")
+"""In refusals of what no plan can do within its limits: nothing is wrong."""
+
 PACKAGES = (
     *("numpy", "transformer-engine", "transformer-engine-torch", "flash-attn", "apex", "cuda-bindings"),
     *("nvidia-nccl-cu13", "triton", "py-spy"),
@@ -160,14 +163,14 @@ def machine_facts(environment: dict[str, Facts], root: Path, drive: Path | None,
         packages["cudnn"] = torch.backends.cudnn.version()
     except RuntimeError as error:  # another release than PyTorch's own is found: what that means, cases say
         packages["cudnn"] = one_line(str(error))
-    locked, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], shutil.disk_usage("/dev/shm")
+    locked, shared = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], Path("/dev/shm")
     host = {
         "kernel": platform.release(),
         "interpreter": sys.executable,
         "nvidia_smi": _output(["nvidia-smi", f"--query-gpu={','.join(DEVICE_FACTS)}", "--format=csv,noheader"]),
         "locked_memory_limit": "none" if locked == resource.RLIM_INFINITY else locked,
         "memory_available_bytes": free_host_memory.available_bytes(),
-        "shm_free_bytes": shared.free,
+        "shm_free_bytes": shutil.disk_usage(shared).free if shared.is_dir() else 0,
         "drive": f"{drive} ({filesystem(drive)})" if drive else None,
         "drive_free_bytes": shutil.disk_usage(drive).free if drive else None,
     }

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from case_table import PLANNED, Job, Program, Training
-from gpu_report import FINAL, GpuReport, Result
+from gpu_report import FINAL, OF_MEMORY, GpuReport, Result
 from job_runs import JobRun, Place, with_cases
 from msgspec.structs import replace
 from untried import untried
@@ -73,7 +73,7 @@ class Lanes:
         found = []
         for case in cases:
             earlier = self.report.of(case.name)
-            if earlier is None or earlier.status not in FINAL or not earlier.command:
+            if earlier is None or _looked_at_again(earlier):
                 result = untried(case, self.place) or Result(case=case.name, status="NOT RUN")
                 found += [] if earlier is not None and earlier.status == result.status == "NOT RUN" else [result]
         return found
@@ -148,3 +148,10 @@ class Lanes:
         self.report = replace(self.report, spent_seconds=round(time.time() - self._start, 1))
         if results or not self._running:
             json_files.save(self.out, self.report, indent=1)
+
+
+def _looked_at_again(earlier: Result) -> bool:
+    """Whether a run that goes on tries this case: also what could not be tried, but for plans that no limit allows."""
+    if earlier.status == "could not try" and not any(words in earlier.said for words in OF_MEMORY):
+        return True
+    return earlier.status not in FINAL or not earlier.command

@@ -19,6 +19,7 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from gpu_report import OF_MEMORY
 from msgspec.structs import replace
 from timed_rows import LEAST, ON_HOST, TIMINGS, Timed, model_options
 
@@ -40,9 +41,6 @@ LEFT_PROCESSORS = 2
 
 BAD_INPUT = 2
 """The exit code of ``megatron-ext``."""
-
-OF_MEMORY = ("holds at least", "cannot fit", "nothing fits")
-"""In refusals of what no plan can do within its limits: nothing is wrong."""
 
 
 def call(*words: object) -> None:

@@ -200,10 +200,6 @@ class TrainedExperts(engine_stand_in.Initialized, GroupedLinear):
     """With values, as a training by the stand-in has them."""
 
 
-class TrainedLinear(engine_stand_in.Initialized, Linear):
-    """With values."""
-
-
 def test_layers_of_experts_compute_each_on_its_own_tokens():
     layers = TrainedExperts(2, 8, 4, params_dtype=torch.float32)
     assert [name for name, _ in layers.named_parameters()] == ["weight0", "bias0", "weight1", "bias1"]

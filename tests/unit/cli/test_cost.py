@@ -143,7 +143,16 @@ def test_estimate_takes_the_options_of_a_launch_script(tmp_path, capsys):
     assert mlp == estimated(*selective, "--recompute-modules", "core_attn", "mlp")
     assert mlp.backward_us > estimated(*selective).backward_us
     capsys.readouterr()
-    for words, option in ((["--", *script[:4]], "--seq-length"), ([], "--seq-length")):
+    for words, said in (
+        (["--", *script[:4]], "--seq-length: is needed"),
+        ([], "--seq-length: is needed"),
+        ([*selective, "--context-parallel-size", "0"], "--context-parallel-size = 0: expected 1 or more"),
+        ([*selective, "--micro-batchsize", "2"], "did you mean --micro-batch-size?"),
+        (
+            [*selective, "--recompute-modules", "core_attn,mlp"],
+            "--recompute-modules = 'core_attn,mlp': known modules: ",
+        ),
+    ):
         files = ["--hardware", "h100-nvlink", "--workload", str(tmp_path / "w.json"), "--out", str(tmp_path / "t.json")]
         assert cli.main(["cost", "estimate", *files, *words]) == 2
-        assert f"{option}: is needed" in capsys.readouterr().err
+        assert said in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_an_engine_that_is_found_and_cannot_be_imported_is_none(answers):
     answers(1, "", "Traceback\nImportError: libcudnn.so.9: cannot open\n")
     assert device_facts.why_no_engine() == "it cannot be imported: ImportError: libcudnn.so.9: cannot open"
     answers(TimeoutError)
-    assert device_facts.why_no_engine() == "it cannot be imported: no end after 200 s"
+    assert device_facts.why_no_engine() == "it cannot be imported: no end after 300 s"
     answers(0)
     assert device_facts.why_no_engine() == ""
 

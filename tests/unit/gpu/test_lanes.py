@@ -88,7 +88,16 @@ def test_going_on_makes_plans_again_for_rows_that_have_no_result_alone(monkeypat
     again = simulate(monkeypatch, todo, machine(), nominal, report=report_of(todo, **{PLANS: "pass"}))
     assert [*again.ended] == [PLANS, planned]
     both = report_of(todo, **{PLANS: "pass", planned: "could not try"})
+    refused = replace(both.of(planned), said="limits.device_bytes = 1: cannot fit: rank 0 holds at least 2 bytes")
+    both = replace(both, results=(both.of(PLANS), refused))
     assert simulate(monkeypatch, todo, machine(), nominal, report=both).begun == []
+
+
+def test_what_a_case_itself_could_not_try_is_tried_again(monkeypatch):
+    """The device may be free again, or DeepSpeed be installed now."""
+    todo = [job("a", training("one"))]
+    report = report_of(todo, one="could not try")
+    assert simulate(monkeypatch, todo, machine(), nominal, report=report).report.of("one").status == "pass"
 
 
 def test_a_result_stays_where_a_machine_has_less_memory_than_before(monkeypatch):

@@ -304,10 +304,18 @@ def test_waits_and_issuing_are_no_compute():
         *events(1, "wait", ("wait 0", 100.0, 50.0)),
     ]
     one_rank = {"forward": 65.0, "wait": 30.0, "issue": 5.0, "backward": 50.0}  # rank 0, not the longest wait
-    assert parts.totals(seen, on_device=False) == one_rank
-    assert parts.totals(seen, on_device=True)["forward"] == 70.0
-    both = [part for part in parts.parts(seen, 160.0, [seen], 160.0, False) if part.name not in parts.BY_LINK]
-    assert {sum(part.predicted_us for part in both), sum(part.measured_us or 0.0 for part in both)} == {160.0}
+    found = {part.name: part for part in parts.parts(seen, 160.0, [seen], 160.0, False)}
+    assert {name: found[name].measured_us for name in one_rank} == one_rank
+    assert sum(part.measured_us or 0.0 for name, part in found.items() if name not in parts.BY_LINK) == 160.0
+    assert parts.parts(seen, 160.0, [seen], 160.0, True)[0].measured_us == 70.0  # on a device forwards include issuing
+
+
+def test_parts_of_a_prediction_are_those_of_the_rank_that_is_slowest_in_the_run():
+    predicted = [*events(0, "compute", ("0F0", 0.0, 90.0)), *events(1, "compute", ("0F0", 0.0, 100.0))]
+    run = [*events(0, "compute", ("0F0", 0.0, 90.0), ("0B0", 90.0, 20.0)), *events(1, "compute", ("0F0", 0.0, 100.0))]
+    found = {part.name: part for part in parts.parts(predicted, 100.0, [run], 110.0, False)}
+    assert (found["forward"].predicted_us, found["forward"].measured_us) == (90.0, 90.0)
+    assert (found["backward"].predicted_us, found["backward"].measured_us) == (0.0, 20.0)
 
 
 @pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])

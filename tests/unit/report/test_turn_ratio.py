@@ -22,15 +22,17 @@ def test_the_first_iteration_of_a_turn_is_left_out():
 def test_a_drift_of_the_machine_is_not_in_the_ratio():
     """The machine slows by 5 % a turn; the scheduled run takes 0.9 of stock's time and runs half a turn later."""
     pace = [1.05 ** (2 * (index // 3)) for index in range(24)]
-    found = turn_ratio([100 * p for p in pace], [90 * p * 1.05 for p in pace], 3)
+    found = turn_ratio([100 * p for p in pace], [90 * p * 1.05 for p in pace], 3, counted(24, 3))
     assert found.turns == 8 and found.ratio == pytest.approx(0.9, rel=0.005)
 
 
 def test_the_standard_error_is_of_turns():
     stock, scheduled = [100.0] * 24, [100.0 + 10 * (index // 3 % 2) for index in range(24)]
-    found = turn_ratio(stock, scheduled, 3)
+    found = turn_ratio(stock, scheduled, 3, counted(24, 3))
     assert found.ratio == pytest.approx(1.05) and found.standard_error == pytest.approx(0.0237, rel=0.01)
-    assert turn_ratio(stock[:3], scheduled[:3], 3) is None
+    assert turn_ratio(stock[:3], scheduled[:3], 3, counted(3, 3)) is None
+    of_one_turn = [index for index in counted(24, 3) if index // 3 != 1]  # of skipped updates the others are
+    assert turn_ratio(stock, scheduled, 3, of_one_turn).turns == 7
 
 
 @pytest.mark.parametrize(
