@@ -69,9 +69,10 @@ def steps_on_host_shards(settings: OptimizerSettings, dtype: str) -> bool:
     """Whether the optimizer can update a shard of ``dtype`` in host memory.
 
     It updates 16-bit parameters through copies of its own and writes them into the shard, wherever the shard is. It
-    updates other parameters in place, so their shard has to be where it steps.
+    updates other parameters in place, so their shard has to be where it steps; also 16-bit ones of which it keeps only
+    the bits that they lack.
     """
-    return settings.on_host or dtype in HALF
+    return settings.on_host or (dtype in HALF and settings.main_parameter_dtype != "int16")
 
 
 def can_rest_on_host(workload: Workload) -> bool:
