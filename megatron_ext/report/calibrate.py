@@ -122,7 +122,7 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
             break
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
         made = _scaled(given, factors, timing.ranks)
-    beyond = [_name(*key) for key in found if factors.get(key) in (1 / MOST, MOST)]
+    beyond = [_name(*key) for key, by in factors.items() if key in found and by in (1 / MOST, MOST)]
     if beyond:
         raise InputError(f"differs from the run by more than {MOST:g} times", file=run.path, field=", ".join(beyond))
     if not factors:

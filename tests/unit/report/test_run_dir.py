@@ -141,6 +141,9 @@ def test_of_a_run_whose_batch_grows_the_last_number_of_micro_batches_is_reported
     assert run.counted == [3, 4, 5]
     built = report.build(run)._replace(verdict_was=WRONG)
     assert built.run.counted[0] == 3 and ending(built)[2] == f"add: --user-defined-schedule {tmp_path}/schedules"
+    by_plan = (tmp_path / "schedules").rename(tmp_path / "schedule.json")  # as plan --out names the directory
+    assert ending(built)[2] == f"add: --user-defined-schedule {by_plan}"
+    by_plan.rename(tmp_path / "schedules")
     change(tmp_path / "workload.json", lambda work: work.update(ramp=[]))
     shutil.copy(tmp_path / "schedules" / "4.json", tmp_path / "schedule.json")
     with pytest.raises(InputError, match="not those of the workload in iteration 1 of rank 0"):
