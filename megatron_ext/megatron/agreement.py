@@ -1,7 +1,18 @@
 """Ranks agree before they go on: either all go on, or all raise the same error. Collective."""
 
+from collections.abc import Callable
+
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.objects import gather_objects
+
+
+def refusal(step: Callable, *given) -> str | None:
+    """The text of the InputError that ``step(*given)`` raises, or None."""
+    try:
+        step(*given)
+    except InputError as error:
+        return str(error)
+    return None
 
 
 def agree(error: str | None, fact: tuple[str, str], *, file) -> None:

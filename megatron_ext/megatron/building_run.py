@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from enum import Enum
 from functools import partial
 
@@ -27,7 +27,7 @@ from megatron_ext.megatron import (
     states_on_device,
     stock_trace,
 )
-from megatron_ext.megatron.agreement import agree
+from megatron_ext.megatron.agreement import agree, refusal
 from megatron_ext.megatron.boundaries import bare
 from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
@@ -63,15 +63,6 @@ class RunState(Enum):
     REFERENCE = "reference"
     READY = "ready"
     CLOSED = "closed"
-
-
-def refusal(step: Callable, *given) -> str | None:
-    """The text of the InputError that ``step(*given)`` raises, or None."""
-    try:
-        step(*given)
-    except InputError as error:
-        return str(error)
-    return None
 
 
 class BuildingRun:

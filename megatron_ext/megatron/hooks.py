@@ -73,12 +73,20 @@ def require_end() -> None:
 
 
 def active():
-    """The active run, or None. A patched pretrain_gpt.py configures it from its options."""
+    """The active run, or None. A patched pretrain_gpt.py configures it from its options, at the first call. That call
+    is collective if there is a schedule: where one node cannot read it, all ranks refuse."""
+    from torch import distributed as dist
+
     global _looked
     if not _looked:
         args = arguments.of_run()
         _looked = args is not None
-        if _looked:
+        schedule = getattr(args, "user_defined_schedule", None)
+        if schedule is not None and dist.is_initialized():
+            from megatron_ext.megatron.agreement import agree, refusal
+
+            agree(refusal(_configure_from, args), ("", ""), file=schedule)  # their contents are compared later
+        elif _looked:
             _configure_from(args)
     return _run
 

@@ -23,10 +23,10 @@ from megatron_ext.formats import trace as trace_file
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.formats.rank_memory import RankMemory
 from megatron_ext.megatron import run_summary
-from megatron_ext.megatron.agreement import agree
+from megatron_ext.megatron.agreement import agree, refusal
 from megatron_ext.megatron.build_executor import build_executor, ready_the_host, schedule_for
 from megatron_ext.megatron.building_run import STOCK_GATHER as STOCK_GATHER
-from megatron_ext.megatron.building_run import BuildingRun, RunState, refusal
+from megatron_ext.megatron.building_run import BuildingRun, RunState
 from megatron_ext.megatron.equality_check import iterations_ahead, parameter_digest
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.one_line_end import says_all
