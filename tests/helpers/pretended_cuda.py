@@ -184,6 +184,9 @@ def install() -> None:
 
 if __name__ == "__main__":
     install()
+    os.environ["TORCHELASTIC_RUN_ID"] = (
+        "pretended"  # as under torchrun, where one rank measures in its own process, too
+    )
     from megatron_ext.cli import main
 
     code = main.main(sys.argv[1:])
