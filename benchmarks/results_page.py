@@ -187,21 +187,24 @@ def gpu_offload(result: dict) -> str:
     for row in result["rows"]:
         key = row["size"], row["micro_batches"], row["line"]
         best[key] = min(best.get(key, row), row, key=lambda one: one["iteration_ms"])
-    return "; ".join(
+    texts = [
         f"{size}, {count} micro-batches, {line}: {row['iteration_ms']:.0f} ms, {row['device_peak_bytes'] / 1e9:.1f} GB"
         for (size, count, line), row in best.items()
-    )
+    ]
+    return "; ".join([*texts, f"{len(result['left'])} more rows did not run"])
 
 
 def gpu(result: dict) -> str:
     """Of all runs together: cases, and how predictions compare with what was measured."""
-    cases = {row["case"]: row for run in result["runs"] for row in run["results"] if row["status"] != "could not try"}
+    every = {row["case"]: row for run in result["runs"] for row in run["results"]}
+    cases = {name: row for name, row in every.items() if row["status"] != "could not try"}
     equal = [row for row in cases.values() if row["said"].endswith("equal to the last bit")]
     passed = [row for row in cases.values() if row["status"] == "pass"]
     timed = [row["figures"] for row in cases.values() if "predicted_iteration_ms" in row.get("figures", {})]
     ratios = sorted(row["predicted_iteration_ms"] / row["iteration_ms"] for row in timed)
     return (
-        f"{len(passed)} of {len(cases)} cases pass; {len(equal)} trainings equal to the last bit; iteration time of "
+        f"{len(passed)} of {len(cases)} cases pass, {len(every) - len(cases)} could not be tried; {len(equal)} "
+        "trainings equal to the last bit; iteration time of "
         f"{len(timed)} plans predicted from the data sheet {ratios[0] - 1:+.0%} to {ratios[-1] - 1:+.0%}"
     )
 
@@ -219,8 +222,12 @@ ROWS = {
         "benchmarks/published_iterations.py",
         published_iterations,
     ),
-    "peers": Row("Iteration times and device bytes of other systems", "benchmarks/peers.py", peers),
-    "peers_slow_link": Row("The same on two nodes over a slow link", "benchmarks/peers.py --gbit 2.5", peers),
+    "peers": Row("Iteration times and device bytes of other systems", "benchmarks/peers.py --rounds 1", peers),
+    "peers_slow_link": Row(
+        "The same on two nodes over a slow link",
+        "benchmarks/peers.py --gbit 2.5 --rounds 1 --micro-batches 4 --timeout 150",
+        peers,
+    ),
     "planner_suite": Row(
         "How far are plans of large models from the proven bound?", "benchmarks/planner_suite.py", planner_suite
     ),
@@ -235,12 +242,12 @@ ROWS = {
     "hot_path": Row("How much time of the training thread does our Python take?", "benchmarks/hot_path.py", hot_path),
     "robustness": Row(
         "Does it withstand bad input, kills and disturbances?",
-        "sudo .venv/bin/python benchmarks/robustness.py",
+        "sudo .venv/bin/python benchmarks/robustness.py --kills 204",
         robustness,
     ),
     "strict_device": Row(
         "Do tests see a missing event or wait on CUDA?",
-        "benchmarks/strict_device.py --cases 300 --tries 8",
+        "benchmarks/strict_device.py --cases 300 --tries 8; again with --again and --cases 600",
         strict_device,
     ),
     "delayed_update": Row(

@@ -33,6 +33,7 @@ ENGINES = {"hypothesis": 2500, "atheris": 1200}
 """Changes that are drawn of every kind of input; inputs that were tried before do not count again."""
 
 SECONDS_A_KIND = 45
+NOTHING_FOUND = {"inputs": 0, "refused": 0, "slowest_s": 0.0, "counts": {}, "failures": {}}
 CLEAN_ENVIRONMENT = {**allocator.rank_variables(), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -42,9 +43,13 @@ def fuzz(folder: Path) -> None:
     engines = [name for name in ENGINES if not subprocess.run([sys.executable, "-c", f"import {name}"]).returncode]
     for engine in engines:
         for kind in robustness_inputs.NAMES:
-            if not (folder / f"{kind}.{engine}.json").exists():
+            out = folder / f"{kind}.{engine}.json"
+            if not out.exists():
                 program = [sys.executable, str(ROOT / "benchmarks" / "robustness_fuzzing.py"), str(folder), engine]
-                subprocess.run([*program, str(ENGINES[engine]), str(SECONDS_A_KIND), kind], stderr=subprocess.DEVNULL)
+                program += [str(ENGINES[engine]), str(SECONDS_A_KIND), kind]
+                if code := subprocess.run(program, stderr=subprocess.DEVNULL).returncode:  # an input ended the program
+                    found = json_files.load(out, dict) if out.exists() else NOTHING_FOUND
+                    json_files.save(out, found | {"counts": found["counts"] | {f"ended with code {code}": 1}}, indent=1)
 
 
 def fuzzing_summary(folder: Path) -> dict:

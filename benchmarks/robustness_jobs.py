@@ -118,7 +118,7 @@ class Job:
         anew: bool = False,
     ):
         self.options = options
-        self.folder, self.log, self.code = folder, folder / "log", None
+        self.folder, self.log, self.code, self.hung = folder, folder / "log", None, False
         self.nodes = nodes
         for name in ("tmp", "drive"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -179,17 +179,17 @@ class Job:
         return self.code is None
 
     def wait(self, seconds: float = HANGS_AFTER) -> bool:
-        """Wait for the launcher's end; whether it came. Else everything of the job is killed."""
+        """Wait for the launcher's end; whether it came. Else everything of the job is killed, and never came."""
         deadline = time.monotonic() + seconds
         while self.running() and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.running():
+            self.hung = True
             for pid in self.processes():
                 os.kill(pid, signal.SIGKILL)
             while self.running():  # ends: it was killed
                 time.sleep(0.02)
-            return False
-        return True
+        return not self.hung
 
     def processes(self) -> list[int]:
         """Processes of the job's session that still run."""

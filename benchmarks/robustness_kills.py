@@ -137,6 +137,7 @@ NONE_OF = (
     "next start failed",
     "next start differs",
     "runs that went on and differ",
+    "stood still and failed",
 )
 """Figures of a summary that should be 0."""
 
@@ -175,6 +176,9 @@ def summary(results: list[dict]) -> dict:
         "next start failed": sum(one["code"] != 0 for one in again),
         "next start differs": sum(bool(one["differences"]) for one in again),
         "runs that went on and differ": sum(bool(found.get("differences")) for found in results),
+        "stood still and failed": sum(
+            found["signal"] == "SIGSTOP" and found["code"] != 0 and found.get("met", True) for found in results
+        ),
         "rank to be named": len(named),
         "rank named": sum(named),
     }

@@ -33,7 +33,6 @@ ALL_LAYOUTS |= {INSTANCES: "--data-parallel-size 4 --num-distributed-optimizer-i
 ALL_LAYOUTS |= {TENSOR: "--tensor-model-parallel-size 2 --sequence-parallel --data-parallel-size 2".split()}
 
 _SIZE = "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
-SIZE = _SIZE.split()
 _SIZE += " --vocab-size 120 --lr 1e-2 --log-interval 1000"
 _UNTIED = f"{_SIZE} --untie-embeddings-and-output-weights"
 _RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"

@@ -14,7 +14,7 @@ nobody goes on. If the call keeps the interpreter's lock too, the store alone is
 the run has got through.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
 OUT, IN, STORE, WAIT, COLLECTIVE, ACCESS, ISSUE = "out", "in", "store", "wait", "collective", "access", "issue"
@@ -40,6 +40,8 @@ class HappensBefore:
         races: ``(label, label)`` of pairs that nothing orders.
         circles: see the note above; one for each thread that waits and call that it waits for.
         stuck: what never happened, by timeline.
+        crossed: collectives that ranks issue in different orders, if any: each of their kernels may hold a device, or
+            its one hardware queue, and wait for the other.
     """
 
     def __init__(self, logs: list[list[tuple]]):
@@ -55,6 +57,7 @@ class HappensBefore:
         self._calls: dict = defaultdict(list)  # of the driver, by thread: (epoch, label, stack)
         self._stores: dict = defaultdict(list)  # of flags that streams wait for, by thread
         self._awaited: set = set()  # flags that streams wait for
+        self.crossed = _crossed([[*_collectives(log)] for log in logs])
         for number, log in enumerate(logs):
             for index, (timeline, kind, *rest) in enumerate(log):
                 if kind == ISSUE:  # in the order in which threads gave it to the stream
@@ -176,6 +179,27 @@ class HappensBefore:
                 if conflict and clock.get(other, 0) < when:
                     self.races.add((said, label))
             known[timeline, begin, end, writes] = (epoch, label)
+
+
+def _collectives(log: list[tuple]):
+    """Names of the collectives of a rank, in the order in which it issues them."""
+    for _, kind, *rest in log:
+        entries = rest[1:] if kind == ISSUE else [(kind, *rest)]
+        yield from (entry[1] for entry in entries if entry[0] == COLLECTIVE)
+
+
+def _crossed(orders: list[list]) -> list:
+    """What is left where nothing more is first on all ranks that take part."""
+    queues, behind = [deque(order) for order in orders], Counter(name for order in orders for name in order)
+    while any(queues):
+        heads = Counter(queue[0] for queue in queues if queue)
+        free = {head for head, ranks in heads.items() if ranks == behind[head]}
+        if not free:
+            return sorted(heads)
+        for queue in queues:
+            if queue and queue[0] in free:
+                queue.popleft()
+    return []
 
 
 def said(circle: Circle, stacks: list[str]) -> str:

@@ -149,6 +149,7 @@ def train_strictly(strict: dict, *case) -> tuple[dict, dict]:
         "circles": [said(circle, everybody[circle.rank]["stacks"]) for circle in order.circles],
         "stopped": together("stopped"),
         "stuck": order.stuck,
+        "crossed": order.crossed,
         "errors": together("errors"),
         "misplaced": together("misplaced"),
         "host_waits": together("host_waits"),

@@ -340,6 +340,7 @@ def findings(answer: dict) -> list[str]:
     first, *others = strict["symmetric_gathers"]
     if any(None in places for places in first) or any(other != first for other in others):
         found.append("a symmetric gather is not in registered memory, at one place on all ranks")
+    found += [f"issued in different orders: {one}" for one in strict["crossed"]]
     found += strict["errors"] + strict["misplaced"] + strict["circles"] + strict["stopped"]
     return found + [f"never: {timeline} {entry}" for timeline, entry in strict["stuck"].items()]
 

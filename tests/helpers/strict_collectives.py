@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch.distributed as dist
 from driver_lock import stack_text
-from strict_engine import where
+from strict_engine import ONE_QUEUE, where
 from strict_memory import tensors_in
 from torch._C._distributed_c10d import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
@@ -38,11 +38,11 @@ class Collectives:
 
     def patches(self):
         for name in filter(partial(hasattr, ProcessGroup), NAMES):  # releases of torch differ
-            yield mock.patch.object(ProcessGroup, name, self._collective(name, getattr(ProcessGroup, name)))
+            yield mock.patch.object(ProcessGroup, name, self.collective(name, getattr(ProcessGroup, name)))
         for name in ("all_gather_object", "broadcast_object_list"):
             yield mock.patch.object(dist, name, self._objects(getattr(dist, name)))
 
-    def _next(self, process_group) -> tuple:
+    def meeting(self, process_group) -> tuple:
         """The entry in which all ranks of a collective meet."""
         number = self._sequence.get(id(process_group), 0)
         self.memory.check_time(self.memory.in_steps and number == 0, "a communicator, made at its first collective,")
@@ -70,7 +70,7 @@ class Collectives:
 
     def _objects(self, original):
         def run(*args, **kwargs):
-            together = self._next(kwargs.get("group") or dist.distributed_c10d._get_default_group())
+            together = self.meeting(kwargs.get("group") or dist.distributed_c10d._get_default_group())
             self.engine.here.quiet = True
             try:
                 with _disable_current_modes():
@@ -82,7 +82,7 @@ class Collectives:
 
         return run
 
-    def _collective(self, name: str, original):
+    def collective(self, name: str, original):
         def issue(process_group, *args, **kwargs):
             if getattr(self.engine.here, "quiet", False) or self.engine.closed:
                 return original(process_group, *args, **kwargs)
@@ -93,10 +93,13 @@ class Collectives:
             before, after = engine.token(), engine.token()
             engine.log_on(stream, ("out", before))
             access = ("access", label, accesses)
-            engine.log_on(inside, ("in", before), access, self._next(process_group), access, ("out", after))
+            engine.log_on(inside, ("in", before), access, self.meeting(process_group), access, ("out", after))
             if stream is engine.default:
                 engine.drain(accesses)
-                return _Work(engine, original(process_group, *args, **kwargs), after)
+                work = _Work(engine, original(process_group, *args, **kwargs), after)
+                if engine.order == ONE_QUEUE:  # nothing begins before it has ended
+                    engine.until(work.wait_aside())
+                return work
             work = _Work(engine, None, after)
 
             def begin():

@@ -11,7 +11,10 @@ the program in them, are run by a thread of torch's.
 What is here is torch's; what is this package's and Megatron's is in strict_runtime.py.
 
 Not seen: what happens inside one operation of torch; host memory that torch itself allocates (data loaders), which
-counts as the device's; waits in a circle over several ranks, unless a run really stops there.
+counts as the device's; waits in a circle over several ranks, unless a run really stops there or ranks issue collectives
+in different orders; a temporary tensor that its last owner drops while another stream works on it (queued work keeps it
+here, torch's allocator does not); what is done with a NumPy array; that a broadcast orders no more than the ranks that
+receive behind the one that sends.
 """
 
 import _thread
@@ -19,7 +22,7 @@ import contextlib
 import sys
 import threading
 from concurrent.futures import Future, wait
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from unittest import mock
 
 import torch
@@ -28,6 +31,7 @@ from strict_copies import DearCopies
 from strict_engine import Engine, where
 from strict_kernels import Kernels
 from strict_memory import Memory, Pool, tensors_in
+from strict_page_locks import PageLocks
 from strict_runtime import Runtime
 from strict_streams import Event, StreamHandle, driver, on
 from symmetric_stand_in import SymmetricStandIn
@@ -92,10 +96,9 @@ class StrictDevice:
         self.memory = Memory(rank, self.engine.error, no_room if rank else "")
         self.engine.name_of_flag = self.memory.name_of
         self._kinds: dict = {}
-        self._launched: set = set()
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
-        self._locks, self.symmetric = locks if rank else None, SymmetricStandIn()
-        self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+        self.symmetric, self.page_locks = SymmetricStandIn(), PageLocks(self, locks if rank else None)
+        self.runtime = self.page_locks.runtime
 
     def findings(self) -> dict:
         """What this rank has to say, for the judgement over all."""
@@ -136,10 +139,6 @@ class StrictDevice:
             return self._on_host(func, args, kwargs, label, accesses)
         return self._on_device(func, args, kwargs, name, label, found, regions, accesses)
 
-    def _pinned(self, region) -> tuple:
-        """That ``region`` is page-locked, as something that is accessed."""
-        return "pinned", self.rank, region.key
-
     def _on_host(self, func, args, kwargs, label: str, accesses):
         self.engine.log(("access", f"{label}, by the processor", accesses))
         result = func(*args, **kwargs)
@@ -163,11 +162,10 @@ class StrictDevice:
                     engine.error(f"{label} copies asynchronously from or to pageable memory, maybe torch's own")
         if found:
             engine.call(label)
-        pinned = [(self._pinned(region), 0, 1, False) for region in regions if region and region.locked]
+        pinned = [(self.page_locks.pinned(region), 0, 1, False) for region in regions if region and region.locked]
         engine.log_on(stream, ("access", label, accesses + pinned))
-        if found and func not in self._launched:
-            self._launched.add(func)
-            engine.might_synchronize(f"the first launch of {name}")
+        if found:
+            engine.launched(name, str(found[0][0].dtype))
         waits = name in SYNCHRONOUS or (blocking and on_host)
         if waits and stream is not engine.default and "copy" in name:
             engine.error(f"{label} blocks the thread on a stream")
@@ -259,26 +257,6 @@ class StrictDevice:
         self.engine.call("torch.cuda._sleep")
         self.engine.current_work().add(lambda: None, seconds=cycles / SLEEP_CYCLES, what="sleeps")
 
-    def _register(self, address: int, size: int, flags: int) -> int:
-        if self._locks is not None:
-            self._locks -= 1
-            if self._locks < 0:
-                return 2
-        if not self.engine.closed:
-            self.engine.might_synchronize("cudaHostRegister")
-            self.memory.add_host(address, size, locked=True)
-        return 0
-
-    def _unregister(self, address: int) -> int:
-        """Copies from or to this memory, and the end of its page-locking, are accesses to one thing."""
-        if not self.engine.closed:
-            self.memory.check_time(self.memory.in_steps, "the end of page-locking")
-            self.engine.might_synchronize("cudaHostUnregister")
-            if (region := self.memory.region(address)) is not None:  # or its last tensor is gone
-                self.engine.log(("access", f"cudaHostUnregister at {where()}", [(self._pinned(region), 0, 1, True)]))
-                region.locked = False
-        return 0
-
     def _frombuffer(self, original):
         def run(buffer, *args, **kwargs):
             tensor = original(buffer, *args, **kwargs)
@@ -292,9 +270,13 @@ class StrictDevice:
         return tensor.numel() > 0 and self.memory.region(tensor.data_ptr()) is None and not self.engine.closed
 
     def _read(self, original):
+        name = original.__name__
+
         def run(tensor, *args, **kwargs):
             if self._is_of_device(tensor):  # it would have been copied to the host before
-                self.engine.synchronize([self.engine.current_work()], original.__name__)
+                self.engine.synchronize([self.engine.current_work()], name)
+            elif name == "tolist" and (place := self.memory.place(tensor, name)) is not None:
+                self.engine.log(("access", f"tolist at {where()}, by the processor", [(*place, False)]))
             return original(tensor, *args, **kwargs)
 
         return run

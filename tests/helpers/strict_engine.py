@@ -27,6 +27,8 @@ HELD_SECONDS, KERNEL_HELD_SECONDS = 0.004, 0.02
 """In late order work stays so long, unless somebody waits: other ranks have to get on. A kernel on the default stream
 stays longer, unless somebody waits for this stream."""
 
+LAUNCHES = 64
+"""Pieces of work of one stream behind which the next launch waits for the first; a device's queue is longer (1024)."""
 
 PLACES, NOT = (("/megatron_ext/", "/megatron/", "/examples/"), ("/megatron_ext/cpubench/", "/param_reads.py"))
 
@@ -70,6 +72,8 @@ class Stream:
         engine.streams.append(self)
 
     def add(self, begin, ready=lambda: True, size: int = 0, seconds: float = 0, what: str = "", accesses=None) -> None:
+        if len(self.items) >= LAUNCHES and threading.get_ident() == self.engine.main:
+            self.engine.hold_launch(self)
         with self.engine.inside():
             seconds += size / self.engine.bytes_per_second
             self.items.append(Item(begin, ready, seconds, what, accesses))
@@ -120,9 +124,10 @@ class Engine:
         self.misplaced, self.stacks, self.lock = [], [], DriverLock()
         self._stack_numbers: dict[str, int] = {}
         self._tokens, self.here, self._waiting, self.closed = itertools.count(), threading.local(), 0, False
-        self._draining = 0
+        self._draining, self._launched = 0, set()
         self._names: dict[str, int] = {}
         self.main, self.name_of_flag = threading.get_ident(), lambda address: (rank, address)
+        self.pinned_at = lambda address: ("pinned", rank)
         self.default = Stream(self, "default stream")
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -201,6 +206,10 @@ class Engine:
         if joins or self.one_issuer:
             self.log(("sync", tokens, label, self._stack(), keeps_interpreter, joins))
 
+    def hold_launch(self, stream: Stream) -> None:
+        """A launch holds the driver's lock while the queue of ``stream`` is full."""
+        self._hold(f"a launch at {where()}", lambda: len(stream.items) < LAUNCHES)
+
     def _hold(self, label: str, done, missing=None) -> None:
         with self.lock.held(label) if self.one_issuer else contextlib.nullcontext():
             self._draining += 1
@@ -218,6 +227,12 @@ class Engine:
     def might_synchronize(self, what: str, keeps_interpreter: bool = False) -> None:
         """A call that may wait for the whole device, and orders nothing."""
         self.hold(what, self.ends(list(self.streams)), lambda: True, keeps_interpreter, joins=False)
+
+    def launched(self, kernel: str, dtype: str) -> None:
+        """A kernel is loaded when it is first launched; there is one for each dtype."""
+        if (kernel, dtype) not in self._launched:
+            self._launched.add((kernel, dtype))
+            self.might_synchronize(f"the first launch of {kernel}, {dtype}")
 
     def ends(self, streams: list[Stream]) -> list:
         tokens = [self.token() for _ in streams]

@@ -39,6 +39,7 @@ class Kernels:
             accesses, on_host, size = self._accesses(name, label, lists)
             engine, stream = self.engine, self.engine.current_work()
             engine.call(label)
+            engine.launched(name, str([one[0].dtype for one in lists if one]))
             engine.log_on(stream, ("access", label, accesses))
 
             def run():

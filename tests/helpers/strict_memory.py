@@ -31,6 +31,7 @@ class Region:
 
     def __init__(self, begin: int, end: int, key: tuple, start: int, locked: bool):
         self.begin, self.end, self.key, self.start, self.locked = begin, end, key, start, locked
+        self.registered = False
 
 
 class Pool:
@@ -56,6 +57,7 @@ class Memory:
         self._changing, self._table = threading.RLock(), ([], [])  # begins, regions; replaced as one
         self._blocks: dict[int, tuple] = {}  # block of a storage that comes and goes, by its ``_cdata``
         self._free: dict[tuple, list[tuple]] = {}  # by stream and size
+        self._taken_on: dict[tuple, str] = {}  # stream for which a block was taken: it goes back to this one's
         self._kept: list = []
         self.made_on: dict[int, str] = {}  # stream on which a storage was allocated, by its address
         self.begun = self.in_steps = False  # whether an iteration has begun; and its last step has not ended
@@ -84,7 +86,8 @@ class Memory:
         with self._changing:
             region = self.region(begin)
             if region is not None:
-                region.locked, region.end = region.locked or locked, max(region.end, begin + size)
+                whole = begin <= region.begin and begin + size >= region.end
+                region.locked, region.end = region.locked or (locked and whole), max(region.end, begin + size)
                 return
             shared = _shared_mapping(begin) if mapped else None
             key, start = shared if shared is not None else ((self.rank, "host", next(self._serial)), 0)
@@ -103,6 +106,8 @@ class Memory:
             begins, regions = map(list, self._table)
             at = bisect.bisect_left(begins, begin)
             if at < len(begins) and begins[at] == begin:
+                if regions[at].registered:
+                    self._error("host memory that the driver has page-locked is given back")
                 del begins[at], regions[at]
                 self._table = begins, regions
 
@@ -168,12 +173,13 @@ class Memory:
             self._kept.append(storage)  # its number stays its own
             known = self._blocks[storage._cdata] = self._new_block()
         if had:
-            self._free.setdefault((stream, had), []).append(known)
+            self._free.setdefault((self._taken_on.get(known, "default stream"), had), []).append(known)
         if not size:
             return known, False
         free = self._free.get((stream, size), [])
         found = bool(free)
         block = self._blocks[storage._cdata] = free.pop() if found else self._new_block()
+        self._taken_on[block] = stream
         self.check_time(self.in_steps and not found, "a new block of device memory")
         ctypes.memset(storage.data_ptr(), POISON, size)
         return block, not found

@@ -68,8 +68,8 @@ class Mark:
 class Event:
     """A point in a stream's work; recorded again, it is another point."""
 
-    def __init__(self, engine: "Engine", **_):
-        self._engine, self.mark = engine, None
+    def __init__(self, engine: "Engine", enable_timing: bool = False, **_):
+        self._engine, self.mark, self._timed = engine, None, enable_timing
 
     def record(self, stream: StreamHandle | None = None) -> None:
         engine = self._engine
@@ -97,7 +97,10 @@ class Event:
         if mark is not None:
             self._engine.hold("Event.synchronize", [mark.token], lambda: mark.done)
 
-    def elapsed_time(self, other) -> float:
+    def elapsed_time(self, other: "Event") -> float:
+        for event in (self, other):
+            if not event._timed or event.mark is None or not event.mark.done:
+                raise RuntimeError("both events must be timed, recorded and completed")
         return 0.0
 
     def __del__(self) -> None:
@@ -128,23 +131,30 @@ def on(engine: Engine, stream: StreamHandle | None):
 
 def driver(engine: Engine, stream_flags: bool) -> SimpleNamespace:
     """In place of ``cuda.bindings.driver``. ``stream_flags``: what the device says of its streams."""
-    ok = 0
+    ok, invalid = 0, 1
 
-    def word(address: int):
+    def word(address: int, stream):
         assert address > OFFSET, "the device was given a host address"
         place = address - OFFSET
-        return ctypes.c_int64.from_address(place), engine.name_of_flag(place)
+        name, pinned = engine.name_of_flag(place), engine.pinned_at(place)
+        if pinned is None:
+            engine.error(f"a stream is given flag {name}, which is not page-locked")
+        else:
+            engine.log_on(stream, ("access", f"flag {name}, by a stream", [(pinned, 0, 1, False)]))
+        return ctypes.c_int64.from_address(place), name
 
     def wait(handle, address, value, flags):
         engine.call("cuStreamWaitValue64")
-        (memory, name), stream = word(address), engine.by_handle[int(handle)]
+        stream = engine.by_handle[int(handle)]
+        memory, name = word(address, stream)
         engine.log_on(stream, ("wait", name, value))
         stream.add(lambda: None, lambda: memory.value >= value, what=f"waits until flag {name} is {value}")
         return (ok,)
 
     def store(handle, address, value, flags):
         engine.call("cuStreamWriteValue64")
-        (memory, name), stream = word(address), engine.by_handle[int(handle)]
+        stream = engine.by_handle[int(handle)]
+        memory, name = word(address, stream)
         engine.log_on(stream, ("store", name, value))
         stream.add(lambda: setattr(memory, "value", value), what=f"stores {value} in flag {name}")
         return (ok,)
@@ -156,5 +166,8 @@ def driver(engine: Engine, stream_flags: bool) -> SimpleNamespace:
         cuDeviceGetAttribute=lambda attribute, device: (ok, int(stream_flags)),
         cuStreamWaitValue64=wait,
         cuStreamWriteValue64=store,
-        cuMemHostGetDevicePointer=lambda address, flags: (ok, address + OFFSET),
+        cuMemHostGetDevicePointer=lambda address, flags: (
+            invalid if engine.pinned_at(address) is None else ok,
+            address + OFFSET,
+        ),
     )

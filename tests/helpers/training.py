@@ -57,11 +57,6 @@ PP2_VP2_DP2 = LAYOUTS["interleaved"]
 """A small GPT, and the layout of the main job."""
 
 
-def last_line(result: subprocess.CompletedProcess) -> str:
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
-
-
 def stays_in_shared_memory(before: set[str], seconds: float = 10) -> set[str]:
     """What is new in /dev/shm since ``before``, and still there after so long: tests that run beside this one may have
     something there for a moment."""

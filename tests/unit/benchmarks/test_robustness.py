@@ -2,11 +2,17 @@
 
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
+import robustness
 import robustness_fuzzing
+import robustness_inputs
+import robustness_jobs
 import robustness_kills
 from robustness_inputs import NAMES, Kind, kinds, mutated
+
+from megatron_ext.formats import json_files
 
 EXAMPLES = 40
 
@@ -54,10 +60,50 @@ def test_what_is_no_refusal_counts_as_a_failure(tmp_path, monkeypatch, use, said
     assert tried.inputs == 1 and [said in key for key in tried.failures] == [True]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_input_that_ends_the_program_counts_as_a_failure(tmp_path, monkeypatch, kept):
+    """As a crash of the interpreter does, which no handler in it sees."""
+    monkeypatch.setattr(robustness, "ENGINES", {"hypothesis": 7})
+    monkeypatch.setattr(robustness_inputs, "NAMES", ["w.json"])
+    out = tmp_path / "w.json.hypothesis.json"
+
+    def run(program, **_):
+        if "7" not in program:  # whether there is such an engine
+            return SimpleNamespace(returncode=0)
+        if kept:
+            json_files.save(out, robustness.NOTHING_FOUND | {"inputs": 50})
+        return SimpleNamespace(returncode=-11)
+
+    monkeypatch.setattr(robustness.subprocess, "run", run)
+    robustness.fuzz(tmp_path)
+    result = {"fuzzing": robustness.fuzzing_summary(tmp_path)}
+    assert result["fuzzing"]["hypothesis"]["inputs"] == (50 if kept else 0)
+    assert robustness.wrong(result) == ["hypothesis: w.json: ended with code -11"]
+
+
+class Endless(robustness_jobs.Job):
+    """Runs until it is killed: whoever looks a third time."""
+
+    def __init__(self):
+        self.hung, self._looks = False, iter([True, True])
+
+    def running(self) -> bool:
+        return next(self._looks, False)
+
+    def processes(self) -> list[int]:
+        return []
+
+
+def test_a_job_that_had_to_be_killed_hangs_whoever_asks_again():
+    job = Endless()
+    assert not job.wait(seconds=0) and not job.wait(seconds=0)
+
+
 GOOD = {
     "signal": "SIGKILL",
     "point": "end",
     "rank": 1,
+    "code": 1,
     "hangs": False,
     "leftovers": [],
     "half_written": [],
@@ -74,6 +120,7 @@ AGAIN = {"code": 0, "hangs": False, "differences": [], "leftovers": []}
         {"named": False},
         {"differences": ["loss"]},
         {"met": False},
+        {"signal": "SIGSTOP"},  # who only stood still goes on
         *({"resumed": AGAIN | more} for more in ({"code": 1}, {"differences": ["loss"]}, {"leftovers": ["port 1"]})),
     ],
 )

@@ -118,7 +118,8 @@ def test_a_combined_table_says_of_which_model_its_compute_is(run):
     gpu = msgspec.structs.replace(TABLE, metadata=cost.Metadata(model=MODEL | {"dtype": "float16"}))
     both = combine({"links": links, "gpu": gpu})
     assert both.metadata.world_sizes == links.metadata.world_sizes and both.metadata.model == gpu.metadata.model
-    assert run("plan", both.metadata, table=both)[0] == 2
+    code, _, error = run("plan", both.metadata, table=both)
+    assert code == 2 and "model.dtype: table float16, here bfloat16" in error
 
 
 def test_a_schedule_says_on_what_its_costs_were_measured(run):

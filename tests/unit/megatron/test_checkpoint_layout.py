@@ -64,7 +64,7 @@ def test_parameters_alone_can_be_spread_anew(saved):
 
 
 def test_what_cannot_be_read_is_left_to_megatron(saved):
-    saved(None).load += "/elsewhere"
+    saved(None, expert_model_parallel_size=4).load += "/elsewhere"
     refuse_other_experts(7)
 
 
@@ -138,7 +138,9 @@ def test_a_checkpoint_that_does_not_say_its_groups_is_loaded_into_groups_in_orde
     refuse_other_groups(groups("ac", "bd"), in_order=False)
 
 
-def test_a_format_that_megatron_alone_knows_is_left_to_megatron(saved):
-    args = saved("dp_reshardable")
+def test_a_format_that_megatron_alone_knows_is_left_to_megatron(saved, layout):
+    args = saved("dp_reshardable", **{GROUPS: layout})
+    with pytest.raises(InputError, match="optimizer states by bucket"):
+        refuse_other_groups(groups("ac", "bd"), in_order=True)
     (Path(args.load) / "iter_0000012" / "metadata.json").write_text('{"sharded_backend": "other"}')
-    refuse_other_groups(groups("ab", "cd"), in_order=True)
+    refuse_other_groups(groups("ac", "bd"), in_order=True)

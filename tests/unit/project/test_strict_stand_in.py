@@ -1,5 +1,6 @@
 """The strict stand-in of a CUDA device sees what a GPU showed; see tests/helpers/strict_device.py."""
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -10,7 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 from happens_before import HappensBefore, said
+from strict_collectives import Collectives
 from strict_device import StrictDevice
+from strict_engine import LAUNCHES, ONE_QUEUE
 from strict_streams import OFFSET
 
 from megatron_ext.runtime.device import device_of
@@ -139,9 +142,9 @@ class Flag:
     """8 bytes, stored by threads and waited for by streams."""
 
     def __init__(self, device: StrictDevice):
-        self._device, self.memory = device, mmap.mmap(-1, 8)
-        self._word = ctypes.c_int64.from_buffer(self.memory)
-        self.address = ctypes.addressof(self._word)
+        self._device, self.memory = device, host_tensor(2)
+        self.address = self.memory.data_ptr()
+        self._word = ctypes.c_int64.from_address(self.address)
 
     def store(self) -> None:
         self._device.engine.log(("store", self._device.memory.name_of(self.address), 1))
@@ -228,3 +231,150 @@ def test_memory_that_is_taken_within_an_iteration_is_seen(late):
         HostShards(10, torch.float32, torch.device("cpu"), own)
     kinds = {"page-locked memory", "the end of page-locking", "device memory of empty"} if late else set()
     assert {text.partition(" within an iteration, at ")[0] for text in device.engine.errors} == kinds
+
+
+def lock_twice() -> None:
+    memory = host_tensor(1000)
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+
+
+def lock_a_part() -> None:
+    memory = host_tensor(1000, locked=False)
+    torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 400, 0)
+    torch.zeros(1000).copy_(memory, non_blocking=True)
+
+
+def wait_for_a_flag_that_is_not_locked() -> None:
+    from cuda.bindings import driver
+
+    memory = host_tensor(1000, locked=False)
+    assert driver.cuMemHostGetDevicePointer(memory.data_ptr(), 0)[0] != 0
+    driver.cuStreamWriteValue64(torch.cuda.Stream().cuda_stream, memory.data_ptr() + OFFSET, 1, 0)
+    torch.cuda.synchronize()
+
+
+def unlock_what_is_not_locked() -> None:
+    memory = host_tensor(10, locked=False)
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+WRONG = {
+    "page-locked twice": lock_twice,
+    "pageable memory": lock_a_part,
+    "unlocked that is not page-locked": unlock_what_is_not_locked,
+    "is given back": lambda: host_tensor(10).fill_(1) is None,
+    "which is not page-locked": wait_for_a_flag_that_is_not_locked,
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_memory_is_locked_once_and_as_long_as_it_is_needed(said):
+    with open_device() as device:
+        WRONG[said]()
+    assert any(said in error for error in device.engine.errors)
+
+
+def test_flags_are_unlocked_when_no_stream_needs_them():
+    with open_device() as device:
+        memory, stream = host_tensor(1000), torch.cuda.Stream()
+        from cuda.bindings import driver
+
+        driver.cuStreamWriteValue64(stream.cuda_stream, memory.data_ptr() + OFFSET, 1, 0)
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        torch.cuda.synchronize()
+    ((flag, end),) = judged(device).races
+    assert flag.startswith("flag") and end.startswith("cudaHostUnregister")
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_times_are_those_of_timed_events_that_have_come(timed):
+    with open_device():
+        begin, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            begin.record()
+            end.record()
+        with pytest.raises(RuntimeError, match="completed"):
+            begin.elapsed_time(end)
+        end.synchronize()
+        with contextlib.nullcontext() if timed else pytest.raises(RuntimeError, match="timed"):
+            assert begin.elapsed_time(end) >= 0
+
+
+def test_a_block_goes_back_to_the_stream_that_it_was_taken_for():
+    with open_device() as device:
+        default, reading, giving_back = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+        tensor, other = torch.ones(1000), torch.ones(1000)
+        for one in (other, tensor):
+            one.untyped_storage().resize_(0)
+        tensor.untyped_storage().resize_(4000)
+        reading.wait_stream(default)
+        with torch.cuda.stream(reading):
+            host_tensor(1000).copy_(tensor, non_blocking=True)
+        with torch.cuda.stream(giving_back):
+            tensor.untyped_storage().resize_(0)
+        other.untyped_storage().resize_(4000)
+    assert [sorted(label.split()[0] for label in race) for race in judged(device).races] == [["allocation", "copy_"]]
+
+
+def test_the_processor_reads_what_becomes_a_list():
+    with open_device() as device:
+        memory = host_tensor(10)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            memory.copy_(torch.ones(10), non_blocking=True)
+        memory.tolist()
+    assert [sorted(label.split()[0] for label in race) for race in judged(device).races] == [["copy_", "tolist"]]
+
+
+def test_every_dtype_has_kernels_of_its_own(multi_tensor_applier):
+    with open_device() as device:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            one = torch.ones(4, dtype=dtype)
+            one.add_(one)
+            multi_tensor_applier.multi_tensor_applier(scale, None, [[one], [one]], 0.5)
+    said = [entry[3].partition(" at ")[0] for entry in device.engine.entries if entry[1] == "sync"]
+    assert len([one for one in said if "first launch of add_" in one]) == 2
+    assert len([one for one in said if "first launch of scale" in one]) == 2
+
+
+def test_a_launch_waits_while_the_queue_of_its_stream_is_full():
+    """Whoever gives a stream more than it takes, before the store that it waits for, waits for ever."""
+    with StrictDevice(0, 0, "early", stuck_seconds=0.3) as device:
+        flag, stream = Flag(device), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            flag.queue_wait()
+            for _ in range(LAUNCHES - 1):
+                torch.cuda.Event().record()
+            with pytest.raises(RuntimeError, match="does not get on"):
+                torch.cuda.Event().record()
+        flag.store()
+
+
+class Held:
+    """The work of a collective to which another rank does not come."""
+
+    def wait(self, *_) -> None:
+        time.sleep(2)
+
+
+@pytest.mark.parametrize(("order", "blocks"), [("late", False), (ONE_QUEUE, True)])
+def test_in_one_queue_nothing_passes_a_collective(monkeypatch, order, blocks):
+    monkeypatch.setattr(Collectives, "meeting", lambda own, group: ("collective", "one", 0, 1))
+    with StrictDevice(0, 0, order, stuck_seconds=0.3) as device:
+        reduce = Collectives(device).collective("allreduce", lambda *_: Held())
+        with pytest.raises(RuntimeError, match="does not get on") if blocks else contextlib.nullcontext():
+            reduce(object(), [DEVICE_TENSOR])
+
+
+@pytest.mark.parametrize(
+    ("orders", "crossed"), [(("ab", "ab"), ""), (("ab", "ba"), "ab"), (("ab", "bc", "ca"), "abc"), (("cab", "ab"), "")]
+)
+def test_collectives_that_ranks_issue_in_different_orders_are_seen(orders, crossed):
+    """Streams and waits would let them get on; kernels that fill a device, or its one queue, would not."""
+    logs = [
+        [((rank, "thread"), "issue", (rank, name), ("collective", name, rank, sum(name in own for own in orders)))]
+        for rank, order in enumerate(orders)
+        for name in order
+    ]
+    logs = [[entry for (entry,) in logs if entry[0][0] == rank] for rank in range(len(orders))]
+    judgement = HappensBefore(logs)
+    assert judgement.stuck == {} and "".join(judgement.crossed) == crossed
