@@ -133,10 +133,9 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     environment |= {"CUDA_VISIBLE_DEVICES": "", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     # --deterministic-mode requires this.
     environment |= {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-    module = "megatron_ext.megatron.describe_from_checkout"
     parent = os.getpid()
     with tempfile.TemporaryFile() as written:  # unnamed, so it is gone however this process ends
-        command = [sys.executable, "-m", module, tree, script, written.fileno(), pp, world_size, *options]
+        command = [sys.executable, "-m", __name__, tree, script, written.fileno(), pp, world_size, *options]
         result = subprocess.run(
             list(map(str, command)),
             env=environment,
@@ -200,8 +199,8 @@ def _run_script(tree: Path, script: Path, rank: int, world_size: int, options: l
     )
 
     # One node, whatever a launcher says of this process; the caller knows how many there are.
-    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", **sizes}
+    ranks = str(world_size)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     make_fake_world(rank, world_size)
     chunks = []
     _stop_at_model(chunks)
@@ -230,15 +229,19 @@ def _parse_for_no_gpu(options: list[str]) -> None:
         refuse_combinations(argparse.Namespace(inprocess_restart=True))
 
     def refuse(self, message):
-        raise InputError(message)
+        raise InputError(message + "; if a fork has them, give its checkout" * message.startswith("unrecognized"))
 
     def check(args):
         args.te_rng_tracker = False  # Transformer Engine's tracker needs a device, and no random number is drawn
         # KERNELS turn this fusion off, but on a GPU it is on, and it changes which activations layers save.
         args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
-        args.log_max_attention_logit = False  # needs another Transformer Engine than the stand-in, and changes no layer
-        args.skip_train = False  # only the model of training is passed to DistributedDataParallel
+        # The logit needs another Transformer Engine than the stand-in, and changes no layer. Only the model of training
+        # is passed to DistributedDataParallel. The others write to the files of a training.
+        args.log_max_attention_logit = args.skip_train = args.log_progress = False
+        args.config_logger_dir = ""
         refuse_combinations(args)
+        if len(getattr(args, "spec", None) or ()) == 2:  # without this module Megatron's error does not name it
+            importlib.import_module(args.spec[0])
         ranks = int(os.environ["WORLD_SIZE"]) // args.tensor_model_parallel_size // args.pipeline_model_parallel_size
         if ranks % (instances := getattr(args, "num_distributed_optimizer_instances", 1)):
             why = f"does not divide the {ranks} data-parallel ranks (x context)"  # Megatron's error names no option
@@ -330,8 +333,7 @@ def _reason(error: BaseException) -> str:
 
 def main() -> int:
     """``TREE SCRIPT DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
-    tree, script, written, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
-    options = sys.argv[6:]
+    tree, script, (written, pp, world_size), options = *map(Path, sys.argv[1:3]), map(int, sys.argv[3:6]), sys.argv[6:]
     faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)
     from megatron_ext.megatron import cpu_compat, engine_modules, state_space_modules
 

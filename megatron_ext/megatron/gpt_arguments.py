@@ -199,11 +199,12 @@ def _check_stages(args) -> None:
         name = "num_layers_per_virtual_pipeline_stage"
         if vp is not None:
             _refuse(args, name, f"means the same as --num-virtual-stages-per-pipeline-rank {vp}; give one of them")
-        if args.num_layers % pp:
+        layers = args.num_layers + sum(bool(getattr(args, counted, None)) for counted in UNEVEN[2:])
+        if layers % pp:
             _refuse(args, "num_layers", f"does not divide into {pp} pipeline ranks")
-        if args.num_layers % (pp * per_stage):
-            _refuse(args, name, f"does not divide the {args.num_layers / pp:g} layers of a pipeline rank")
-        vp = args.num_virtual_stages_per_pipeline_rank = args.num_layers // (pp * per_stage)
+        if layers % (pp * per_stage):
+            _refuse(args, name, f"does not divide the {layers / pp:g} layers of a pipeline rank")
+        vp = args.num_virtual_stages_per_pipeline_rank = layers // (pp * per_stage)
     if vp == 1:
         vp = args.num_virtual_stages_per_pipeline_rank = None
     if vp is not None and pp == 1:
@@ -253,11 +254,9 @@ def _check_processes(args, world_size: int) -> None:
 
 def _fill_batch(args) -> None:
     """Set ``global_batch_size``, ``num_microbatches`` and ``ramp``."""
-    pp = args.pipeline_model_parallel_size
-    args.data_parallel_size = args.data_parallel_size or 1
-    dp = args.data_parallel_size
+    dp = args.data_parallel_size = args.data_parallel_size or 1
     if args.global_batch_size is None:
-        args.global_batch_size = args.micro_batch_size * dp * 2 * pp
+        args.global_batch_size = args.micro_batch_size * dp * 2 * args.pipeline_model_parallel_size
     *args.ramp, args.num_microbatches = numbers_of_microbatches(args)
     args.global_batch_size = args.num_microbatches * args.micro_batch_size * dp
 

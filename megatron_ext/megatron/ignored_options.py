@@ -68,7 +68,7 @@ LISTS = (
     "data-path train-data-path valid-data-path test-data-path profile-ranks tiktoken-special-tokens "
     "recompute-modules cuda-graph-scope"
 ).split()
-"""Options with one value or more."""
+"""Options with any number of values; Megatron takes ``--data-path`` without one."""
 
 TOKENIZER = "tokenizer_type tokenizer_model vocab_file merge_file vocab_extra_ids legacy_tokenizer".split()
 """Options that decide the size of the vocabulary, and so the size of two parameters."""
@@ -136,12 +136,11 @@ def parse(
         InputError: naming the option and its value.
     """
     parser = _parser(verb)
-    default_vocab_size = parser.get_default("vocab_size")
     parser.set_defaults(vocab_size=None, **defaults)
     args, unknown = parser.parse_known_args(list(options))
     _refuse_unknown(parser, unknown, passed_over)
     check_other_options(args, verb)
-    args.vocab_size = default_vocab_size if args.vocab_size is None else args.vocab_size
+    args.vocab_size = gpt_arguments.MODEL_SIZES["vocab_size"] if args.vocab_size is None else args.vocab_size
     args.accumulate_allreduce_grads_in_fp32 = _grads_in_fp32(args)
     gpt_arguments.check(args, world_size=world_size)
     return args
@@ -184,9 +183,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     options: tuple[tuple[Iterable[str], dict[str, Any]], ...] = (
         (map("--{}".format, FLAGS), {"action": "store_true"}),
         (map("--{}".format, VALUES), {}),
-        (map("--{}".format, LISTS), {"nargs": "+"}),
         (map(flag, TOKENIZER), {"nargs": "?", "const": True}),
-        (judged, {"nargs": "*"}),
+        ([*map("--{}".format, LISTS), *judged], {"nargs": "*"}),
     )
     for names, how in options:
         for option in names:
@@ -211,12 +209,14 @@ def check_other_options(args, verb: str = "describe") -> None:
         if given.get(name) not in (None, REFUSED[name]):
             _refuse(given, name, f"changes parameters, what layers save or the order of steps; {how}")
         given.pop(name, None)
-    if verb == "fit" and args.num_experts and "no_bias_swiglu_fusion" in vars(args):
-        why = f"it is not known what experts save if their activation is not fused; {_CHECKOUT[verb]}"
-        raise InputError(why, field="--no-bias-swiglu-fusion")
-    if verb == "fit" and args.num_experts and args.add_bias_linear:
-        why = f"without --disable-bias-linear it is not known what experts with biases save; {_CHECKOUT[verb]}"
-        raise option_error("num_experts", why, args.num_experts)
+    padded_to = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else 1
+    for name, wrong, experts in (
+        ("no_bias_swiglu_fusion", "no_bias_swiglu_fusion" in given, "whose activation is not fused"),
+        ("num_experts", args.add_bias_linear, "with biases (without --disable-bias-linear)"),
+        ("moe_expert_capacity_factor", padded_to != 1, "that are padded"),
+    ):
+        if wrong and verb == "fit" and args.num_experts:
+            raise option_error(name, f"it is not known what experts {experts} save; {how}", given[name])
     if args.recompute_granularity == "selective" and given.get("recompute_modules", ["core_attn"]) != ["core_attn"]:
         _refuse(given, "recompute_modules", f"changes which activations layers save; {how}")
     tokenizers = [name for name in TOKENIZER if name in given]

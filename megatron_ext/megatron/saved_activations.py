@@ -117,11 +117,13 @@ BALANCED = {
 
 def balance_experts(config) -> None:
     """Let every expert of a model that is built on ``meta`` get the same number of tokens, so that sizes are known
-    without data. The parameters stay as they are."""
+    without data. Experts that are padded keep their capacity, which decides their sizes. The parameters stay as they
+    are."""
     if getattr(config, "num_moe_experts", None):
-        for name, value in BALANCED.items():
+        padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
+        for name in BALANCED.keys() - ({"moe_expert_capacity_factor"} if padded else set()):
             if hasattr(config, name):
-                setattr(config, name, value)
+                setattr(config, name, BALANCED[name])
 
 
 class _Counts(list):

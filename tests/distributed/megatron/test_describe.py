@@ -129,10 +129,14 @@ parser.add_argument("--skip-train", action="store_true")
 parser.add_argument("--optimizer-cpu-offload", action="store_true")
 parser.add_argument("--log-max-attention-logit", action="store_true")
 parser.add_argument("--enable-hyper-connections", action="store_true")
+parser.add_argument("--spec", nargs="*")
+parser.add_argument("--log-progress", action="store_true")
+parser.add_argument("--config-logger-dir", default="")
 args = global_vars._GLOBAL_ARGS = parser.parse_args()
 assert args.no_rope_fusion
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 assert args.lr < 1
+assert not args.log_progress and not args.config_logger_dir, "describing would write to these files"
 assert args.seed != 2 and not args.log_max_attention_logit, "is only supported with TE >= 2.9.0."
 args.num_residual_streams = 4
 args.virtual_pipeline_model_parallel_size = vp = args.num_virtual_stages_per_pipeline_rank
@@ -162,6 +166,7 @@ def checkout(megatron_tree, tmp_path_factory):
 THEIRS = [
     *MODEL,
     *"--lr 0.1 --use-distributed-optimizer --overlap-param-gather --transformer-impl local --data-path one two".split(),
+    *"--log-progress --config-logger-dir there".split(),
 ]
 
 
@@ -201,7 +206,8 @@ def test_a_loop_without_megatrons_arguments_is_refused(checkout, tmp_path):
             (["--seed", "2"], "TE >= 2.9.0. (describing uses a stand-in for it, of an older version"),
             (["--use-megatron-fsdp"], "--use-megatron-fsdp = True: cannot be combined"),
             (["--data-parallel-size", "0"], "--data-parallel-size = 0: must be at least 1"),
-            (["--lrr", "3"], "unrecognized arguments: --lrr 3"),
+            (["--lrr", "3"], "unrecognized arguments: --lrr 3; if a fork has them, give its checkout\n"),
+            (["--spec", "our_layers.of_kind", "layers"], "there is no Python package our_layers, which this checkout"),
             (["--seed", "1"], "without building a model"),
             (["--inprocess-restart"], "--inprocess-restart = True: cannot be combined"),
             (["--delayed-parameter-update", "1"], "--delayed-parameter-update = 1: needs an optimizer that steps on"),

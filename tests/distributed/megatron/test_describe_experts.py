@@ -79,6 +79,19 @@ def test_experts_are_marked_counted_and_planned(describe, tmp_path):
 
 
 @pytest.mark.nightly
+def test_padded_experts_save_their_capacity(describe, tmp_path):
+    def saved(*options):
+        result = describe(tmp_path / "w.json", "--data-parallel-size", "2", *options)
+        assert result.returncode == 0, result.stderr
+        first = workload_file.load(tmp_path / "w.json").chunks[0]
+        return first.activation_bytes[first.layer_kinds.index("moe")]
+
+    padded = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor".split()
+    # 64 more tokens go into both matrices and out of the first one.
+    assert saved(*padded, "1.5") - saved(*padded, "1.0") >= 2 * 64 * (64 + 2 * 128 + 128)
+
+
+@pytest.mark.nightly
 def test_a_tensor_parallel_size_of_their_own(describe, tmp_path):
     sizes = "--data-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1".split()
     sizes.append("--sequence-parallel")

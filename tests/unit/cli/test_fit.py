@@ -10,6 +10,7 @@ from megatron_ext.cli.main import main
 MODEL = """--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32000 --swiglu
     --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --bf16""".split()
 BATCH = "--micro-batch-size 1 --global-batch-size 32".split()
+PADDED = "--num-experts 8 --moe-pad-expert-input-to-capacity".split()
 
 
 @pytest.fixture
@@ -167,11 +168,15 @@ def refused(capsys, *arguments: str) -> str:
         ),
         (
             ["--hardware", "l40s", "--", *MODEL[:-3], *MODEL[-2:], *BATCH, "--num-experts", "8"],
-            "--num-experts = 8: without --disable-bias-linear it is not known what experts with biases save; use `des",
+            "--num-experts = 8: it is not known what experts with biases (without --disable-bias-linear) save; use `",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--num-experts", "8", "--no-bias-swiglu-fusion"],
-            "--no-bias-swiglu-fusion: it is not known what experts save if their activation is not fused; use `describ",
+            "--no-bias-swiglu-fusion = True: it is not known what experts whose activation is not fused save; use",
+        ),
+        (
+            ["--hardware", "l40s", "--", *MODEL, *BATCH, *PADDED, "--moe-expert-capacity-factor", "1.5"],
+            "--moe-expert-capacity-factor = 1.5: it is not known what experts that are padded save; use `describ",
         ),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
         (

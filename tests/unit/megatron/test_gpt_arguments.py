@@ -152,6 +152,15 @@ def test_what_fuses_the_loss(options, loss_fusion):
             "--account-for-loss-in-pipeline-split",
             [1, 2, 2, 2, 2, 2, 2, 1],
         ),
+        (
+            "--num-layers 14 --num-layers-per-virtual-pipeline-stage 2 --account-for-embedding-in-pipeline-split "
+            "--account-for-loss-in-pipeline-split",
+            [1, 2, 2, 2, 2, 2, 2, 1],
+        ),
+        (
+            "--num-layers 23 --num-layers-per-virtual-pipeline-stage 3 --account-for-loss-in-pipeline-split",
+            [3, 3, 3, 3, 3, 3, 3, 2],
+        ),
     ],
 )
 def test_layers_that_megatron_divides_unevenly(options, layers):
@@ -177,6 +186,10 @@ def test_layers_that_megatron_divides_unevenly(options, layers):
         (
             "--num-layers 47 --num-layers-per-virtual-pipeline-stage 4",
             "--num-layers = 47: does not divide into 4 pipeline ranks",
+        ),
+        (
+            "--num-layers 15 --num-layers-per-virtual-pipeline-stage 3 --account-for-loss-in-pipeline-split",
+            "--num-layers-per-virtual-pipeline-stage = 3: does not divide the 4 layers of a pipeline rank",
         ),
         (
             "--num-layers 7 --decoder-first-pipeline-num-layers 1 --account-for-loss-in-pipeline-split",

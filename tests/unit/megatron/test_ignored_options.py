@@ -33,7 +33,7 @@ def test_what_changes_the_answer_is_refused(verb, option, why):
     "option",
     "--use-dist-ckpt|--override-opt-param-scheduler|--softmax-type vanilla|--moe-extended-tp|"
     "--encoder-tensor-model-parallel-size 1|--tensor-parallel-num-weight-shards 1|"
-    "--cpu-offloading-num-layers 0".split("|"),
+    "--cpu-offloading-num-layers 0|--data-path|--data-path 0.5 a 0.5 b".split("|"),
 )
 def test_what_changes_nothing_is_not_reported(option):
     passed_over: list[str] = []

@@ -8,7 +8,7 @@ from megatron.core import tensor_parallel
 from torch.nn import functional as F
 
 from megatron_ext.megatron.engine_modules import DotProductAttention, Linear
-from megatron_ext.megatron.saved_activations import saved_activations
+from megatron_ext.megatron.saved_activations import balance_experts, saved_activations
 
 MLP = {"gated_linear_unit": False, "bias_activation_fusion": False}
 
@@ -43,6 +43,19 @@ def test_other_errors_are_not_swallowed():
     model.error = KeyError("a mistake")
     with pytest.raises(KeyError):
         saved_activations(model, seq_length=8, micro_batch_size=1, hidden_size=4)
+
+
+@pytest.mark.parametrize(("padded", "capacity"), [(False, 1.0), (True, 1.5)])
+def test_padded_experts_keep_their_capacity(padded, capacity):
+    config = SimpleNamespace(
+        num_moe_experts=4,
+        moe_expert_capacity_factor=1.5,
+        moe_pad_expert_input_to_capacity=padded,
+        moe_router_fusion=True,
+    )
+    balance_experts(config)
+    assert config.moe_expert_capacity_factor == capacity
+    assert config.moe_pad_expert_input_to_capacity and not config.moe_router_fusion
 
 
 class ReturnsItsBias(NeedsData):
