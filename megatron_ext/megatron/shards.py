@@ -189,10 +189,11 @@ def offloaded_shards(optimizers, groups: list[tuple[object, RankGroup]]) -> dict
         optimizers, groups: as for :func:`hold_shards`, with any kind of group.
 
     Returns:
-        By group index, a function that returns ``(start, host tensor)`` for every piece of the
-        shard, or None while a piece is not offloaded. Groups that are never offloaded are left out.
+        By group index, a function that returns ``(start, host tensor)`` for every piece of the shard, or None while a
+        piece is not offloaded. Groups that are never offloaded are left out. A shard of padding alone has no pieces:
+        its flag must be of the same kind as on other ranks, whose streams or issuing threads wait for it.
     """
-    pieces: dict[int, list] = {}
+    pieces: dict[int, list] = {group.index: [] for _, group in groups if all(map(steps_on_the_host, optimizers))}
     for optimizer, group, start, _, shard in places_of_groups(optimizers, groups):
         copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
         pieces.setdefault(group.index, []).append((start, shard, optimizer.optimizer if copies is not None else None))

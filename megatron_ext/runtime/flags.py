@@ -187,6 +187,5 @@ def private_flags(count: int, device: Any) -> list[DeviceFlag]:
     import torch
 
     words = device.host_tensor(flags_bytes(count, 1), torch.uint8)
-    memory = open_flags(words.numpy(), count, 1)
-    offset = device.address_offset(words)
+    memory, offset = open_flags(words.numpy(), count, 1), device.address_offset(words)
     return [DeviceFlag(memory, row, 0, offset) for row in range(count)]

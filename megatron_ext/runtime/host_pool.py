@@ -24,6 +24,7 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages, shared_block
 from megatron_ext.runtime.flags import DeviceFlag, Flag, HostFlag, flags_bytes, open_flags
 from megatron_ext.runtime.group import RankGroup
+from megatron_ext.runtime.page_locked import pin, unlock_unused
 
 FAILED = -1
 """Value of the flags of a rank that can no longer publish."""
@@ -56,7 +57,7 @@ class _Block:
     """Host copies and flags that the same ranks share, mapped into this rank.
 
     Attributes:
-        memory: all of it as uint8, flags included; page-locked as one region.
+        map, memory: all of it, flags included, and as uint8; page-locked as one region.
         copies: host copies by group index, 1D.
         pids: process ids of its ranks.
     """
@@ -68,16 +69,16 @@ class _Block:
         sizes = [flags_bytes(rows, size), *(group.bytes for group in hosted)]
         starts = [*accumulate((-(-part // mmap.PAGESIZE) * mmap.PAGESIZE for part in sizes), initial=0)]
         descriptor = shared_block.share(starts[-1], rank, exchange, field="gpus_per_node")
-        self._map = mmap.mmap(descriptor, starts[-1])
+        self.map = mmap.mmap(descriptor, starts[-1])
         os.close(descriptor)
-        _make_pages(self._map, rank, size, exchange, progress)
-        self.memory = torch.frombuffer(self._map, dtype=torch.uint8)
+        _make_pages(self.map, rank, size, exchange, progress)
+        self.memory = torch.frombuffer(self.map, dtype=torch.uint8)
         self.pids = exchange(os.getpid())
         self.copies = {
-            group.index: torch.frombuffer(self._map, dtype=group.whole.dtype, count=group.whole.numel(), offset=start)
+            group.index: torch.frombuffer(self.map, dtype=group.whole.dtype, count=group.whole.numel(), offset=start)
             for group, start in zip(hosted, starts[1:])
         }
-        words, ranks = open_flags(self._map, rows, size), range(size)
+        words, ranks = open_flags(self.map, rows, size), range(size)
         self.flags: dict[tuple[int, int], Sequence[Flag]] = {}
         for number, group in enumerate(sharers.groups):
             kind = HostFlag if group.index in by_thread else DeviceFlag
@@ -101,7 +102,7 @@ class _Block:
         self.copies, self.flags, self.reads_done = {}, {}, []
         del self.memory
         with contextlib.suppress(BufferError):  # a view still lives; the mapping ends with the process
-            self._map.close()
+            self.map.close()
 
 
 class HostPool:
@@ -139,7 +140,7 @@ class HostPool:
         self._device, self._by_thread = device, by_thread
         self._awaited = [(index, COPY) for index in copied] + [(index, DRIVE) for index in on_drive]
         self._failure: BaseException | None = None
-        self._closing, self._pinned = threading.Lock(), False
+        self._closing, self._unpin = threading.Lock(), []
         self.blocks: list[_Block] = []
         errors = []
         for own in sharers:
@@ -158,8 +159,7 @@ class HostPool:
     def pin(self) -> None:
         """Page-lock every block as one region, until :meth:`close`. Raises InputError if the driver refuses."""
         for block in self.blocks:
-            self._device.pin(block.memory)
-            self._pinned = True
+            self._unpin.append(pin(block.memory, block.map, self._device))
             offset = self._device.address_offset(block.memory)
             for flag in (*block.reads_done, *(flag for flags in block.flags.values() for flag in flags)):
                 flag.device_address += offset
@@ -229,8 +229,9 @@ class HostPool:
 
     def close(self) -> None:
         """Unmap the blocks. Their memory is freed with their last ranks."""
-        for block in self.blocks if self._pinned else ():
-            self._device.unpin(block.memory.data_ptr())
+        for unpin in self._unpin:
+            unpin()
+        unlock_unused(self._device)
         self.copies.clear()
         with self._closing:
             self.flags, self.reads_done, self.own_reads_done = {}, [], []

@@ -12,6 +12,7 @@ from megatron_ext.runtime import block_pages, drive
 from megatron_ext.runtime.flags import private_flags
 from megatron_ext.runtime.group import RankGroup
 from megatron_ext.runtime.host_pool import Sharers
+from megatron_ext.runtime.page_locked import pin, unlock_unused
 from megatron_ext.runtime.shared_block import agreed_failure, share_file
 from megatron_ext.runtime.worker import Transfer
 from megatron_ext.workload.drive_reads import DriveReads
@@ -57,8 +58,7 @@ class NvmePool:
         self._map = block_pages.private(max(slots * self.slot_bytes, mmap.PAGESIZE))
         self._memory = memoryview(self._map)
         self._slots = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._device = device
-        device.pin(self._slots)
+        self._device, self._unpin = device, pin(self._slots, self._map, device)
         self.copied_out = private_flags(slots, device)
 
     def write(self, group: RankGroup, dp_rank: int, shard: torch.Tensor) -> None:
@@ -91,7 +91,8 @@ class NvmePool:
     def close(self) -> None:
         """Close the files, which are deleted when the last rank has closed them, and unmap the slots."""
         self._close_files()
-        self._device.unpin(self._slots.data_ptr())
+        self._unpin()
+        unlock_unused(self._device)
         self._memory.release()
         del self._slots  # a view of the mapping
         with contextlib.suppress(BufferError):  # another view is still alive; the mapping ends with the process

@@ -15,6 +15,7 @@ Megatron copies a tensor beforehand only if its storage is larger
 [Note: Who unlocks]
 The last tensor of a block may be freed on any thread, and unlocking waits for the device with the driver's lock held.
 So an unused block is only added to a list. The issuing thread unlocks it when it locks the next one, or at the end.
+Its memory stays until then: the driver would take whatever is mapped there next for the pages that it has locked.
 """
 
 import mmap
@@ -27,24 +28,26 @@ from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime import block_pages
 
 _unused: deque[tuple[int, mmap.mmap]] = deque()
-"""Address and memory of blocks that have no tensor any more but are still locked."""
+"""Address and memory of blocks that are not used any more but are still locked."""
 
 
 def page_locked(numel: int, dtype: torch.dtype, device) -> torch.Tensor:
-    """Zeros in memory that ``device`` has page-locked.
-
-    Raises:
-        InputError: there is not enough memory, or the driver refuses.
-    """
+    """Zeros in memory that ``device`` has page-locked. Raises InputError if there is not enough memory, or the driver
+    refuses."""
     unlock_unused(device)
     if numel == 0:
         return torch.zeros(0, dtype=dtype)
-    memory = _memory(numel + 1, dtype)
-    whole = torch.frombuffer(memory, dtype=dtype)
-    device.pin(whole)
-    tensor = whole[:numel]
-    weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory)).atexit = False
-    return tensor
+    whole = torch.frombuffer(memory := _memory(numel + 1, dtype), dtype=dtype)
+    pin(whole, memory, device)
+    return whole[:numel]
+
+
+def pin(tensor: torch.Tensor, memory: mmap.mmap, device) -> weakref.finalize:
+    """Page-lock ``tensor``, in ``memory``, until its storage is freed or the result is called. Raises InputError."""
+    device.pin(tensor)
+    unused = weakref.finalize(tensor.untyped_storage(), _unused.append, (tensor.data_ptr(), memory))
+    unused.atexit = False
+    return unused
 
 
 def large_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -63,6 +66,5 @@ def _memory(numel: int, dtype: torch.dtype, *, wiped: bool = True) -> mmap.mmap:
 def unlock_unused(device) -> None:
     """Unlock the blocks that are not used any more."""
     while _unused:
-        address, _ = _unused[0]
-        device.unpin(address)
+        device.unpin(_unused[0][0])
         _unused.popleft()

@@ -76,9 +76,8 @@ class Publisher(Part):
     def __init__(self, targets: list[Target], copies: NodeCopies):
         self.targets = targets
         self.pool, self.nvme, self.device, self.issuer, self.clock, self.recorder = copies
-        self.worker, self.arrivals = Worker("publisher"), None
-        if any(target.nodes is not None for target in targets):
-            self.arrivals = Worker("publisher-arrivals")
+        across = any(target.nodes is not None for target in targets)
+        self.worker, self.arrivals = Worker("publisher"), Worker("publisher-arrivals") if across else None
         self.stream = self.device.stream("publish")
         self.stream.log = log_of(self.recorder, "publish", "to_host", "publish")
         self.copied = self.device.event()
@@ -128,8 +127,7 @@ class Publisher(Part):
         elif group.on_host and pieces is None:
             own = group.shard
         else:
-            size = group.shard.numel() * group.shard.element_size()
-            own = self._bounce[self._bounces % IN_FLIGHT][:size].view(group.shard.dtype)
+            own = self._bounce[self._bounces % IN_FLIGHT][: group.shard.nbytes].view(group.shard.dtype)
             self._bounces += 1
             return _Shard(number, target, own, pieces, copied, bounce=True)
         return _Shard(number, target, own, pieces, copied)

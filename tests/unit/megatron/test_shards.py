@@ -9,7 +9,8 @@ import torch
 from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.chunk_state import guard_state
 from megatron_ext.megatron.shards import ShardOf, hold_shards, offloaded_shards
-from megatron_ext.runtime.group import FreedGroup, WholeBytes
+from megatron_ext.runtime.group import FreedGroup, RankGroup, WholeBytes
+from megatron_ext.runtime.publisher import Target, by_thread
 
 
 class Optimizer:
@@ -80,6 +81,19 @@ def test_copies_of_an_offloaded_optimizer_are_found_anew_each_time():
     copy = torch.zeros(64)
     optimizer.optimizer.gpu_params_map_cpu_copy[shard] = copy
     assert find() == [(0, copy)]
+
+
+def test_all_ranks_publish_a_group_in_one_way_even_if_a_shard_is_padding():
+    """Otherwise the stream of the rank with such a shard would wait for flags that threads of the others store."""
+    optimizer = Optimizer()
+    padding = RankGroup(6, "chunk 0", torch.zeros(128), dp_rank=1, dp_size=2)
+    groups = [(optimizer.bucket, optimizer.group), (SimpleNamespace(), padding)]
+    assert offloaded_shards([optimizer], groups) == {}
+    optimizer.optimizer.gpu_params_map_cpu_copy = {}
+    source = offloaded_shards([optimizer], groups)
+    assert source[6]() == []
+    targets = [Target(group, True, False, source.get(group.index)) for _, group in groups]
+    assert by_thread(targets) == {5, 6}
 
 
 class Chunk(torch.nn.Module):

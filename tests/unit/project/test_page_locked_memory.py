@@ -31,6 +31,7 @@ FOR_THEM = {
     "runtime/device.py CudaDevice.host_tensor",
     "runtime/device.py CudaDevice.pin",
     "runtime/page_locked.py page_locked",
+    "runtime/page_locked.py pin",
     "megatron/copies.py Copies.__init__",  # asks the host pool
 }
 

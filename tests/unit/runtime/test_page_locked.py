@@ -8,6 +8,10 @@ import torch
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.runtime.device import CudaDevice
+from megatron_ext.runtime.group import RankGroup
+from megatron_ext.runtime.host_pool import HostPool, Sharers
+from megatron_ext.runtime.nvme_pool import NvmePool
+from megatron_ext.workload.drive_reads import DriveReads
 
 
 class Driver(dict):
@@ -96,3 +100,37 @@ def test_nothing_is_locked_for_nothing_and_a_refusal_leaves_nothing(locked, devi
         device.host_tensor(1 << 19, torch.float32)
     device.close()
     assert locked == {} and locked.callers == [] and errors == []
+
+
+def host_pool(device, directory) -> HostPool:
+    group = RankGroup(0, "chunk 0", torch.ones(256), 0, 1)
+    pool = HostPool([Sharers([group], 0, 1, lambda value: [value])], {0}, set(), device)
+    pool.pin()
+    return pool
+
+
+def nvme_pool(device, directory) -> NvmePool:
+    return NvmePool(directory, [], slots=1, slot_bytes=4096, settings=DriveReads(), device=device)
+
+
+@pytest.mark.parametrize("make", [host_pool, nvme_pool])
+def test_a_pool_of_a_run_that_is_refused_is_unlocked_as_well(locked, device, tmp_path, make):
+    """Nobody closes it. With its memory unmapped but still locked, the next run could not lock what lies there then, or
+    the device would copy from the old pages."""
+    pool = make(device, tmp_path)
+    assert locked
+    del pool
+    gc.collect()
+    assert locked and locked.callers == []
+    device.close()
+    assert locked == {}
+
+
+@pytest.mark.parametrize("make", [host_pool, nvme_pool])
+def test_closing_a_pool_unlocks_its_memory_once(locked, device, tmp_path, make):
+    pool = make(device, tmp_path)
+    number = len(locked)
+    pool.close()
+    del pool
+    device.close()
+    assert locked == {} and len(locked.callers) == number
