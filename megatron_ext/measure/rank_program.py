@@ -232,6 +232,7 @@ class Measurement:
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
+            "threads": torch.get_num_threads(),
             "seconds": {"asked": fabric.options.seconds, "taken": monotonic() - self.ready, "of": dict(self.spent)},
         }
 
