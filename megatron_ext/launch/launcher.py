@@ -253,16 +253,8 @@ def cause_of(codes: list[int | None]) -> tuple[int, int]:
     those of a rank that lost its peer. A rank that says that it lost a peer comes last.
     """
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-    return min(
-        failed,
-        key=lambda entry: (
-            entry[1] != 2,
-            entry[1] != -signal.SIGKILL,
-            entry[1] > 0,
-            entry[1] == PEER_LOST_CODE,
-            entry[0],
-        ),
-    )
+    order = lambda one: (one[1] != 2, one[1] != -signal.SIGKILL, one[1] > 0, one[1] == PEER_LOST_CODE, one[0])
+    return min(failed, key=order)
 
 
 def _report(ranks: list[Rank], first: int, code: int) -> int:
