@@ -41,6 +41,7 @@ done
 
 # No process outlives this script. When the script is asked to end, it ends its commands. If it is killed, the kernel does.
 with_script=(setpriv --pdeathsig TERM)
+"${with_script[@]}" true 2> /dev/null || with_script=(env) # before util-linux 2.33, as in RHEL 8, the kernel does not
 run() { # run COMMAND...: in the background, because bash does not hear of a signal while it waits for a command
     "${with_script[@]}" "$@" &
     wait $!

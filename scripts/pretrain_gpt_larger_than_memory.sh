@@ -65,21 +65,23 @@ trap 'exit 143' TERM INT HUP
 
 [ "${LIMIT_BY:-cgroup}" = address-space ] || group=$(make_group 2> /dev/null)
 if [ -n "$group" ]; then
-    limit="$limit_mib MiB for both ranks together, by a cgroup" WITHIN="bash $PWD/scripts/pretrain_gpt_larger_than_memory.sh --in $group"
+    limit="$limit_mib MiB for both ranks together, by a cgroup" WITHIN="bash scripts/pretrain_gpt_larger_than_memory.sh --in $group"
 else
     address_space=$((limit_mib / 2 + ${ADDRESS_SPACE_MIB:-1000}))
     limit="$address_space MiB of address space for each rank, because no cgroup can be made" WITHIN="prlimit --as=$((address_space * mib))"
 fi
 export WITHIN
 say "limit: $limit"
-setpriv --pdeathsig TERM flock runs/.setup.lock scripts/setup.sh & # here, because emulated links reach no package registry
+with_script=(setpriv --pdeathsig TERM)
+"${with_script[@]}" true 2> /dev/null || with_script=(env) # before util-linux 2.33
+"${with_script[@]}" flock runs/.setup.lock scripts/setup.sh & # here, because emulated links reach no package registry
 wait $!
 if [ -z "${SLOW_LINKS+set}" ] && ! [ -e /dev/nvidiactl ]; then
     SLOW_LINKS="250 250 500"
     scripts/slow_links.sh $SLOW_LINKS true || { say "links cannot be slowed here, see above: copies will be too short to see them overlap"; SLOW_LINKS=""; }
 fi
 export SLOW_LINKS=${SLOW_LINKS:-}
-setpriv --pdeathsig TERM scripts/pretrain_gpt_hybrid.sh &
+"${with_script[@]}" scripts/pretrain_gpt_hybrid.sh &
 wait $!
 
 export PATH="$PWD/.venv/bin:$PATH" PYTHONPATH="$PWD/.megatron" PYTHONWARNINGS=ignore OMP_NUM_THREADS=1

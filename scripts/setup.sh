@@ -24,9 +24,13 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 2; }
 
 # GPU images pin what pip may install (PIP_CONSTRAINT). These pins are for their environment and conflict with ours.
 unset PIP_CONSTRAINT PIP_BUILD_CONSTRAINT
+# Sites tell pip to install elsewhere (PIP_USER, or ``user`` in its configuration). Packages go into .venv only.
+unset PIP_TARGET PIP_PREFIX PIP_ROOT
+export PIP_USER=0
 if [ -n "${WHEELS:-}" ]; then
     [ -d "$WHEELS" ] || die "WHEELS = '$WHEELS': no such directory"
-    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$WHEELS"
+    # As a URL, because pip splits this variable at spaces.
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="file://$(realpath "$WHEELS" | sed 's/%/%25/g; s/ /%20/g; s/#/%23/g')"
 fi
 
 has_torch() { # has_torch PYTHON: whether its PyTorch is to be used
@@ -34,8 +38,10 @@ has_torch() { # has_torch PYTHON: whether its PyTorch is to be used
 }
 
 find_python() {
-    local candidate
-    if [ -z "${PYTHON:-}" ]; then # prefer an image's python3 to a newer one that has no PyTorch
+    local candidate candidates=(python3.11 python3.12 python3 python3.10 python3.13)
+    if [ -n "${PYTHON:-}" ]; then
+        candidates=("$PYTHON") # no other, which may have another PyTorch or none
+    else # prefer an image's python3 to a newer one that has no PyTorch
         for candidate in python3 python; do
             if has_torch "$candidate" && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
                 command -v "$candidate"
@@ -43,7 +49,7 @@ find_python() {
             fi
         done
     fi
-    for candidate in ${PYTHON:-} python3.11 python3.12 python3 python3.10 python3.13; do
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             command -v "$candidate"
             return

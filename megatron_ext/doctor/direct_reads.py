@@ -1,6 +1,5 @@
 """Reads from a drive that bypass the page cache (O_DIRECT), as those of the route ``nvme`` do."""
 
-import mmap
 import time
 
 import torch.distributed as dist
@@ -9,11 +8,13 @@ from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
 from megatron_ext.doctor.place import DoctorOptions, Place
 from megatron_ext.formats.errors import InputError
 from megatron_ext.measure.drive_file import open_filled
-from megatron_ext.runtime.drive import MEMORY_FILESYSTEMS, DriveError, filesystem
+from megatron_ext.runtime import block_pages
+from megatron_ext.runtime.drive import DriveError, aligned, filesystem, refuse_no_drive
+from megatron_ext.runtime.objects import gather_objects
 
 NAME = "direct reads"
 FILE_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes that every rank writes and reads, by kind of device."""
+"""Bytes that the ranks of a node write and read together, by kind of device."""
 
 BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 16
 
@@ -22,28 +23,31 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
     """Write an unnamed file to the drive, read it back, and report the rate. Collective."""
     if options.nvme is None:
         return [not_tried(NAME, "no directory on a drive was given", "give --nvme DIR to check the nvme route")]
-    kind = filesystem(options.nvme)
-    if kind in MEMORY_FILESYSTEMS:
-        return [failed(NAME, f"{options.nvme} is on {kind}, which is memory", "give a directory on a drive")]
-    size = FILE_BYTES[place.device.type]
+    size, error, direct, seconds = aligned(FILE_BYTES[place.device.type] // place.ranks_per_node), "", True, 0.0
     try:
-        direct, seconds = _read(options.nvme, size)
-    except (InputError, DriveError) as error:
-        return [failed(NAME, str(error), "give a directory that can be written, with room for a copy of the model")]
-    finally:
-        dist.barrier(place.everyone)
-    rate = size * place.ranks_per_node / seconds / 1e9
+        direct, seconds = _read(place, options.nvme, size)
+    except (InputError, DriveError, OSError) as refused:
+        error = str(refused)
+    slowest = max(gather_objects(seconds, place.everyone))
+    if error:
+        advice = "give a directory on a drive that can be written, with room for a copy of the model"
+        return [failed(NAME, error, advice)]
+    kind, rate = filesystem(options.nvme), size * place.ranks_per_node / slowest / 1e9
     found = f"{options.nvme} ({kind}): {rate:.2f} GB/s by {place.ranks_per_node} ranks of a node together"
     if not direct:
         return [failed(NAME, f"{found}, through the page cache", f"{kind} has no O_DIRECT: give another directory")]
     return [passed(NAME, found, figures={"gb_per_second": rate})]
 
 
-def _read(directory: str, size: int) -> tuple[bool, float]:
-    """Whether reads bypass the page cache, and the seconds that reading takes."""
-    file = open_filled(directory, size, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
+def _read(place: Place, directory: str, size: int) -> tuple[bool, float]:
+    """Whether reads bypass the page cache, and the seconds that reading takes while all ranks read. Collective."""
     try:
-        memory = memoryview(mmap.mmap(-1, size))
+        refuse_no_drive(directory, "--nvme")
+        file = open_filled(directory, size, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
+        memory = memoryview(block_pages.private(size))  # with pages, like a staging slot: making them takes longer
+    finally:
+        dist.barrier(place.everyone)  # no rank reads while another still writes, nor alone
+    try:
         start = time.monotonic()
         file.read(memory, 0, "doctor")
         return file.direct, time.monotonic() - start

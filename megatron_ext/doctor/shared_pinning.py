@@ -42,17 +42,11 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         return [failed(name, error.message, advice), not_tried("pinning", "memory cannot be shared")]
     found = [passed(name, f"{place.ranks_per_node} ranks of a node share memory")]
     found.append(huge_pages(SHARED_PAGES))
-    with contextlib.closing(_mapped(descriptor, size)) as block:
+    with contextlib.closing(mmap.mmap(descriptor, size)) as block:
+        os.close(descriptor)
         found += _pages(place, block)
         found.append(_pin(place, block))
     return found
-
-
-def _mapped(descriptor: int, size: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
 
 
 def _pages(place: Place, block: mmap.mmap) -> list[Finding]:

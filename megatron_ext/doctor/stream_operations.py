@@ -3,6 +3,7 @@
 Source: CUDA Driver API, "Stream Memory Operations".
 """
 
+import os
 import time
 
 from megatron_ext.doctor.finding import Finding, failed, not_tried, passed
@@ -13,6 +14,10 @@ from megatron_ext.runtime.stream_flags import StreamFlagError
 
 NAME = "stream memory operations"
 PATIENCE_SECONDS = 5.0
+
+NOT_SEEN = "a flag that a stream stored was not seen"
+ONE_QUEUE = "with CUDA_DEVICE_MAX_CONNECTIONS=1 the store may be queued behind the wait; runs queue every store first"
+"""See [Note: Who waits for which flag] in flags.py."""
 
 
 def check(place: Place, options: DoctorOptions) -> list[Finding]:
@@ -26,6 +31,8 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         wrong = _wait_and_store(device)
     except StreamFlagError as error:
         wrong = str(error)
+    if wrong == NOT_SEEN and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        return [not_tried(NAME, ONE_QUEUE, "to try it, unset CUDA_DEVICE_MAX_CONNECTIONS for the doctor")]
     if wrong:
         return [failed(NAME, wrong, "please send this report")]
     return [passed(NAME, "a stream waited for a flag in host memory that another stream stored")]
@@ -43,7 +50,7 @@ def _wait_and_store(device: CudaDevice) -> str:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not reached.query():
             if time.monotonic() > deadline:
-                return "a flag that a stream stored was not seen"
+                return NOT_SEEN
             time.sleep(0.001)
     finally:
         flag.store(1)  # otherwise the device would wait for ever

@@ -51,6 +51,8 @@ SETTLE_SECONDS = 0.2
 """How long to wait for other ranks that a failure has ended before one rank is named as the cause. A killed process
 closes its connections a moment before it counts as ended, and its peers notice that."""
 
+OUT_OF_MEMORY = ". The kernel does this when the machine or the container runs out of memory"
+
 ADDRESS = "127.0.0.1"
 
 ONE_MACHINE = {
@@ -253,25 +255,15 @@ def cause_of(codes: list[int | None]) -> tuple[int, int]:
     those of a rank that lost its peer. A rank that says that it lost a peer comes last.
     """
     failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-    return min(
-        failed,
-        key=lambda entry: (
-            entry[1] != 2,
-            entry[1] != -signal.SIGKILL,
-            entry[1] > 0,
-            entry[1] == PEER_LOST_CODE,
-            entry[0],
-        ),
-    )
+    order = lambda one: (one[1] != 2, one[1] != -signal.SIGKILL, one[1] > 0, one[1] == PEER_LOST_CODE, one[0])
+    return min(failed, key=order)
 
 
 def _report(ranks: list[Rank], first: int, code: int) -> int:
     if code == 2:  # the rank has said what is wrong; the others say the same or nothing
         return 2
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    memory = (
-        ". The kernel does this when the machine or the container runs out of memory" if code == -signal.SIGKILL else ""
-    )
+    memory = OUT_OF_MEMORY if code == -signal.SIGKILL else ""
     _say(f"rank {first} (process {ranks[first].pid}) {how}; ending the other ranks{memory}")
     return 1
 

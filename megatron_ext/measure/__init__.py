@@ -25,8 +25,6 @@ def measure(options: Options):
         InputError: an option that cannot be measured.
         RankFailed: a rank's process ended early.
     """
-    import torch
-
     from megatron_ext.measure import assemble_table, cluster_launch, local_launch
     from megatron_ext.runtime.stream_flags import pip_line
 
@@ -34,8 +32,8 @@ def measure(options: Options):
     if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
         print(f"without cuda-bindings schedules with copies over the host cannot train: {pip_line()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
-    threads = None if launched else options.rank_threads
-    options = cluster_launch.with_nodes(options) if launched else msgspec.structs.replace(options, threads=threads)
-    raw = cluster_launch.run(options) if launched else local_launch.run(options)
-    options = msgspec.structs.replace(options, threads=threads or torch.get_num_threads())
-    return None if raw is None else assemble_table.assemble_table(options, raw)
+    options = cluster_launch.with_nodes(options) if launched else options
+    raw = (cluster_launch if launched else local_launch).run(options)
+    if raw is None:
+        return None
+    return assemble_table.assemble_table(msgspec.structs.replace(options, threads=raw["threads"]), raw)

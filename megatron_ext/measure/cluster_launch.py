@@ -134,6 +134,7 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
     from megatron_ext.measure.fabric import shared_fabric
     from megatron_ext.measure.progress_bar import bar
 
+    say = tell or (lambda **message: None)
     store = meet(options.uses_cuda(), options.rank_threads)
     rank = dist.get_rank()
     everyone, exchange = everyone_and_node(options.node_size)
@@ -144,10 +145,8 @@ def run(options: Options, tell: Callable[..., None] | None = None, stream: IO[st
         def report(done: int, total: int, what: str) -> None:
             assert progress is not None  # only rank 0 reports
             progress(done, total, what)
-            if tell is not None:
-                tell(what=what, measures=done > 0)
+            say(what=what, measures=done > 0)
 
-        so_far = (lambda raw: None) if tell is None else (lambda raw: tell(so_far=raw))
-        result = rank_program.run(fabric, report, so_far, ends=tell is not None)
+        result = rank_program.run(fabric, report, lambda raw: say(so_far=raw), ends=tell is not None)
         fabric.barrier()  # no rank ends while another one still uses its connections
     return result

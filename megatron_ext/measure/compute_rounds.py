@@ -66,6 +66,7 @@ class ComputeRounds:
         begin = perf_counter()
         self._round(1, 1)
         once_us = max((perf_counter() - begin) * 1e6 / 2, 1.0)
+        self._timer.agree()
         self._count, *self._repeats = map(fabric.agree, counts_within(seconds, once_us, parts))
         self._shares = [self._count * (part + 1) // parts - self._count * part // parts for part in range(parts)]
         self._rounds: list[list[Compute]] = []

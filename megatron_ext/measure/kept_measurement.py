@@ -43,8 +43,9 @@ def remove(out: str) -> None:
 
 
 def _asked(options: Options) -> Facts:
-    """The options without the time that was asked for."""
-    return {name: value for name, value in options.facts().items() if name != "seconds"}
+    """The options without the time that was asked for, and with the threads that it was measured with."""
+    facts = {**options.facts(), "threads": options.rank_threads}
+    return {name: value for name, value in facts.items() if name != "seconds"}
 
 
 def write(options: Options, visits: Visits, seconds: float) -> None:

@@ -115,7 +115,7 @@ def measure_compute(
         call = getattr(runners[kind], way)
         for _ in range(visits_of(runners[kind])):
             if timer is not None:
-                us, launch_us = timer.time(call, call, alone)
+                us, launch_us = timer.time((kind, way), call, alone)
                 launches[kind, way].append(launch_us)
             else:
                 start = perf_counter()

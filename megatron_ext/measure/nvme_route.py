@@ -9,6 +9,7 @@ from statistics import median
 
 import torch
 
+from megatron_ext.formats.checks import MOST_BYTES
 from megatron_ext.measure.drive_file import open_filled
 from megatron_ext.measure.fabric import Fabric
 from megatron_ext.measure.operation import Operation
@@ -36,10 +37,12 @@ class NvmeRead(Operation):
     name = "nvme"
     by_host = True
     to_device = True
+    most_bytes = MOST_BYTES
+    """Limit of the file and of the slot."""
 
     def __init__(self, fabric: Fabric, busy: bool = False):
         super().__init__(fabric, busy)
-        self.size_bytes = aligned(fabric.arena_bytes)
+        self.size_bytes = aligned(min(fabric.arena_bytes, self.most_bytes))
         assert fabric.options.nvme_path is not None
         self.drive = open_filled(fabric.options.nvme_path, self.size_bytes, block_bytes=MIB, queue_depth=4)
         self._slot = mmap.mmap(-1, self.size_bytes)
@@ -79,9 +82,11 @@ class NvmeRead(Operation):
 
 class NvmeStage(NvmeRead):
     """Only the read into the slot, for contention. The copy from the slot is a copy of link ``cpu``, which has its own
-    rows of contention."""
+    rows of contention. Its file is a few times as large as a transfer, because filling one for the largest group may
+    take longer than all of contention."""
 
     to_device = False
+    most_bytes = 256 * MIB
 
 
 class NvmeWrite(Operation):

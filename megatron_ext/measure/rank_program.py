@@ -183,7 +183,8 @@ class Measurement:
 
         hand_on()
         if "host_memory" in fabric.options.links:
-            found["host_memory"] = self._host_memory()
+            self._say("host_memory")
+            found["host_memory"] = host_memory_rate.measure(fabric, fabric.options.seconds * MEMORY_SHARE)
             hand_on()
         found["contention"] = self._contention(hand_on)
         return self._result(found, registered)
@@ -197,10 +198,6 @@ class Measurement:
         self.operations.clear()
         self.fabric.device.close()
         return symmetric.gather.buffer_bytes if isinstance(symmetric, TimedSymmetricGather) else 0
-
-    def _host_memory(self) -> dict[str, float]:
-        self._say("host_memory")
-        return host_memory_rate.measure(self.fabric, self.fabric.options.seconds * MEMORY_SHARE)
 
     def _contention(self, so_far: Callable[[Sequence[dict]], None]) -> list[dict]:
         self._say("contention, each link alone")
@@ -232,6 +229,7 @@ class Measurement:
             "symmetric_refused": self.refused if fabric.torch_device.type == "cuda" else "",
             "nvme": self.drive,
             RANKS_PER_DEVICE: fabric.ranks_per_device,
+            "threads": torch.get_num_threads(),
             "seconds": {"asked": fabric.options.seconds, "taken": monotonic() - self.ready, "of": dict(self.spent)},
         }
 

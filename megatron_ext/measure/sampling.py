@@ -93,6 +93,8 @@ def sample(
         round_index += 1
         if warm + 1 < warmups and fabric.agree(int(us > seconds * 1e6 / 4)):
             break  # so long that the setup in the first round does not matter
+    if timer is not None:
+        timer.agree()
     row = 1 if timer is None or operation.by_host else in_a_row(size_bytes)
     left = seconds - (perf_counter() - begin)
     fit = int(left * 1e6 / max(us * row, 1.0))

@@ -86,8 +86,8 @@ def of_rank(ranks: int, of_node: int) -> int:
 
 
 def use(ranks: int, of_node: int) -> list[str]:
-    """Let torch use this rank's share of the cores, if torch would use fewer threads. Call it before threads are
-    started.
+    """Let torch use this rank's share of the cores, if torch would use fewer threads, or more than there are cores for:
+    OMP_NUM_THREADS may be a share of cores to which the ranks are not bound. Call it before threads are started.
 
     Args:
         ranks: number of this node's ranks that run on the same cores.
@@ -103,10 +103,10 @@ def use(ranks: int, of_node: int) -> list[str]:
             f"{ranks} ranks share {own} processors: adding gradients and stepping on the host takes up to "
             f"{ranks / own:.1f} times as long as with one processor for each rank"
         )
-    if before < threads:
+    if before < threads or before > max(own // ranks, 1):
         torch.set_num_threads(threads)
         lines.append(
-            f"the host adds gradients and steps with {threads} threads per rank; with OMP_NUM_THREADS it would use "
-            f"{before} of its {own // ranks} processors"
+            f"the host adds gradients and steps with {threads} threads per rank, not with the {before} of "
+            f"OMP_NUM_THREADS: each rank has {own // ranks} processors"
         )
     return lines

@@ -121,6 +121,20 @@ def test_a_signal_ends_the_command_that_runs(tree, number, code):
     script.stdout.close()
 
 
+def test_a_setpriv_that_is_older_than_its_option_is_done_without(tree):
+    """util-linux 2.32, of RHEL 8. A signal still ends the command, only the end by SIGKILL is missed."""
+    old = tree / "old" / "setpriv"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\necho \"setpriv: unrecognized option '$1'\" >&2\nexit 1\n")
+    old.chmod(0o755)
+    script = start(tree, SLOW="1", PATH=f"{old.parent}{os.pathsep}{os.environ['PATH']}")
+    assert wait_for(lambda: script.poll() is not None or any("sleep 1000.5" in line for line in started_by(tree)))
+    script.send_signal(signal.SIGTERM)
+    said, _ = script.communicate(timeout=240)
+    assert script.returncode == 143 and "unrecognized" not in said, said
+    assert wait_for(lambda: not started_by(tree)), started_by(tree)
+
+
 def test_a_kill_ends_training_and_frees_the_directory(tree):
     script = start(tree)
     metrics = tree / "runs/run/turns/turn"

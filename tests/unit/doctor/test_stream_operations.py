@@ -41,6 +41,8 @@ class Driver:
 
 @pytest.fixture
 def on_driver(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+
     def check(driver: Driver):
         event = SimpleNamespace(record=lambda stream: None, query=lambda: driver.done)
         for name, value in {
@@ -82,3 +84,11 @@ def test_a_driver_that_does_not_what_its_attributes_promise_fails(on_driver, dri
     """A run would train wrongly, hang, or end."""
     finding = on_driver(driver)
     assert finding.status == "fail" and said in finding.found
+
+
+@pytest.mark.parametrize(("connections", "status"), [("1", "could not try"), ("8", "fail")])
+def test_one_queue_for_all_streams_is_no_failure(on_driver, monkeypatch, connections, status):
+    """There this check's store lies behind its wait. Runs queue stores first."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    assert on_driver(Driver(stores=False)).status == status
+    assert on_driver(Driver(waits=False)).status == "fail"

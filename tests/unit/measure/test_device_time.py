@@ -1,7 +1,10 @@
 """Times of work on a device, by a device of this file: a host clock, and a stream that runs behind it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from gathered import as_ranks_do
 
 from megatron_ext.measure import device_time, layer_times, sampling
 from megatron_ext.measure.device_time import CYCLES_PER_SECOND, LEAST_SPIN_SECONDS, MOST_SPIN_SECONDS, DeviceTimer
@@ -150,6 +153,38 @@ def test_ranks_that_issue_about_equally_fast_spin_equally_long(device):
     assert spins[0] == spins[1] >= 2 * 0.9e-3
     timer.time("slow", lambda: device.launch(10.0, 0.0))
     assert timer.spin_seconds("slow") == MOST_SPIN_SECONDS and timer.spin_seconds("new") == LEAST_SPIN_SECONDS
+
+
+@pytest.mark.parametrize(("others", "spin"), [([1.0], 1.0), ([LEAST_SPIN_SECONDS] * 2, LEAST_SPIN_SECONDS), ([], None)])
+def test_ranks_that_issue_together_spin_equally_long_from_then_on(device, monkeypatch, others, spin):
+    """A collective lasts until its last rank begins. A single rank goes on by its previous call."""
+    as_ranks_do(monkeypatch, lambda own: [own, *(dict.fromkeys(own, other) for other in others)])
+    timer = DeviceTimer()
+    timer.agree()  # nothing has been timed: no rank exchanges anything
+    timer.time("gather", lambda: device.launch(1e-3, 0.0))
+    timer.agree()
+    for host in (10e-3, 1e-6):
+        timer.time("gather", lambda host=host: device.launch(host, 0.0))
+        assert timer.spin_seconds("gather") == (spin or max(2.0**-5 if host > 5e-3 else 0.0, LEAST_SPIN_SECONDS))
+    assert timer.spin_seconds("other") == LEAST_SPIN_SECONDS
+
+
+def test_a_visit_spins_equally_long_on_all_ranks(device, monkeypatch):
+    """In the warm-up this rank issues in a time that is beyond the next power, and the others in less."""
+    as_ranks_do(monkeypatch, lambda own: [own, *(dict.fromkeys(own, LEAST_SPIN_SECONDS) for _ in range(2))])
+    fabric = SimpleNamespace(torch_device=SimpleNamespace(type="cuda"), barrier=lambda: None, agree=lambda value: value)
+    spins = []
+    monkeypatch.setattr(device_time, "spin", spins.append)
+
+    class Gather(Operation):
+        name = "gpu"
+
+        def issue(self, size_bytes, round_index):
+            device.launch(host=70e-6, device=100e-6)
+            return DONE
+
+    sampling.sample(fabric, Gather(fabric), SHORT_BYTES + 1, 1.0)
+    assert spins[1] == 2 * LEAST_SPIN_SECONDS and set(spins[2:]) == {LEAST_SPIN_SECONDS} and len(spins) > 5
 
 
 def test_a_torch_that_cannot_sleep_multiplies(device, monkeypatch):

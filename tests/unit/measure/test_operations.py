@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_ext.measure import contention, operations
+from megatron_ext.measure import contention, nvme_route, operations
+from megatron_ext.measure.nvme_route import NvmeRead, NvmeStage
 from megatron_ext.measure.operations import Reduce
 from megatron_ext.measure.options import Options
 from megatron_ext.measure.run_step import RunStep, RunStepCastOnDevice
@@ -181,3 +182,18 @@ def test_without_a_way_to_issue_collectives_as_one_they_are_issued_one_by_one(mo
     with operations.coalesced(None) as issued:
         pass
     assert issued.wait() is None
+
+
+@pytest.mark.parametrize(("kind", "largest"), [(NvmeRead, 2 << 30), (NvmeStage, 256 << 20)])
+def test_contention_fills_no_file_for_the_largest_group(monkeypatch, kind, largest):
+    """All ranks of a node would write tens of gigabytes each, twice, within a quarter of the measurement."""
+    filled, made = [], SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(nvme_route, "open_filled", lambda directory, size, **how: filled.append(size) or made)
+    fabric = SimpleNamespace(
+        arena_bytes=2 << 30, options=Options(nvme_path="."), device=HostDevice(), arena=None, busy_arena=lambda: None
+    )
+    for busy in (False, True):
+        operation = kind(fabric, busy=busy)
+        assert operation.offset(64 << 20, 1) == 64 << 20 and len(operation.slot) == largest
+        operation.close()
+    assert filled == [largest] * 2

@@ -43,6 +43,20 @@ def test_threads_are_those_of_a_run(monkeypatch):
     assert Options(data_parallel_size=1, tensor_model_parallel_size=4).rank_threads == 4
 
 
+@pytest.mark.parametrize("given", [None, 3])
+def test_on_a_device_a_rank_finds_its_threads_itself_once_it_is_bound(monkeypatch, given):
+    """Four GPUs on one of two NUMA nodes: a quarter of all cores would be twice what a rank of them has."""
+    asked = []
+    monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
+    monkeypatch.setattr(
+        "megatron_ext.measure.local_launch.run", lambda options: asked.append(options) or {"threads": 14}
+    )
+    monkeypatch.setattr("megatron_ext.measure.assemble_table.assemble_table", lambda options, raw: options.threads)
+    for name in ("RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert measure(Options(data_parallel_size=4, threads=given)) == 14 and asked[0].threads == given
+
+
 def test_a_missing_package_that_training_needs_is_said_before_measuring(monkeypatch, capsys):
     monkeypatch.setattr(Options, "uses_cuda", lambda self: True)
     monkeypatch.setattr(torch.version, "cuda", "12.6")
