@@ -21,9 +21,9 @@ from megatron_ext.cli.script_command import ScriptCommand, entry_option
 from megatron_ext.formats.errors import InputError, flag
 from megatron_ext.measure.options import LINKS, Options
 
-READ_BY = {"nccl-tests": ("collective", "algorithm"), "curves": ("system",), "nvbandwidth": ()}
+READ_BY = {"nccl-tests": ("collective",), "curves": ("system",), "nvbandwidth": ()}
 """Options of ``measure`` that each format of ``--import`` reads; measuring itself reads none of them."""
-OF_IMPORTS = ("system", "collective", "algorithm")
+OF_IMPORTS = ("system", "collective")
 """All options that only imports read."""
 SIXTEEN_BITS = {"--bf16", "--fp16"}
 """Options of a training script that give its parameters 16 bits; without them they have 32."""
@@ -89,7 +89,6 @@ def option(name: str, *short: str, help: str | None = None):
 )
 @click.option("--system", help="With --import curves: which of the file's systems.")
 @click.option("--collective", help="With --import nccl-tests: what was measured, if the log does not say.")
-@click.option("--algorithm", help="With --import nccl-tests: name of the curve, to combine several curves.")
 @option("data_parallel_size", "--dp")
 @option("pipeline_model_parallel_size", "--pp")
 @option("tensor_model_parallel_size", "--tp")

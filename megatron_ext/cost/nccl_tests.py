@@ -36,13 +36,12 @@ class LogRow(NamedTuple):
     redop: str
 
 
-def read(path, *, collective: str | None = None, algorithm: str | None = None) -> CostTable:
+def read(path, *, collective: str | None = None) -> CostTable:
     """Read the times of operations in place from one log, because Megatron gathers in place. Raises InputError naming
     the line that is wrong.
 
     Args:
         collective: what was measured, if the log does not say.
-        algorithm: name of the curve, so that tables of several algorithms can be combined.
     """
     if collective is not None and collective not in COLLECTIVES:
         raise InputError(f"known: {', '.join(COLLECTIVES)}", file="--collective", value=collective)
@@ -61,11 +60,10 @@ def read(path, *, collective: str | None = None, algorithm: str | None = None) -
         notes.append(f"{len(devices)} devices are listed, but busbw is that of {ranks or 'another number of'} ranks")
     elif hardware is not None:
         hardware["devices"] = len(devices) // max(len({host for host, _ in devices if host}), 1)
-    named = {algorithm: points} if algorithm else {}
     return table_of(
         path,
         collective,
-        Curve(points=() if named else points, algorithms=named, source=source),
+        Curve(points=points, source=source),
         source=Source(program="nccl-tests"),
         hardware=hardware,
         software=log.last(nccl_tests=r"nccl-tests version\s+([\d.]+)", nccl=r"NCCL version\s+([\d.]+)") or None,

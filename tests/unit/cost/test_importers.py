@@ -26,7 +26,7 @@ def test_unreadable_log(tmp_path):
             "--data-parallel-size: is not read with --import nvbandwidth",
         ),
         (["--import", "nccl-tests", "LOG", "--system", "a"], "--system: is not read with --import nccl-tests"),
-        (["--import", "curves", "LOG", "--algorithm", "ring"], "--algorithm: is not read with --import curves"),
+        (["--import", "curves", "LOG", "--collective", "x"], "--collective: is not read with --import curves"),
         (["--collective", "all_gather"], "--collective: is read only with --import"),
     ],
 )
