@@ -95,6 +95,7 @@ class StrictDevice:
         self._launched: set = set()
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
         self._locks, self.symmetric = locks if rank else None, SymmetricStandIn()
+        self.parts = Runtime(self)
         self.runtime = SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
 
     def findings(self) -> dict:
@@ -240,7 +241,7 @@ class StrictDevice:
         ):
             yield mock.patch.object(owner, name, wrap(getattr(owner, name)))
         yield from self.symmetric.patches()
-        for part in (Collectives(self), Kernels(self), Runtime(self), self.dear):
+        for part in (Collectives(self), Kernels(self), self.parts, self.dear):
             yield from part.patches()
 
     def __enter__(self):
@@ -352,7 +353,9 @@ class StrictDevice:
                 engine.here.__dict__.update(here)
                 try:
                     with _Mode(self):
-                        ended.set_result(original(*args, **kwargs))
+                        result = original(*args, **kwargs)
+                        self.parts.backward_ends()
+                        ended.set_result(result)
                 except BaseException as error:
                     ended.set_exception(error)
 
