@@ -14,7 +14,15 @@ Kernels on a device that add up squares read four elements at once from aligned 
 from other addresses. So the tensors that they read must begin where they do in Megatron's buffer, modulo four elements.
 Up to 32 data-parallel ranks this holds without further care; with 64, shards can have any number of elements.
 Source: Transformer Engine, ``common/multi_tensor/l2norm.cu``; ATen, ``native/cuda/Reduce.cuh``.
+
+[Note: Where gradients are added]
+Megatron's training wraps chunks on a stream of their own, from core_v0.14 on. torch runs the hooks that add gradients
+to ``main_grad`` on the stream on which DistributedDataParallel made them. Only the end of a backward waits for it. A
+reduce that the program begins within a backward, on the compute stream, has to wait for it too.
+Source: PyTorch, ``InputMetadata`` of ``AccumulateGrad``.
 """
+
+from functools import partial
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer as upstream
@@ -84,6 +92,7 @@ def lay_out_buckets(
     instances = _instances(ddp)
     _drop_old(ddp)
     by_index, refused = {}, []
+    added = device_of(next(iter(members.values()))[0]).joined()  # see [Note: Where gradients are added]
     ordered: dict[bool, list] = {False: [], True: []}  # by whether they are of experts
     for buffer, indices in zip(buffers_of(ddp), indices_of_buffers):
         of_kind = instances.get(is_expert(buffer.params[0]), {})
@@ -100,7 +109,7 @@ def lay_out_buckets(
             gradient = getattr(bucket, "gradient", None)
             if gradient is not None:
                 assert isinstance(bucket_group, ScheduledBucketGroup)
-                bucket_group.gradient, gradient.issue = gradient, bucket_group.issue_reduce
+                bucket_group.gradient, gradient.issue = gradient, partial(bucket_group.issue_reduce, added)
             by_index[index] = bucket_group
             ordered[is_expert(buffer.params[0])].append(bucket_group)
 

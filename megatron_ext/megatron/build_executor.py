@@ -76,8 +76,7 @@ def _say_once(line: str | None) -> None:
 
 def _steps_on_host(schedule: Schedule) -> bool:
     """Whether the schedule says how the host's optimizer steps."""
-    fields = schedule.rollback_bytes, schedule.step_slots, schedule.state_slots
-    return any(field is not None for field in fields)
+    return (schedule.rollback_bytes, schedule.step_slots, schedule.state_slots) != (None, None, None)
 
 
 class _Builder:

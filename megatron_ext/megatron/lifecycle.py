@@ -115,7 +115,8 @@ class Run(BuildingRun):
         backwards of an iteration several times."""
         self._unfinished = False
         if self.executor is not None and not result[0]:
-            self._step_skipped()
+            self.own.recorder.end_count()
+            self.executor.step_skipped()
 
     def _begin(self) -> None:
         """Start what was prepared on all ranks."""
@@ -201,25 +202,18 @@ class Run(BuildingRun):
         on_host = self.executor is not None and any(group.gradients == "host" for group in self.schedule.groups)
         if on_host and not steps_on_the_host(optimizer):
             optimizer.zero_grad()  # frees the gradients of this step, which Megatron keeps until the next iteration
-        if update_successful:
-            self._optimizers_pending.add(id(optimizer))
-            if len(self._optimizers_pending) < len(self._chained):
-                return
-            self._optimizers_pending.clear()
-        if self.executor is None:
-            if self._reads is not None:
-                self._reads.open()
-        elif not update_successful:
-            self._step_skipped()
-        else:
+        if not update_successful:  # the result of the step says so, too
+            return
+        self._optimizers_pending.add(id(optimizer))
+        if len(self._optimizers_pending) < len(self._chained):
+            return
+        self._optimizers_pending.clear()
+        if self.executor is not None:
             self._steps.told += 1
             self.own.recorder.end_count()
             self.executor.params_updated()
-
-    def _step_skipped(self) -> None:
-        assert self.executor is not None
-        self.own.recorder.end_count()
-        self.executor.step_skipped()
+        elif self._reads is not None:
+            self._reads.open()
 
     def params_changed(self) -> None:
         """Anything but the optimizer has changed parameters: publish them again."""

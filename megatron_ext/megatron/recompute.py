@@ -42,11 +42,15 @@ def refuse_together(zero_stage: int, method: str | None, layers: int) -> None:
 
 
 def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None) -> None:
-    """Refuse actions in the middle of layers that backward runs together.
+    """Refuse actions in the middle of layers that backward runs together, and freed groups with hyper-connections that
+    are recomputed: Megatron does so for several layers at once, and before the actions of the backward at that place.
 
     Raises:
         InputError: naming the action.
     """
+    if schedule.zero_stage == 3 and "mhc" in (getattr(config, "recompute_modules", None) or ()):
+        why = "reads parameters before a schedule of zero stage 3 brings them; set --zero-stage 1 or 2, or leave it out"
+        raise InputError(why, file=file, field="--recompute-modules", value="mhc")
     pp = schedule.parallel.pp
     blocks = {(chunk.pp_rank, chunk.model_chunk_id): blocks_of(chunk, config) for chunk in workload.chunks}
     if all(first == last for of_chunk in blocks.values() for first, last in of_chunk):

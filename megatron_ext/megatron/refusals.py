@@ -16,6 +16,7 @@ _SCALED = "gathers values with scales that Transformer Engine keeps apart; group
 _GRAPH = "a replayed graph does not run the forward of its layers, where a schedule waits for parameters"
 _AFTER_REDUCE = "Megatron adds these gradients after --overlap-grad-reduce has sent the others"
 _STATES = "copies optimizer states to host memory itself; a plan can place them there"
+_GROUPED = "keeps weights of several experts in a tensor of Transformer Engine's own, whose bytes groups do not move"
 _SAVER = "lets torch_memory_saver release Megatron's buffers, but groups have their own storage"
 _ACTIVATIONS = "its copies of activations use the same link as host copies, and no bill or simulation counts them"
 
@@ -49,6 +50,8 @@ REASONS = {
     "offload_optimizer_states": _STATES,
     "disable_grad_buffers_cpu_backup": _SAVER,
     "disable_param_buffers_cpu_backup": _SAVER,
+    "moe_single_grouped_weight": _GROUPED,
+    "moe_single_grouped_bias": _GROUPED,
     "moe_use_upcycling": "also builds a dense model; convert it to a model with experts in a run without a schedule",
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "changes whole parameters outside the optimizer",

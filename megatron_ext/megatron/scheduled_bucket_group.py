@@ -50,8 +50,10 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
             for parameter in self.params:
                 vars(parameter)["main_grad"] = _NoGradient()
 
-    def issue_reduce(self):
-        """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle."""
+    def issue_reduce(self, added: Callable[[], None]):
+        """Begin Megatron's reduce-scatter of the bucket, with its scaling and checks; returns its handle. ``added``
+        makes the current stream wait for the hooks that add gradients."""
+        added()
         super().start_grad_sync()
         handle, self.grad_reduce_handle = begun_reduce(self), None
         return handle

@@ -76,6 +76,7 @@ class HostStep:
         self._own, self._schedule, self.device = own, own.schedule, own.device
         self.early: EarlySteps | None = None
         self.delayed: DelayedUpdate | None = None
+        self._later = own.delay is not None  # whether shards get their new values an iteration later
         if own.delay is not None:
             require_steps_on_host(own.optimizers, own.delay[1])
         chosen = [index for index in own.groups if self._has_units(index)]
@@ -110,11 +111,6 @@ class HostStep:
         names, ranks = self._schedule.groups[index].parameters, self._schedule.parallel.tensor_model_parallel_size
         late = added_up_later(self._own.bucket_groups[index].params, names, ranks)
         return self._schedule.rollback_bytes is not None and not late
-
-    @property
-    def _later(self) -> bool:
-        """Whether shards get their new values an iteration later."""
-        return self._own.delay is not None
 
     # Memory.
 

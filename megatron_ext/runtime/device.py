@@ -54,6 +54,10 @@ class CudaDevice(Device):
         flags = self._flags[0]
         return 0 if flags is None or memory.numel() == 0 else flags.offset(memory)
 
+    def joined(self):
+        stream, event = torch.cuda.current_stream(self.device), self.event()
+        return lambda: self.compute.wait(stream.record_event(event))  # pyright: ignore[reportArgumentType] - a subclass
+
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 

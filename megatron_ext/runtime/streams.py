@@ -85,6 +85,10 @@ class Device:
         """Difference between the device's address of a byte in page-locked ``memory`` and its host address."""
         return 0
 
+    def joined(self) -> Callable[[], None]:
+        """A function that makes later work of the compute stream wait for the stream that is current at this call."""
+        return lambda: None
+
     def settle(self) -> None:
         """Block this thread until the compute stream has done its queued work."""
 

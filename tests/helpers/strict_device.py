@@ -99,6 +99,7 @@ class StrictDevice:
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
         self.symmetric, self.page_locks = SymmetricStandIn(), PageLocks(self, locks if rank else None)
         self.runtime = self.page_locks.runtime
+        self.parts = Runtime(self)
 
     def findings(self) -> dict:
         """What this rank has to say, for the judgement over all."""
@@ -238,7 +239,7 @@ class StrictDevice:
         ):
             yield mock.patch.object(owner, name, wrap(getattr(owner, name)))
         yield from self.symmetric.patches()
-        for part in (Collectives(self), Kernels(self), Runtime(self), self.dear):
+        for part in (Collectives(self), Kernels(self), self.parts, self.dear):
             yield from part.patches()
 
     def __enter__(self):
@@ -334,7 +335,9 @@ class StrictDevice:
                 engine.here.__dict__.update(here)
                 try:
                     with _Mode(self):
-                        ended.set_result(original(*args, **kwargs))
+                        result = original(*args, **kwargs)
+                        self.parts.backward_ends()
+                        ended.set_result(result)
                 except BaseException as error:
                     ended.set_exception(error)
 

@@ -17,6 +17,7 @@ from strict_engine import where
 from torch.utils._python_dispatch import _disable_current_modes
 
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
+DDP = "megatron.core.distributed.distributed_data_parallel"
 
 TABLE = (
     ("megatron_ext.runtime.device", "HostDevice", "device"),
@@ -48,6 +49,8 @@ TABLE = (
     ("megatron_ext.runtime.executor", "Executor.unshard_all", "step_ends"),
     ("megatron_ext.megatron.shards", "ShardOf.__getitem__", "to_device"),
     (HYBRID, "HybridDeviceOptimizer._init_sub_optimizers", "host_optimizer"),
+    (DDP, "DistributedDataParallel.__init__", "wrapped"),
+    (DDP, "DistributedDataParallel._make_backward_post_hook", "post_hook"),
 )
 """Module, what is replaced there, and the method of :class:`Runtime` that makes what replaces it."""
 
@@ -61,6 +64,8 @@ class Runtime:
     def __init__(self, strict):
         self.strict, self.engine, self.memory, self.rank = strict, strict.engine, strict.memory, strict.rank
         self._handed: dict[int, tuple] = {}  # token of a transfer that has ended
+        self.leaf_streams: list = []  # on which hooks add gradients
+        self.added: list = []  # gradients of the backward that runs
 
     def patches(self):
         for module, path, name in TABLE:
@@ -178,6 +183,42 @@ class Runtime:
         elif polls > POLLS and now - since > self.engine.stuck_seconds:
             raise RuntimeError(f"a flag never comes, at {where()}")
         seen[addresses[0]] = values, since, now, polls + 1
+
+    # Gradients.
+
+    def wrapped(self, original):
+        """Megatron's training wraps chunks on a stream of its own. What it computes there is done at once, on the
+        default stream."""
+
+        def run(ddp, *args, **kwargs):
+            self.leaf_streams.append(stream := torch.cuda.Stream())
+            with mock.patch.object(torch.cuda, "current_stream", lambda device=None: stream):
+                original(ddp, *args, **kwargs)
+
+        return run
+
+    def post_hook(self, original):
+        """torch runs a parameter's hook on the stream that was current when the hook was made, behind the work that the
+        gradient comes from. It gives the gradient's memory back to this stream: here it is kept until the end."""
+
+        def make(ddp, parameter):
+            hook, stream = original(ddp, parameter), torch.cuda.current_stream()
+
+            def run(*args):
+                stream.wait_stream(torch.cuda.current_stream())
+                self.added.append(parameter.grad)
+                with torch.cuda.stream(stream):
+                    hook(*args)
+
+            return run
+
+        return make
+
+    def backward_ends(self) -> None:
+        """What comes next is behind the hooks of all parameters."""
+        for stream in self.leaf_streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        self.added.clear()
 
     # The optimizer that steps on the host.
 

@@ -5,6 +5,7 @@
 
 import contextlib
 import ctypes
+import itertools
 import random
 import re
 import time
@@ -42,6 +43,18 @@ def test_everything_is_ordered_and_in_its_memory(service, workloads, tmp_path, s
     assert differences(answer) == []
     assert waits(case, answer) == []
     assert answer["strict"]["accesses"] > 5000
+
+
+def test_reduces_within_a_backward_are_behind_the_hooks_that_add(service, workloads, tmp_path):
+    """All gradients come and go, so those of all layers but the first are reduced before the backward ends."""
+    case = strict_case(2, workloads, tmp_path, 2) | {"meddle": None, "iterations": 2}
+    parallel = validate.load(case["schedule"]).parallel
+    workload = replace(workloads[STRICT, "fp32"], zero_stage=2, parallel=parallel)
+    drawn = (draw_schedule(random.Random(number), workload, ("gpu",)) for number in itertools.count())
+    schedule = next(schedule for schedule in drawn if len(schedule.groups) > 2)
+    groups = tuple(replace(group, gradients="sharded") for group in schedule.groups)
+    schedule_file.save(case["schedule"], validate.validate(replace(schedule, groups=groups)))
+    assert findings(service.run(**case, reference=False)) == []
 
 
 def test_one_hardware_queue_does_not_block_itself(service, workloads, tmp_path):

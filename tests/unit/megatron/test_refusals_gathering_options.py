@@ -57,7 +57,7 @@ def options(**more):
     return SimpleNamespace(use_distributed_optimizer=True, overlap_param_gather=True, **more)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "perform_rl_step"])
+@pytest.mark.parametrize("name", [*REFUSED, "perform_rl_step", "moe_single_grouped_weight", "moe_single_grouped_bias"])
 def test_an_option_that_would_change_what_a_schedule_does_is_refused(name):
     value = "local" if name == "cuda_graph_impl" else True
     with pytest.raises(InputError, match="--" + name.replace("_", "-")):
