@@ -174,6 +174,7 @@ def refused(capsys, *arguments: str) -> str:
             "--no-bias-swiglu-fusion: it is not known what experts save if their activation is not fused; use `describ",
         ),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
+        (["--hardware", "h100-rdma", "--nodes", "4", "--gpus", "8", "--", *MODEL, *BATCH], "give it or --nodes"),
         (
             ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],
             "--fix = 'zero': is not a setting; known: all, zero-stage",
