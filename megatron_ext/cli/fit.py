@@ -39,8 +39,8 @@ def fit_options(command):
     multiple=True,
     help="Measured with the given settings; alone, or to correct the data sheet. Repeat for other micro-batch sizes.",
 )
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--gpus", "world_size", type=click.IntRange(1), help="Number of GPUs, if they do not fill whole nodes.")
+@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Number of whole nodes.")
+@click.option("--gpus", "world_size", type=click.IntRange(1), help="In place of --nodes: the number of all GPUs.")
 @click.option("--picture", type=click.Path(), help="Write a picture (PNG) of time over device bytes.")
 @click.option(
     "--out", type=click.Path(file_okay=False), help="Directory for workload, cost table and schedule of the fastest."
@@ -58,6 +58,8 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     from megatron_ext.planner.fit.fit_verdict import verdict_of_fit
     from megatron_ext.planner.fit.request import Request, fit_problem_of
 
+    if asked["world_size"] is not None and asked["nodes"] > 1:
+        raise click.UsageError("--gpus is the number of all GPUs: give it or --nodes")
     gc.disable()  # many small objects, most of which stay
     verb = click.get_current_context().info_name
     if picture:

@@ -20,7 +20,7 @@ def simulate(
 ) -> None:
     """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
-    from megatron_ext.cost.activations import missing_activations
+    from megatron_ext.cost.activations import missing_activations, with_activations
     from megatron_ext.formats import trace as traces
     from megatron_ext.planner.evaluate import evaluate
     from megatron_ext.planner.last_lines import ComparedRun, by_time, last_lines, training_by
@@ -38,6 +38,8 @@ def simulate(
     given = validate.load(schedule_path) if schedule_path else None
     if given is not None:
         match.match(given, work, file=schedule_path)
+        if (limit := given.limits.device_bytes) is not None:
+            match.check_device_bytes(given, with_activations(work, table), limit, file=schedule_path)
     with naming_files(cost_table, workload_path):
         table_differences(table, work, this_machine, allow_differences, file=cost_table)
 

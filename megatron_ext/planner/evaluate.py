@@ -34,6 +34,7 @@ def evaluate(
             lacks a figure.
     """
     workload = with_activations(workload, table)
+    any_plan = with_most_headroom(workload)
     if schedule is None:
         workload = with_headroom(workload)
         check_fits(workload)
@@ -41,6 +42,5 @@ def evaluate(
     else:
         match(schedule, workload)
     timing = Timing(workload, table, extrapolate=extrapolate)
-    bound_us = lower_bound(with_most_headroom(workload), timing)
-    result = simulate(workload, timing, schedule, trace=trace, bound_us=bound_us)
+    result = simulate(workload, timing, schedule, trace=trace, bound_us=lower_bound(any_plan, timing))
     return result._replace(memory=tuple(memory_bill(schedule, workload)))

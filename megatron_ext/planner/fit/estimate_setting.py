@@ -98,12 +98,10 @@ def floor_bytes(setting: Setting) -> int:
     held += max(anew for _, anew in kept)
     kinds = Counter(kind for chunk in chunks for kind in chunk)
     numels = {kind: _numel(setting.shape, parallel, kind) for kind in kinds}
-    dense = sum(number * numels[kind][0] for kind, number in kinds.items())
-    experts = sum(number * numels[kind][1] for kind, number in kinds.items())
+    dense, experts = (sum(number * numels[kind][of] for kind, number in kinds.items()) for of in (0, 1))
     numel = dense + experts
     held += numel * item if setting.zero_stage < 3 else 0
-    if setting.zero_stage == 1:
-        held += numel * optimizer.gradient_item_bytes
+    held += numel * optimizer.gradient_item_bytes if setting.zero_stage == 1 else 0
     if not optimizer.on_host:
         states = optimizer.main_item_bytes(setting.shape.dtype) + optimizer.state_item_bytes
         held += (dense // parallel.dp + experts // parallel.expert_dp) * states
@@ -179,7 +177,7 @@ def quick_choice(
         nonlocal refused
         for plan in fastest(rounds, timings, made):
             try:
-                found.append(choice_of(setting, rounds, _placed(rounds, timings, plan), bound))
+                found.append(choice_of(setting, rounds, table, _placed(rounds, timings, plan), bound))
             except InputError as error:
                 refused = error
 
@@ -212,20 +210,22 @@ def _placed(rounds: FewRounds, timings: list[Timing], plan: TimedPlan) -> TimedP
     return plan._replace(schedules=made, times=rounds.times(timings, made))
 
 
-def choice_of(setting: Setting, rounds: FewRounds, plan: TimedPlan, bound: float, *, planned: bool = False) -> Choice:
-    """A choice from a plan.
+def choice_of(setting: Setting, rounds: FewRounds, table: CostTable, plan: TimedPlan, bound: float) -> Choice:
+    """A choice from a quick plan.
 
     Raises:
-        InputError: the plan does not keep the limits, or a run would refuse it.
+        InputError: the plan does not keep the limits, or keeps states on a drive whose costs are not known.
     """
     schedule = plan.schedules[-1]
     memories = [bill.memory for bill in memory_bill(schedule, rounds.parts[-1][0])]
     memory = max(memories, key=lambda memory: memory.device_total_bytes)
     of_ranks = [sum(held.host_bytes.values()) for held in memories], [held.nvme_bytes for held in memories]
     host, drive = (max(on_nodes(rounds.parts[-1][0], held)) for held in of_ranks)
+    if drive and table.routes.nvme is None:
+        raise InputError("optimizer states would rest on a drive, whose costs are not known", field="routes.nvme")
     limits = rounds.parts[0][0].limits
     for name, held in (("device_bytes", memory.device_total_bytes), ("host_bytes", host)):
         limit = getattr(limits, name)
         if limit is not None and held > limit:
             raise InputError(f"{held} bytes are held, {held - limit} too many", field=f"limits.{name}", value=limit)
-    return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned)
+    return Choice(setting, rounds, plan.schedules, plan.times, memory, host, drive, bound, planned=False)

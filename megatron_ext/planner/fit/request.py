@@ -108,8 +108,7 @@ def fit_problem_of(request: Request, corrected_by: cost_table.CostTable | None =
     """
     if request.hardware is None and not request.cost_tables:
         raise InputError("or --cost-table is needed", field="--hardware")
-    unknown = set(request.fixed) - {*NAMES, "all"}
-    if unknown:
+    if unknown := set(request.fixed) - {*NAMES, "all"}:
         raise InputError(f"is not a setting; known: all, {', '.join(NAMES)}", field="--fix", value=min(unknown))
     sheet = None if request.hardware is None else hardware_sheet.load(request.hardware)
     passed_over: list[str] = []

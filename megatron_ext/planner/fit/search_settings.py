@@ -12,8 +12,8 @@ planned.
    decisions of a complete plan. Then the fastest are planned completely, one after another, as long as the estimate of
    the next setting (in small cases its bound) is below the best plan. A single setting is always planned completely.
 4. The frontier consists of the choices that no choice with as few bytes beats in time.
-5. A plan has to be faster than stock Megatron. Stock Megatron is simulated with the settings that it has, in the order
-   of their bounds, until no further setting can be faster.
+5. A plan has to be faster than stock Megatron. Before 3, stock Megatron is simulated with the settings that it has, in
+   the order of their bounds, until no further setting can be faster. The fastest takes part in 3.
 Effort is counted and no clock is read, so that the same input gives the same answer everywhere.
 """
 
@@ -171,12 +171,12 @@ class SettingSearch:
         if not settings:
             raise InputError("none was measured with a setting that may be chosen", field="--cost-table")
         candidates = self._that_fit(settings)
-        own = next((one for one in candidates if one.setting == self.space.given), None)
-        if own is not None:
+        for own in (one for one in candidates if one.setting == self.space.given):
             self._estimate(own, 1.0)
         for part in PARTS:
             self._at(part, candidates)
             self.effort += EFFORT * (1 - ON_WHOLE) / (len(PARTS) - 1)
+        stock = self._stock(candidates)
         self._look_closer(candidates)
         planned = {choice.setting: choice for choice in self._planned(candidates)}
         whole = [*planned.values(), *(choice for choices in self.choices.values() for choice in choices)]
@@ -185,6 +185,7 @@ class SettingSearch:
         best = (planned.get(one.setting) or self._known(one, 1.0) for one in candidates)
         tried = sorted(filter(None, best), key=lambda choice: (choice.us, choice.device_bytes))
         given = next((choice for choice in tried if choice.setting == self.space.given), None)
+        left_out = self.left_out - {*self.choices} - {*self.refused}
         return Fit(
             _frontier(whole, tried[0]),
             tried,
@@ -192,9 +193,9 @@ class SettingSearch:
             str(self.refused.get(self.space.given, "")),
             len(settings),
             len(settings) - len(candidates),
-            len(self.left_out - {*self.choices} - {*self.refused}),
+            sum(one.setting in left_out and one.bound_us < tried[0].us for one in candidates),
             min(one.bound_us for one in candidates),
-            *self._stock(candidates),
+            *stock,
         )
 
     def _that_fit(self, settings: list[Setting]) -> list[FittingSetting]:
@@ -314,7 +315,7 @@ class SettingSearch:
                 best = min(best, closer.us)
 
     def _stock(self, candidates: list[FittingSetting]) -> tuple[list[tuple[Setting, Stock]], bool]:
-        found, best, self.effort = [], inf, EFFORT
+        found, best, self.effort, fastest = [], inf, EFFORT, None
         its = (one for one in candidates if one.setting.zero_stage == 1 and not one.setting.optimizer.delayed)
         for one in sorted(its, key=lambda each: each.bound_us):
             if one.bound_us >= best or self.effort <= 0:
@@ -325,8 +326,11 @@ class SettingSearch:
                 self.effort -= ON_STOCK * one.effort
                 stock = stock_of(rounds, rounds.timings(one.table), held)
                 found.append((one.setting, stock))
-                best = min(best, stock.us)
-        return found, self.effort <= 0
+                best, fastest = min((best, fastest), (stock.us, one), key=lambda each: each[0])
+        left_out, self.effort = self.effort <= 0, inf
+        if fastest is not None and fastest.setting not in self.choices:
+            self._estimate(fastest, 1.0)  # the search has left it out, but a plan of it may be the fastest
+        return found, left_out
 
     def _by_quick_plan(self, candidates: list[FittingSetting]) -> list[tuple[Choice | None, FittingSetting]]:
         """The fastest quick plan first. Settings without a quick plan are ordered by their bound."""
@@ -382,7 +386,7 @@ def _whole_plan(one: FittingSetting, *, compare: bool) -> Choice | None:
         rounds = FewRounds(one.workload, every=True)
         times = Times(predicted.iteration_time_us, predicted.busy_us, max(predicted.exposed_us, default=0.0))
         bound = max(one.bound_us, predicted.lower_bound_us or 0.0)
-        return choice_of(one.setting, rounds, TimedPlan((schedule,), times), bound, planned=True)
+        return choice_of(one.setting, rounds, one.table, TimedPlan((schedule,), times), bound)._replace(planned=True)
     except InputError:
         return None
 

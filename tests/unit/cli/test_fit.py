@@ -179,6 +179,7 @@ def refused(capsys, *arguments: str) -> str:
             "--moe-expert-capacity-factor = 1.5: it is not known what experts that are padded save; use `describ",
         ),
         (["--hardware", "l40s", "--nodes", "0"], "--nodes"),
+        (["--hardware", "h100-rdma", "--nodes", "4", "--gpus", "8", "--", *MODEL, *BATCH], "give it or --nodes"),
         (
             ["--hardware", "l40s", "--fix", "zero", "--", *MODEL],
             "--fix = 'zero': is not a setting; known: all, zero-stage",

@@ -9,8 +9,10 @@ from planning_cases import WHOLE, make_table, make_workload
 from megatron_ext.cli import main as cli
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.planner import plan
+from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule import user_defined_schedule
 from megatron_ext.workload import workload
+from megatron_ext.workload.workload import Limits
 
 WORK = make_workload(pp=2, vp=1, microbatches=4, order="1f1b")
 
@@ -76,3 +78,28 @@ def test_activations_that_nobody_counted_are_said(run, tmp_path):
     assert "not counted" not in run()[1]
     workload.save(tmp_path / "w.json", replace(WORK, chunks=(replace(first, activation_bytes=()), *others)))
     assert "activations of rank 0 chunk 0 are not counted; leave room for them in --limit-device-bytes" in run()[1]
+
+
+def test_the_bound_without_a_schedule_holds_for_every_schedule(run, tmp_path):
+    """Shards may rest in host memory, whatever stock Megatron's rule keeps on the device."""
+    free = replace(make_workload(pp=1, vp=1, microbatches=4, layers=6, order="no_pipeline"), zero_stage=3)
+    table = make_table(free, **WHOLE | {"gpu": (20.0, 200.0), "cpu": (10.0, 500.0)})
+    held = max(bill.memory.device_total_bytes for bill in evaluate(free, table).memory)
+    work = replace(free, limits=Limits(device_bytes=held))
+    workload.save(tmp_path / "w.json", work)
+    cost.save(tmp_path / "t.json", table)
+    code, out, error = run("--json")
+    assert code == 0, error
+    predicted = plan(work, table).predicted
+    assert json.loads(out)["lower_bound_us"] <= predicted.iteration_time_us < json.loads(out)["iteration_time_us"]
+
+
+def test_a_schedule_that_breaks_its_own_device_limit_is_refused(run, tmp_path):
+    schedule = plan(WORK, make_table(WORK, **WHOLE), policy="all-gpu")
+    most = max(memory.device_total_bytes for memory in schedule.predicted.memory)
+    for limit, expected in ((most, 0), (most - 1, 2)):
+        edited = replace(schedule, limits=replace(schedule.limits, device_bytes=limit))
+        user_defined_schedule.save(tmp_path / "s.json", edited)
+        code, _, error = run("--schedule", str(tmp_path / "s.json"))
+        assert code == expected
+    assert f"s.json: limits.device_bytes = {most - 1}: pipeline rank" in error and "1 bytes short" in error

@@ -173,6 +173,18 @@ def test_stock_megatron_is_searched_with_sequence_parallelism(monkeypatch):
     assert found.launch_of(best)[0].items() >= {"--sequence-parallel": "", "--tensor-model-parallel-size": "4"}.items()
 
 
+def test_a_plan_of_stock_megatrons_fastest_setting_is_tried_whatever_the_search_leaves_out(monkeypatch):
+    """Or a plan of slower settings is compared with it, and found to gain nothing."""
+    for name, value in {"PARTS": (), "SMALL_LAYERS": 0}.items():
+        monkeypatch.setattr(search_settings, name, value)
+    words = [*SMALL, "--num-layers", "4"]
+    fit = fit_problem_of(request(words, search_layout=True, fixed=("recompute", "micro-batch-size"))).search()
+    setting, stock = min(fit.stock, key=lambda each: each[1].us)
+    assert setting != fit.given.setting
+    tried = {choice.setting: choice for choice in fit.tried}
+    assert tried[setting].us <= stock.us and fit.winner.us <= stock.us
+
+
 def test_stages_that_count_embedding_and_loss_as_layers():
     """6 layers in 4 stages: 1 in the first and the last, 2 between, as Megatron itself divides them."""
     uneven = "--num-layers 6 --decoder-first-pipeline-num-layers 2 --pipeline-model-parallel-size 2".split()
@@ -355,3 +367,17 @@ def test_where_host_memory_is_short_the_refusal_says_how_much_would_do(monkeypat
     said = verdict_of_fit(found)
     assert fastest_without(found) is None and (said.answer, said.conclusion[:13]) == (HELPS, "helps to fit.")
     assert "--user-defined-schedule-nvme-path DIRECTORY" in said.lines(found, "schedule.json")[2]
+
+
+def test_no_states_rest_on_a_drive_that_the_machine_does_not_have(tmp_path):
+    """They would seem to cost nothing there."""
+    (tmp_path / "no_drive.json").write_text('{"title": "no drive", "extends": "h200-one-gpu", "drive": null}')
+    words = [*SMALL, "--num-layers", "2", "--limit-device-bytes", str(120 << 20), "--limit-host-bytes", "70000000"]
+    fixed = ("micro-batch-size", "zero-stage")
+    assert fit_problem_of(request(words, hardware="h200-one-gpu", fixed=fixed)).search().winner.drive_bytes > 0
+    own = fit_problem_of(request(words, hardware=str(tmp_path / "no_drive.json"), fixed=fixed))
+    with pytest.raises(InputError, match=r"--limit-host-bytes = 70000000: nothing fits: .* takes \d+ bytes") as error:
+        own.search()
+    enough = str(error.value).partition(" takes ")[2].split()[0]
+    own = fit_problem_of(request([*words[:-1], enough], hardware=str(tmp_path / "no_drive.json"), fixed=fixed))
+    assert own.search().winner.drive_bytes == 0
