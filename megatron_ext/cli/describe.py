@@ -5,7 +5,7 @@ import os
 import click
 from msgspec import structs, to_builtins
 
-from megatron_ext.cli.output import emit, fp8_lines, json_option
+from megatron_ext.cli.output import emit, fp8_lines, json_option, say_taken
 from megatron_ext.cli.script_command import BareScriptCommand, entry_option
 from megatron_ext.formats import json_files, rank_memory
 from megatron_ext.formats.errors import InputError
@@ -54,9 +54,7 @@ def describe(out: str, checkout: str | None, entry: str | None, megatron_options
         described, taken = _of_known_options(megatron_options)
     if described.parallel.gpus_per_node is None and described.parallel.world_size > 1:
         taken["--gpus-per-node"] = described.parallel.world_size
-    if taken:
-        said = ", ".join(f"{option} {value}" for option, value in taken.items())
-        click.echo(f"describe: not given, taken to be: {said}", err=True)
+    say_taken("describe", taken)
     workload.save(out, described)
     memory = _stock_memory(described)
     held_by = (f"rank {rank}, as stock Megatron holds it: {rank_memory.text(held)}" for rank, held in enumerate(memory))

@@ -7,7 +7,7 @@ from itertools import chain
 
 import click
 
-from megatron_ext.cli.output import emit, fp8_lines, json_option
+from megatron_ext.cli.output import emit, fp8_lines, json_option, say_taken
 from megatron_ext.cli.script_command import BareScriptCommand
 from megatron_ext.formats import json_files
 
@@ -74,9 +74,7 @@ def fit(picture: str | None, out: str | None, fixed: str, megatron_options, as_j
     for line in fp8_lines(megatron_options):
         click.echo(f"{verb}: {line}", err=True)
     found = answer(request, problem)
-    if taken := sizes_taken(megatron_options) | not_given(megatron_options):
-        said = ", ".join(f"{option} {value}" for option, value in taken.items())
-        click.echo(f"{verb}: not given, taken to be: {said}", err=True)
+    say_taken(verb, sizes_taken(megatron_options) | not_given(megatron_options))
     if picture:
         from megatron_ext.report import fit_picture
 

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import click
 import msgspec
@@ -35,3 +35,10 @@ def fp8_lines(megatron_options: Sequence[str]) -> list[str]:
         return []
     copies = "fp8 copies of weights, up to 2 bytes per parameter in Transformer Engine"
     return [f"not counted: {copies}; estimated times are those of 16 bits"]
+
+
+def say_taken(verb: str | None, taken: Mapping[str, object]) -> None:
+    """Say on standard error which options were not given, and what they were taken to be."""
+    if taken:
+        said = ", ".join(f"{option} {value}" for option, value in taken.items())
+        click.echo(f"{verb}: not given, taken to be: {said}", err=True)

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import msgspec
-
 from megatron_ext.cost.cost_table import CostTable, Curve, ExpertCurves, Metadata, Source, check, part_named, with_parts
 from megatron_ext.cost.curve import has_points
 from megatron_ext.cost.environment import INSTANCES, TENSOR
@@ -30,7 +28,7 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
 
     Returns:
         A table whose ``metadata.source.parts`` says which part came from which table.
-        Figures of one curve always come from one table, but algorithms of one route are collected from several tables.
+        Figures of one curve always come from one table.
 
     Raises:
         InputError: a part is unknown, or the chosen table lacks it.
@@ -58,8 +56,7 @@ def combine(tables: Mapping[str, CostTable], chosen: Mapping[str, str] | None = 
                 raise InputError("has none", file=name, field=part)
             values[part], origin[part] = value, name
         elif found := [(name, value) for name, table in tables.items() if has(value := part_named(table, part))]:
-            origin[part], value = found[0]
-            values[part] = _with_algorithms(value, found[1:]) if isinstance(value, Curve) else value
+            origin[part], values[part] = found[0]
     notes = _leave_out_other_network(tables, values, origin) if "contention" not in chosen else []
     first = next(iter(tables.values()))
     empty = CostTable(schema_version=first.schema_version, kind="cost_table", metadata=_metadata(tables, origin, notes))
@@ -113,14 +110,6 @@ def has(value) -> bool:
     if isinstance(value, Curve):
         return has_points(value)
     return value is not None and value is not False and value != ()
-
-
-def _with_algorithms(curve: Curve, others: list[tuple[str, Curve]]) -> Curve:
-    """Add named algorithms of the same route from the other tables. Of each name the first one is kept."""
-    algorithms = curve.algorithms
-    for _, other in others if algorithms else ():
-        algorithms = other.algorithms | algorithms
-    return msgspec.structs.replace(curve, algorithms=algorithms)
 
 
 def _metadata(tables: Mapping[str, CostTable], origin: Mapping[str, str], more: list[str]) -> Metadata:

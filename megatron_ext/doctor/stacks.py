@@ -22,8 +22,7 @@ def deadline_path(folder: str) -> Path:
 def main_thread(text: str) -> list[str]:
     """The innermost frames of the last thread in ``text``, which is the main thread in faulthandler's order."""
     last = re.split(r"(?m)^(?:Current thread|Thread) ", text)[-1]
-    frames = [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)]
-    return frames[:MOST_FRAMES]
+    return [f"{function} ({file}:{line})" for file, line, function in FRAME.findall(last)[:MOST_FRAMES]]
 
 
 def said(folder: str, ranks: int) -> tuple[str, dict[str, float | str]]:

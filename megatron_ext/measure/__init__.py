@@ -34,6 +34,4 @@ def measure(options: Options):
     launched = cluster_launch.is_launched()
     options = cluster_launch.with_nodes(options) if launched else options
     raw = (cluster_launch if launched else local_launch).run(options)
-    if raw is None:
-        return None
-    return assemble_table.assemble_table(msgspec.structs.replace(options, threads=raw["threads"]), raw)
+    return assemble_table.assemble_table(msgspec.structs.replace(options, threads=raw["threads"]), raw) if raw else None

@@ -104,8 +104,7 @@ def _saved(args) -> tuple[Any, str]:
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))
         # As Megatron reads it.
-        saved = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"]
-        return saved, BY_TORCH
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)["args"], BY_TORCH
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # If the checkpoint does not say the form, the form follows from the option; see releases.py.
     unsaid = "fully_sharded_model_space" if getattr(common["args"], "ckpt_fully_parallel_save", False) else ""

@@ -233,8 +233,7 @@ class HostStep:
         bucket_group = self._own.bucket_groups[group.index]
         if bucket_group.gradient is not None:
             return bucket_group.gradient.shard
-        gradient = bucket_group.buckets[0].grad_data
-        return gradient.narrow(0, group.shard_start, group.shard.numel())
+        return bucket_group.buckets[0].grad_data.narrow(0, group.shard_start, group.shard.numel())
 
     def _replace_step(self, hybrid, units: list[HostUnit]) -> None:
         refuse_late_load(hybrid)

@@ -300,8 +300,7 @@ def files_of(path) -> list[Path]:
 def read_unchecked(path) -> Schedule:
     """Read a schedule file without checking it; see :func:`megatron_ext.schedule.validate.load`. From a directory, read
     the file for the most micro-batches."""
-    path = files_of(path)[-1]
-    return json_files.load(path, Schedule, versioned="user_defined_schedule")
+    return json_files.load(files_of(path)[-1], Schedule, versioned="user_defined_schedule")
 
 
 def save(path, schedule: Schedule) -> None:

@@ -177,8 +177,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def with_microbatches(self, number: int) -> "Workload":
         """The workload of an iteration of ``number`` micro-batches."""
-        parallel = replace(self.parallel, num_microbatches=number)
-        return replace(self, parallel=parallel, ramp=())
+        return replace(self, parallel=replace(self.parallel, num_microbatches=number), ramp=())
 
     @property
     def streamed_bytes(self) -> int | None:
