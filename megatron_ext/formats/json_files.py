@@ -61,11 +61,12 @@ def read_bytes(path) -> bytes:
     """
     path = _given(path)
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise InputError("cannot be read: " + _what_else(mode), file=path)
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError("cannot be read: " + _what_else(found.st_mode), file=path)
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)  # files in /proc report a size of 0
+            # read() takes memory for all of these bytes before it reads them. Files in /proc report a size of 0.
+            data = stream.read(min(found.st_size or MAX_FILE_BYTES, MAX_FILE_BYTES) + 1)
         if data is None:  # a file whose end is never reached, such as /proc/kmsg
             raise InputError("cannot be read: the file has no end", file=path)
     except OSError as error:

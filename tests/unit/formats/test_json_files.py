@@ -2,6 +2,7 @@
 
 import os
 import stat
+import tracemalloc
 
 import pytest
 from matplotlib.figure import Figure
@@ -85,6 +86,17 @@ def test_a_file_without_end_is_not_read_to_its_end(tmp_path, monkeypatch):
         json_files.read_bytes(tmp_path / "large")
     with pytest.raises(InputError, match="larger than 100 bytes"):
         json_files.read_bytes("/proc/self/smaps")  # whose size is said to be 0
+
+
+def test_a_small_file_is_read_within_a_small_limit_of_memory(tmp_path):
+    """Where the address space is limited, memory for the largest file may not be there."""
+    (tmp_path / "small").write_bytes(b"0" * 100)
+    tracemalloc.start()
+    try:
+        assert len(json_files.read_bytes(tmp_path / "small")) == 100
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_looking_whether_a_place_can_be_written_changes_nothing(tmp_path):
