@@ -72,8 +72,9 @@ class ScheduledBucketGroup(upstream._ParamAndGradBucketGroup):
         if self.executor is None:
             raise ScheduleError(WITHOUT_SCHEDULE)
         if self.gradient is None:
+            again = self.grad_reduce_handle is not None  # in interleaved pipelines Megatron asks twice and reduces once
             super().start_grad_sync(*args, **kwargs)
-            if self.executor.recorder.counts:
+            if self.executor.recorder.counts and not again:
                 sizes = self.intra_distributed_optimizer_instance_size, instances_of(self.ddp_config)
                 size = reduced_bytes(self.buckets[0].grad_data.nbytes, *sizes)
                 self.executor.recorder.moved("gradient", "network", size)
@@ -101,8 +102,7 @@ def begun_reduce(bucket_group):
     Raises:
         ScheduleError: no reduce has begun, because a fork's ``start_grad_sync`` reduces once in an iteration.
     """
-    handle = bucket_group.grad_reduce_handle
-    if handle is not None:
+    if (handle := bucket_group.grad_reduce_handle) is not None:
         return handle
     if instances_of(bucket_group.ddp_config) == 1:
         raise ScheduleError(NO_REDUCE)
