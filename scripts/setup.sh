@@ -30,7 +30,7 @@ export PIP_USER=0
 if [ -n "${WHEELS:-}" ]; then
     [ -d "$WHEELS" ] || die "WHEELS = '$WHEELS': no such directory"
     # As a URL, because pip splits this variable at spaces.
-    export PIP_NO_INDEX=1 PIP_FIND_LINKS="file://$(realpath "$WHEELS" | sed 's/%/%25/g; s/ /%20/g; s/#/%23/g')"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="file://$(realpath "$WHEELS" | sed 's/%/%25/g; s/ /%20/g; s/#/%23/g; s/?/%3F/g')"
 fi
 
 has_torch() { # has_torch PYTHON: whether its PyTorch is to be used

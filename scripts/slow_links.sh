@@ -10,7 +10,9 @@ if [ "$1" = --inside ]; then
     ip link set lo up
     tc qdisc add dev lo root tbf rate "$2mbps" burst 200kb limit 10mb
     # Entering a user namespace clears the death signal that the caller may have set. torch warns that it finds no host names.
-    TORCH_CPP_LOG_LEVEL=ERROR exec setpriv --pdeathsig TERM "${@:3}"
+    with_caller=(setpriv --pdeathsig TERM)
+    "${with_caller[@]}" true 2> /dev/null || with_caller=(env) # before util-linux 2.33
+    TORCH_CPP_LOG_LEVEL=ERROR exec "${with_caller[@]}" "${@:3}"
 fi
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(--map-root-user)

@@ -140,7 +140,8 @@ def _write(out: str, found) -> None:
     cost_table.save(paths["cost_table"], table)
     made = winner.schedules[0] if winner.planned else planner.plan(work, table)
     assert made.predicted is not None
-    if len(winner.schedules) == 1 and winner.us < made.predicted.iteration_time_us:  # a quick plan is faster
+    free = made.uses_drive and table.routes.nvme is None  # states on a drive without costs seem to take no time
+    if len(winner.schedules) == 1 and (free or winner.us < made.predicted.iteration_time_us):  # a quick plan is faster
         timing = Timing(work, table)
         quick = validate(replace(winner.schedules[0], metadata=made.metadata, limits=work.limits))
         bills = tuple(memory_bill(quick, work))

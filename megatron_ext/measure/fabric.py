@@ -192,8 +192,7 @@ class Fabric:
     def window(self, memory: torch.Tensor, size_bytes: int, round_index: int) -> torch.Tensor:
         """A group of ``size_bytes`` in ``memory``; successive rounds use adjacent places."""
         numel = size_bytes // 4
-        places = memory.numel() // numel
-        return memory.narrow(0, (round_index % places) * numel, numel)
+        return memory.narrow(0, round_index % (memory.numel() // numel) * numel, numel)
 
     def shard(self, whole: torch.Tensor, ranks: int | None = None) -> torch.Tensor:
         """This rank's shard among the data-parallel ranks, or among the ``ranks`` of them that hold the same experts: a

@@ -174,8 +174,7 @@ def _counted(model, layers, seq_length: int, micro_batch_size: int, hidden_size:
             parts = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
             shape = (seq_length // parts, micro_batch_size, hidden_size)
             model.set_input_tensor(torch.zeros(shape, dtype=model.config.params_dtype, requires_grad=True))
-        output = model(tokens, tokens, mask, labels=tokens)
-        return counted.result(output)
+        return counted.result(model(tokens, tokens, mask, labels=tokens))
 
 
 @contextlib.contextmanager

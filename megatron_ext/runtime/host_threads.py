@@ -97,16 +97,16 @@ def use(ranks: int, of_node: int) -> list[str]:
         What was changed or what is missing, one line each.
     """
     own, before = processors(ranks, of_node), torch.get_num_threads()
-    lines, threads = [], of_rank(ranks, of_node)
+    lines, threads, most = [], of_rank(ranks, of_node), max(own // ranks, 1)
     if own < ranks:
         lines.append(
             f"{ranks} ranks share {own} processors: adding gradients and stepping on the host takes up to "
             f"{ranks / own:.1f} times as long as with one processor for each rank"
         )
-    if before < threads or before > max(own // ranks, 1):
+    if before < threads or before > most:
         torch.set_num_threads(threads)
         lines.append(
-            f"the host adds gradients and steps with {threads} threads per rank, not with the {before} of "
-            f"OMP_NUM_THREADS: each rank has {own // ranks} processors"
+            f"the host adds gradients and steps with {threads} threads per rank, not with {before} as torch would by "
+            f"itself or by OMP_NUM_THREADS: each rank has {most} of the processors"
         )
     return lines

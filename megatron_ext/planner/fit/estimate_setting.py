@@ -221,9 +221,10 @@ def choice_of(setting: Setting, rounds: FewRounds, table: CostTable, plan: Timed
     memory = max(memories, key=lambda memory: memory.device_total_bytes)
     of_ranks = [sum(held.host_bytes.values()) for held in memories], [held.nvme_bytes for held in memories]
     host, drive = (max(on_nodes(rounds.parts[-1][0], held)) for held in of_ranks)
-    if drive and table.routes.nvme is None:
-        raise InputError("optimizer states would rest on a drive, whose costs are not known", field="routes.nvme")
     limits = rounds.parts[0][0].limits
+    if drive and table.routes.nvme is None:
+        why = "is short, and what a drive for optimizer states costs is not known"
+        raise InputError(why, field="limits.host_bytes", value=limits.host_bytes)
     for name, held in (("device_bytes", memory.device_total_bytes), ("host_bytes", host)):
         limit = getattr(limits, name)
         if limit is not None and held > limit:

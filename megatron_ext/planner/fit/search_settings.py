@@ -328,7 +328,7 @@ class SettingSearch:
                 found.append((one.setting, stock))
                 best, fastest = min((best, fastest), (stock.us, one), key=lambda each: each[0])
         left_out, self.effort = self.effort <= 0, inf
-        if fastest is not None and fastest.setting not in self.choices:
+        if fastest is not None and (fastest.setting not in self.choices or fastest.setting in self.left_out):
             self._estimate(fastest, 1.0)  # the search has left it out, but a plan of it may be the fastest
         return found, left_out
 

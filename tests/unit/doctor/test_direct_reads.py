@@ -34,12 +34,12 @@ class File:
 def checked(monkeypatch, tmp_path):
     """``checked(others, refused)``: the finding where other ranks take so many seconds, and what this rank has done."""
 
-    def check(others: list[float], refused: str = ""):
+    def check(others: list[float], refused: Exception | None = None):
         done, clock = [], [0.0]
 
         def filled(directory, size, **how):
-            if refused:
-                raise InputError(refused)
+            if refused is not None:
+                raise refused
             done.append("filled")
             return File(done, clock, size)
 
@@ -66,8 +66,9 @@ def test_ranks_read_together_and_the_slowest_counts(checked, others, seconds):
     assert found.figures["gb_per_second"] == pytest.approx((32 << 20) / seconds / 1e9)
 
 
-def test_a_rank_whose_file_is_refused_still_meets_the_others(checked):
-    found, done = checked([0.5], refused="the drive is full")
+@pytest.mark.parametrize("kind", [InputError, RuntimeError])
+def test_a_rank_whose_file_is_refused_still_meets_the_others(checked, kind):
+    found, done = checked([0.5], refused=kind("the drive is full"))
     assert done == ["all"] and (found.status, found.found) == ("fail", "the drive is full")
 
 
