@@ -46,7 +46,9 @@ def test_the_plan_trains_where_stock_megatron_is_ended(tmp_path, limit_by):
             assert title in done.stdout
         assert (run / "timeline.png").exists()
         if "EMULATED links" in done.stderr:
-            assert re.search(r"measured: gpu \d+%, cpu \d+%, nvme \d+%, all at once [1-9]", done.stdout), done.stdout
+            # All-gathers and states on the drive fill their links; how much goes by the host's is the plan's choice.
+            busy = r"measured: gpu [1-9]\d*%, cpu \d+%, nvme [1-9]\d*%, all at once \d"
+            assert re.search(busy, done.stdout), done.stdout
         assert os.listdir(tmp_path) == [] and groups_left() == []
     finally:
         shutil.rmtree(run, ignore_errors=True)
