@@ -67,7 +67,7 @@ trap 'exit 143' TERM INT HUP
 if [ -n "$group" ]; then
     limit="$limit_mib MiB for both ranks together, by a cgroup" WITHIN="bash scripts/pretrain_gpt_larger_than_memory.sh --in $group"
 else
-    address_space=$((limit_mib / 2 + ${ADDRESS_SPACE_MIB:-1000}))
+    address_space=$((limit_mib / 2 + ${ADDRESS_SPACE_MIB:-1250}))
     limit="$address_space MiB of address space for each rank, because no cgroup can be made" WITHIN="prlimit --as=$((address_space * mib))"
 fi
 export WITHIN
