@@ -333,7 +333,8 @@ def _reason(error: BaseException) -> str:
 
 def main() -> int:
     """``TREE SCRIPT DESCRIPTOR PP WORLD_SIZE OPTION...``: write one line for every pipeline rank, until one refuses."""
-    tree, script, (written, pp, world_size), options = *map(Path, sys.argv[1:3]), map(int, sys.argv[3:6]), sys.argv[6:]
+    tree, script, written, pp, world_size = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:6])
+    options = sys.argv[6:]
     faulthandler.dump_traceback_later(START_SECONDS, file=2, exit=True)
     from megatron_ext.megatron import cpu_compat, engine_modules, state_space_modules
 

@@ -346,9 +346,8 @@ def relieved(one: OffloadCosts, way: Residency, relief: Relief) -> Residency:
     """``way`` with ``relief`` added; ``way`` itself if the group cannot be relieved any further in this way."""
     changes = {"shards": {"shard_on_host": True}, "alone": {"alone": True}}
     other = way._replace(**changes.get(relief, {"gradients": relief}))
-    if other not in one.ways or (relief == "sharded" and way.gradients is not None):
-        return way
-    return other
+    gone = other not in one.ways or (relief == "sharded" and way.gradients is not None)
+    return way if gone else other
 
 
 def _orders(weighed: list[OffloadCosts]) -> list[list[int]]:
