@@ -29,8 +29,7 @@ def initialize_parallel(args) -> None:
     """Make the process groups for checked options. Collective."""
     sizes = {name: getattr(args, name) for name in GROUPS}
     sizes["virtual_pipeline_model_parallel_size"] = args.num_virtual_stages_per_pipeline_rank
-    initialize = parallel_state.initialize_model_parallel
-    initialize(**accepted(initialize, **sizes))
+    parallel_state.initialize_model_parallel(**sizes)
 
 
 def transformer_config(args, **overrides) -> TransformerConfig:

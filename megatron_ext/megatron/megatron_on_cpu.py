@@ -168,27 +168,19 @@ def _route_without_engine() -> None:
 def norm_parts_of_sequences() -> None:
     """Megatron refuses torch's norms under ``--sequence-parallel``. But they compute the same on a part of a sequence
     as on all of it, and their gradients are then added up like those of other norms."""
-    # 0.9 has only a layer norm, which is a module; later releases have a class that returns one of torch's norms.
-    for name, kind, make in (
-        ("torch_norm", "WrappedTorchNorm", "__new__"),
-        ("torch_layer_norm", "WrappedTorchLayerNorm", "__init__"),
-    ):
-        if _exists(f"megatron.core.transformer.{name}"):
-            return _take_whole(getattr(importlib.import_module(f"megatron.core.transformer.{name}"), kind), make)
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    original = WrappedTorchNorm.__new__
 
-def _take_whole(norm: type, make: str) -> None:
-    original = getattr(norm, make)
-
-    def whole(first, config, *args, **kwargs):
+    def whole(cls, config, *args, **kwargs):
         other = copy.copy(config)
         other.sequence_parallel = False
-        made = original(first, other, *args, **kwargs)
-        for parameter in (made or first).parameters():
+        made = original(cls, other, *args, **kwargs)
+        for parameter in made.parameters():
             vars(parameter)["sequence_parallel"] = config.sequence_parallel
         return made
 
-    setattr(norm, make, staticmethod(whole) if make == "__new__" else whole)
+    WrappedTorchNorm.__new__ = staticmethod(whole)
 
 
 def _start_managers_without_the_script() -> None:

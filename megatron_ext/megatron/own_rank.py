@@ -9,7 +9,6 @@ from megatron.core import parallel_state
 
 from megatron_ext.megatron.buckets import buffers_of
 from megatron_ext.megatron.late_model import LateModel
-from megatron_ext.megatron.releases import accepted
 from megatron_ext.runtime.device import device_of
 from megatron_ext.runtime.group import Clock, FreedGroup, RankGroup, WholeBytes
 from megatron_ext.runtime.issuer import Issuer
@@ -66,8 +65,7 @@ class OwnRank:
         group and that of experts, within one optimizer instance."""
         buffers = [buffer for ddp in self.ddps for buffer in buffers_of(ddp)]
         found = {buffer.data_parallel_world_size: buffer.data_parallel_group for buffer in buffers}
-        get = parallel_state.get_data_parallel_group
-        dense: Any = get(with_context_parallel=True, **accepted(get, partial_data_parallel=True))
+        dense: Any = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
         return found | {dist.get_world_size(dense): dense}
 
     @property

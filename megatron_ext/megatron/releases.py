@@ -2,14 +2,11 @@
 checks what a release has.
 
 [Note: Releases]
-Patches are for core_v0.9.0 to main. Where possible, a release's features are found from a function's arguments or the
+Patches are for core_v0.10.0 to main. Where possible, a release's features are found from a function's arguments or the
 names in a module, and not from its version number, because forks have numbers of their own.
 
 | since | what | asked by | in |
 |---|---|---|---|
-| 0.10 | groups of micro-batches have a size of their own | has_microbatch_groups | workload_of_run.py |
-| 0.10 | shards may lie over one of several distributed-optimizer instances | accepted | own_rank.py |
-| 0.10 | experts are cut over tensor-parallel ranks of their own | accepted | gpt_model.py |
 | 0.11 | disable_forward_pre_hook takes param_sync | accepted | scheduled_bucket_group.py |
 | 0.11 | an order of experts stays a tensor; before, it is read as numbers | - | describe_from_checkout.py |
 | 0.11 | TransformerConfig knows options of experts, in several releases | has_all | gpt_model.py |
@@ -68,12 +65,6 @@ def host_optimizer_class() -> Any:
         return HybridDeviceOptimizer
     replaced = ("dummy_step", "_init_sub_optimizers", "_get_sub_optimizer_param_groups")
     return type("HybridDeviceOptimizer", (), dict.fromkeys(replaced))
-
-
-def has_microbatch_groups(args) -> bool:
-    """Whether groups of micro-batches have a size of their own. In older releases they have PP micro-batches, and with
-    at most PP micro-batches in an iteration all forwards run before the first backward."""
-    return has_all(args, "microbatch_group_size_per_vp_stage")
 
 
 def ramps_up() -> bool:

@@ -2,10 +2,9 @@
 
 from types import SimpleNamespace
 
-from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.gpt_arguments import parallel_of, parallel_sizes_of
 from megatron_ext.megatron.optimizer_of_args import optimizer_settings
-from megatron_ext.megatron.releases import has_microbatch_groups, ramps_up
+from megatron_ext.megatron.releases import ramps_up
 from megatron_ext.workload.batch_ramp import numbers_of_microbatches
 from megatron_ext.workload.launcher_ranks import ranks_on_this_node
 from megatron_ext.workload.parallel import Parallel
@@ -44,11 +43,7 @@ def parallel_of_megatron(args) -> Parallel:
     """Parallel sizes from Megatron's own validated arguments.
 
     Raises:
-        InputError: the batch size does not divide, or this release orders micro-batches in another way.
+        InputError: the batch size does not divide.
     """
-    vp, num_microbatches = args.virtual_pipeline_model_parallel_size, numbers_of_run(args)[-1]
-    if vp and not has_microbatch_groups(args) and num_microbatches == args.pipeline_model_parallel_size:
-        said = "this Megatron then runs all forwards before the first backward, an order that no schedule can have"
-        raise InputError(said, field="num_microbatches", value=num_microbatches)
-    group = getattr(args, "microbatch_group_size_per_vp_stage", None)
-    return parallel_sizes_of(args, vp, num_microbatches, group, ranks_on_this_node())
+    vp, group = args.virtual_pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    return parallel_sizes_of(args, vp, numbers_of_run(args)[-1], group, ranks_on_this_node())

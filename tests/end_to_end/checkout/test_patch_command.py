@@ -82,7 +82,11 @@ def no_tree(root):
     "spoil, names, advice",
     [
         (no_tree, "not a Megatron tree", "give the directory that holds megatron/core"),
-        (unknown, "2 times class DistributedDataParallel in the module, lines 4, 17", "known are 0.9.0 to 0.19.0, and"),
+        (
+            unknown,
+            "2 times class DistributedDataParallel in the module, lines 4, 17",
+            "known are 0.10.0 to 0.19.0, and",
+        ),
         (dangling, DDP, "is a link to nowhere.py, which does not exist"),
         (half, f"{len(HOOKS) - 1} of {len(HOOKS)} hook lines", "patch revert"),
         (protect, TRAINING, "chmod u+w"),

@@ -53,7 +53,7 @@ def test_an_installed_wheel_knows_patches_and_sheets(built, tmp_path):
 
     version = said("--version")
     assert (
-        version.startswith("megatron-ext ") and "commit" not in version and "patches for Megatron-LM 0.9.0" in version
+        version.startswith("megatron-ext ") and "commit" not in version and "patches for Megatron-LM 0.10.0" in version
     )
     assert "pretrain_gpt.py" in said("patch", "list")
     assert "a100-nvlink" in said("cost", "hardware")

@@ -24,7 +24,7 @@ from megatron_ext.megatron.refusals import (
     schedule_without_hooks,
     warnings_at_start,
 )
-from megatron_ext.megatron.workload_of_run import numbers_of_run, parallel_of_megatron, workload_of_run
+from megatron_ext.megatron.workload_of_run import numbers_of_run, workload_of_run
 from megatron_ext.planner import plan
 from megatron_ext.runtime import machine
 from megatron_ext.schedule.user_defined_schedule import MeasuredOn, Model, PlanOptions, Schedule, ScheduleMetadata
@@ -208,25 +208,6 @@ def test_a_schedule_planned_from_costs_of_another_machine_is_said_so():
         )
         and "\n" not in said
     )
-
-
-def test_a_release_without_micro_batch_groups_is_read_as_it_runs():
-    """core_v0.9.0 has no --microbatch-group-size-per-virtual-pipeline-stage."""
-    sizes = dict(
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=2,
-        data_parallel_size=1,
-        tensor_model_parallel_size=1,
-        micro_batch_size=1,
-    )
-    parallel = parallel_of_megatron(SimpleNamespace(global_batch_size=4, **sizes))
-    assert parallel.microbatch_group_size == 2 and parallel.order == "interleaved"
-    with pytest.raises(
-        InputError, match="num_microbatches = 2: this Megatron then runs all forwards before the first backward"
-    ):
-        parallel_of_megatron(SimpleNamespace(global_batch_size=2, **sizes))
-    later = SimpleNamespace(global_batch_size=2, microbatch_group_size_per_vp_stage=2, **sizes)
-    assert parallel_of_megatron(later).num_microbatches == 2
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULE_FUNCTIONS))
