@@ -62,12 +62,9 @@ def slow_streams(module) -> None:
     copy = module.copy_now
 
     @wraps(copy)
-    def slow(destination, source, log, name):
-        start = time.perf_counter_ns()
+    def slow(destination, source):
         with host_link(source.nbytes):
-            copy(destination, source, None, "")
-        if log is not None:
-            log.add(name, start, time.perf_counter_ns())
+            copy(destination, source)
 
     module.copy_now = slow
 

@@ -45,7 +45,7 @@ class HostStream:
         assert destination.dtype is source.dtype
         if self.log is not None:
             self.log.count(source.nbytes)
-        self.run(partial(copy_now, destination, source, None if name is None else self.log, name or ""))
+        self.run(partial(copy_now, destination, source), name)
 
     def wait(self, event: HostEvent | None) -> None:
         if event is not None and event.mark is not None:
@@ -67,36 +67,22 @@ class HostStream:
         self._worker.close()
 
 
-class HostCompute:
+class HostCompute(HostStream):
     """Work runs on the calling thread, so it is done when the call returns."""
 
-    log: CopyLog | None = None
+    def __init__(self) -> None:
+        """There is no thread."""
 
     def run(self, function: Callable[[], object], name: str | None = None) -> None:
         with torch.no_grad():
             function()
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, name: str | None = "") -> None:
-        assert destination.dtype is source.dtype
-        with torch.no_grad():
-            copy_now(destination, source, None, "")
-
-    def wait(self, event: HostEvent | None) -> None:
-        if event is not None:
-            event.synchronize()
-
     def record(self, event: HostEvent) -> HostEvent:
         event.mark = None
         return event
 
-    def store(self, flag: DeviceFlag, value: int) -> None:
-        flag.store(value)
-
-    def wait_flag(self, flag: DeviceFlag, value: int, check: Callable[[], None]) -> None:
-        poll(partial(flag.reached, value), check)
-
     def close(self) -> None:
-        """There is no thread."""
+        """There is nothing to end."""
 
 
 class HostDevice(Device):
@@ -123,8 +109,5 @@ def _nothing(transfer: Transfer) -> None:
     """An empty call, which ends behind everything submitted before."""
 
 
-def copy_now(destination: torch.Tensor, source: torch.Tensor, log: CopyLog | None, name: str) -> None:
-    start = perf_counter_ns() if log is not None else 0
+def copy_now(destination: torch.Tensor, source: torch.Tensor) -> None:
     destination.copy_(source)
-    if log is not None:
-        log.add(name, start, perf_counter_ns())
