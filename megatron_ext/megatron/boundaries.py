@@ -132,8 +132,7 @@ class Boundaries:
         if key not in self._waiting:
             self._waiting[key], restore = _wrap_forward(self.layers[model_chunk_id][boundary].module)
             self._restore.append(restore)
-        action = _with_hook(forward, backward) if backward else _without_hook(forward)
-        return partial(self._waiting[key].append, action)
+        return partial(self._waiting[key].append, _before_layer(forward, backward))
 
     def close(self) -> None:
         """Restore the forward of the layers."""
@@ -179,23 +178,13 @@ def _wrap_forward(module: torch.nn.Module) -> tuple[list, Callable[[], None]]:
     return held.armed, restore
 
 
-def _without_hook(forward):
-    """A function of an activation that runs ``forward``."""
-
-    def before_layer(activation: torch.Tensor) -> None:
-        for action in forward:
-            action()
-
-    return before_layer
-
-
 _NODES_TAKE_HOOKS = hasattr((torch.zeros(1, requires_grad=True) + 0).grad_fn, "_register_hook_dict")
 """Whether torch's private function is there; otherwise the public ``Tensor.register_hook`` is used."""
 
 
-def _with_hook(forward, backward):
-    """A function of an activation that runs ``forward`` at once, and ``backward`` when the activation's gradient is
-    complete."""
+def _before_layer(forward, backward):
+    """A function of an activation that runs ``forward`` at once, and ``backward``, if there is any, when the
+    activation's gradient is complete."""
 
     def on_gradient(gradient: torch.Tensor) -> None:
         for action in backward:
@@ -204,13 +193,14 @@ def _with_hook(forward, backward):
     def before_layer(activation: torch.Tensor) -> None:
         # This is what Tensor.register_hook does, but without a handle. Other code can still add hooks: the dictionary
         # belongs to the tensor.
-        node = activation.grad_fn
-        if _NODES_TAKE_HOOKS and node is not None and activation._backward_hooks is None:
-            activation._backward_hooks = hooks = OrderedDict()
-            hooks["megatron_ext"] = on_gradient
-            node._register_hook_dict(activation)  # pyright: ignore[reportAttributeAccessIssue] # see above
-        else:
-            activation.register_hook(on_gradient)
+        if backward:
+            node = activation.grad_fn
+            if _NODES_TAKE_HOOKS and node is not None and activation._backward_hooks is None:
+                activation._backward_hooks = hooks = OrderedDict()
+                hooks["megatron_ext"] = on_gradient
+                node._register_hook_dict(activation)  # pyright: ignore[reportAttributeAccessIssue] # see above
+            else:
+                activation.register_hook(on_gradient)
         for action in forward:
             action()
 
