@@ -13,12 +13,10 @@ autograd saved in forward, are whole again when the bucket is. Bytes are restore
 bucket tensor, which leaves the version counters of the parameters alone. On CUDA blocks are
 taken and given back on the compute stream. Copies are issued behind an event of that stream
 recorded after the block was taken, so that a block is never written while work queued
-earlier still reads its previous contents. A parameter that was turned into a NumPy array
-(hashing on a machine without a GPU does this) can never be resized again: its group keeps its bytes.
+earlier still reads its previous contents.
 Source: torch FSDP2, ``_fsdp_param.py`` (``alloc_storage``, ``free_storage``).
 """
 
-import warnings
 from collections.abc import Callable
 from enum import Enum
 
@@ -172,18 +170,8 @@ class RankGroup:
         if self.state is not _WHOLE:
             raise ScheduleError(f"{self} is freed while it is {self.state.value}")
         self.state = _SHARDED
-        try:
-            self.resize(0)
-        except RuntimeError as error:
-            self._keep(error)
+        self.resize(0)
         self.residency.bytes -= self.bytes
-
-    def _keep(self, error: RuntimeError) -> None:
-        """Keep the storage at its size from now on, because torch does not resize it any more."""
-        if self.whole.untyped_storage().resizable():
-            raise error
-        self.resize = _keep_size
-        warnings.warn(f"{self} keeps its {self.bytes} bytes: a NumPy array of a parameter uses them", stacklevel=2)
 
     def adopt(self) -> None:
         """Copy the shard from the whole copy, whose values have changed."""
@@ -202,7 +190,7 @@ def _host_copy(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_size(size: int) -> None:
-    """Replaces the resize of a storage that cannot be resized."""
+    """Replaces the resize of a storage that is not resized."""
 
 
 class FreedGroup(RankGroup):
@@ -231,7 +219,7 @@ class FreedGroup(RankGroup):
         self.on_host = on_host
         with torch.no_grad():
             self.shard = _host_copy(self.shard) if on_host else self.shard.clone()
-        self.resize, self.residency, self.state = whole.untyped_storage().resize_, residency, _WHOLE
+        self.resize, self.residency, self.state = device_of(whole).resizer(whole.untyped_storage()), residency, _WHOLE
         residency.add(self.bytes)
 
     def adopt(self) -> None:

@@ -4,6 +4,7 @@ torch releases the interpreter's lock while it copies, so copies overlap compute
 Everything else in runtime/ is the same as on a GPU: who issues, who stores which flag, and what waits for what.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter_ns
@@ -95,6 +96,20 @@ class HostDevice(Device):
 
     def event(self) -> HostEvent:
         return HostEvent()
+
+    def resizer(self, storage: torch.UntypedStorage) -> Callable[[int], object]:
+        return partial(_resize, storage)
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> None:
+    """Resize ``storage``, unless a parameter in it was turned into a NumPy array, as hashing does here: torch never
+    resizes it again, so it keeps its bytes."""
+    if storage.resizable():
+        storage.resize_(size)
+    else:
+        warnings.warn(
+            f"a group keeps its {storage.nbytes()} bytes: a NumPy array of a parameter uses them", stacklevel=2
+        )
 
 
 def _run(function: Callable[[], object], log: CopyLog | None, name: str, transfer: Transfer) -> None:

@@ -81,6 +81,10 @@ class Device:
         """Zeros in host memory, page-locked if copies need it."""
         return torch.zeros(numel, dtype=dtype)
 
+    def resizer(self, storage: torch.UntypedStorage) -> Callable[[int], object]:
+        """A function that resizes ``storage`` to a number of bytes."""
+        return storage.resize_
+
     def address_offset(self, memory: torch.Tensor) -> int:
         """Difference between the device's address of a byte in page-locked ``memory`` and its host address."""
         return 0
