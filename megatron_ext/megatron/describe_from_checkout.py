@@ -72,8 +72,8 @@ def describe_command_line(tree, options, entry=None) -> "CheckoutModel":
 
     Args:
         tree: root of a Megatron-LM checkout, patched or not.
-        options: all options that a user gives the script, those of ``gpt_arguments.add_plan_arguments``, and
-            ``--data-parallel-size``.
+        options: all options that a user gives the script, those of ``gpt_arguments.add_plan_arguments``,
+            ``--data-parallel-size`` and ``--gpus-per-node``.
         entry: see :func:`require_script`.
 
     Raises:

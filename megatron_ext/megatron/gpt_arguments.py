@@ -70,7 +70,7 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     parallel.add_argument(
         "--data-parallel-size", type=int, help="Number of replicas; by default what the number of processes leaves."
     )
-    _add_gpus_per_node(parallel)
+    parallel.add_argument("--gpus-per-node", type=int, help="Ranks that share one node; by default all of them.")
     parallel.add_argument(
         "--distributed-backend", choices=("nccl", "gloo"), help="Default: nccl where there is a CUDA device, else gloo."
     )
@@ -84,10 +84,6 @@ def add_gpt_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     return parser
 
 
-def _add_gpus_per_node(group) -> None:
-    group.add_argument("--gpus-per-node", type=int, help="Ranks that share one node; by default all of them.")
-
-
 def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options for plans that Megatron does not have, and return ``parser``."""
     plan = parser.add_argument_group("plan")
@@ -95,8 +91,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     for name in ("device", "whole-parameter", "host", "pinned-host"):
         plan.add_argument(f"--limit-{name}-bytes", type=int)
     plan.add_argument("--limit-nvme-slots", type=int, default=0)
-    if "--gpus-per-node" not in parser._option_string_actions:
-        _add_gpus_per_node(plan)
     return parser
 
 

@@ -21,7 +21,7 @@ class ScriptArguments(NamedTuple):
     """Arguments of a training script, and our options that were given among them.
 
     Attributes:
-        ours: the options of ``gpt_arguments.add_plan_arguments``, ``data_parallel_size`` and
+        ours: the options of ``gpt_arguments.add_plan_arguments``, ``data_parallel_size``, ``gpus_per_node`` and
             ``delayed_parameter_update``.
         megatron: all other options, which are Megatron's. Options of a scheduled run are left out.
         sizes: the values of :data:`MODEL_SIZES` and :data:`REPLICA_SIZES` in the text; None for a model size that is
@@ -80,6 +80,7 @@ def read(options: Iterable[str], *, verb: str = "describe", of_megatron: bool = 
     parser = OneLineParser(prog=f"megatron-ext {verb}", allow_abbrev=False, add_help=False)
     add_plan_arguments(parser)
     parser.add_argument("--data-parallel-size", "--dp", type=int)
+    parser.add_argument("--gpus-per-node", type=int)
     for name in ("", "-trace", "-nvme-path", "-check", "-step-timeout"):
         parser.add_argument(f"--user-defined-schedule{name}")
     parser.add_argument("--delayed-parameter-update", type=int)
