@@ -63,7 +63,7 @@ def divide(
         yield list(unit.values())
 
 
-def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimizer]:
+def own_optimizers(hybrid, units: list[list[dict]]) -> list[FlatAdamW]:
     """Give ``hybrid`` one optimizer per unit, after its own. Their new parameters are not copied to the device here.
 
     Args:
@@ -73,9 +73,8 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
     Returns:
         The new optimizers, with the states that their parameters had before.
     """
-    kind = hybrid.cpu_optimizer_cls
-    flat = kind is torch.optim.AdamW and all(group["fused"] for groups in units for group in groups)
-    new = [FlatAdamW(groups) if flat else _without_device_calls(kind(groups)) for groups in units]
+    assert hybrid.cpu_optimizer_cls is torch.optim.AdamW, "the optimizer is Adam, see refusals.py"
+    new = [FlatAdamW(groups) for groups in units]
     states = {parameter: own for one in hybrid.cpu_optimizers for parameter, own in one.state.items()}
     chosen = {parameter: one for one in new for group in one.param_groups for parameter in group["params"]}
     for parameter, own in states.items():  # with a copy of the parameter if a checkpoint was loaded
@@ -90,15 +89,6 @@ def own_optimizers(hybrid, units: list[list[dict]]) -> list[torch.optim.Optimize
             del one.state[parameter]
     hybrid.cpu_optimizers = [one for one in hybrid.cpu_optimizers if one.param_groups] + new
     return new
-
-
-def _without_device_calls(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """``optimizer`` without torch's check, at every step, whether a CUDA graph is being captured. This check calls the
-    driver with the interpreter's lock held, and the host's optimizer does not step on the issuing thread."""
-    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
-        if hasattr(optimizer, name):
-            setattr(optimizer, name, lambda: None)
-    return optimizer
 
 
 DELAY_OPTION = "--delayed-parameter-update"

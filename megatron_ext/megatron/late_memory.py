@@ -34,6 +34,7 @@ from megatron_ext.megatron.late_model import make_states_only
 from megatron_ext.megatron.releases import host_optimizer_class
 from megatron_ext.runtime import lock_refused
 from megatron_ext.runtime.drive_tensors import DriveTensors
+from megatron_ext.runtime.host_step.flat_adamw import MOMENTS
 
 HybridDeviceOptimizer = host_optimizer_class()
 
@@ -89,24 +90,15 @@ class LeftOut:
         for optimizer in hybrid.cpu_optimizers:
             for group in optimizer.param_groups:
                 copies = [copy for copy in group["params"] if copy in chosen]
-                for name, like in _states_of_one(hybrid.cpu_optimizer_cls, group).items() if copies else ():
-                    places = self._tensors([copy.shape for copy in copies], like.dtype) if like.dim() else ()
-                    for number, copy in enumerate(copies):
-                        optimizer.state[copy][name] = places[number] if like.dim() else like.clone()
+                for name in MOMENTS if copies else ():
+                    places = self._tensors([copy.shape for copy in copies], torch.float32)
+                    for copy, place in zip(copies, places, strict=True):
+                        optimizer.state[copy] |= {"step": torch.ones((), dtype=torch.float32), name: place}
         hybrid._sync_sub_optimizers_state_to_hdo()
 
     def _tensors(self, shapes: list[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
         self.files.append(DriveTensors(self.directory, shapes, dtype))
         return self.files[-1].tensors
-
-
-def _states_of_one(optimizer_class, group: dict) -> dict[str, torch.Tensor]:
-    """The states that the host's optimizer keeps for a parameter of one element: moments and tensors of dimension 0."""
-    one = torch.zeros(1)
-    one.grad = torch.zeros(1)
-    optimizer = optimizer_class([{**group, "params": [one]}])
-    optimizer.step()
-    return dict(optimizer.state[one])
 
 
 def _sorted(sort_parameters, hybrid, offload_fraction: float):

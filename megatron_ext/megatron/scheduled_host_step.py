@@ -43,7 +43,7 @@ from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.delayed import DelayedUpdate
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
-from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out_parameters
+from megatron_ext.runtime.host_step.flat_adamw import MOMENTS, FlatAdamW, lay_out_parameters
 from megatron_ext.runtime.host_step.room import OwnRooms, Piece, SharedRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit
 from megatron_ext.runtime.page_locked import large_tensor
@@ -174,10 +174,9 @@ class HostStep:
     def _in_memory(self, hybrid, members: Members) -> list[HostUnit]:
         slots = self._schedule.step_slots
 
-        def make(group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]) -> HostUnit:
+        def make(group: int, optimizer: FlatAdamW, pieces: list[Piece]) -> HostUnit:
             locked = slots is not None and slots.cast == "device"
-            if locked or isinstance(optimizer, FlatAdamW):
-                lay_out_parameters(optimizer, self.device.host_tensor if locked else large_tensor)
+            lay_out_parameters(optimizer, self.device.host_tensor if locked else large_tensor)
             alignment = ITEM_BYTES if slots is None else LINE_BYTES
             return HostUnit(group, optimizer, pieces, self.rooms, alignment, self._later)
 
@@ -187,15 +186,13 @@ class HostStep:
     def _on_drive(self, optimizer, members: Members) -> list[HostUnit]:
         hybrid, slots = optimizer.optimizer, self._schedule.state_slots
         assert slots is not None  # validated
-        moments = 2 if issubclass(hybrid.cpu_optimizer_cls, torch.optim.AdamW | torch.optim.Adam) else 1
-        size = lambda parameter: region_bytes(parameter.numel(), moments)
+        size = lambda parameter: region_bytes(parameter.numel(), len(MOMENTS))
         largest = max(size(parameter) for of_group in members.values() for parameter in of_group)
         if largest > slots.slot_bytes:
             why = f"a slot is smaller than the states of one parameter, which take {largest} bytes"
             raise InputError(why, field="state_slots.slot_bytes", value=slots.slot_bytes)
         states = DriveStates(
             self._own.nvme_path,
-            moments=moments,
             slots=slots.slots,
             settings=self._schedule.metadata.options.nvme or DriveReads(),
             link=self.link,

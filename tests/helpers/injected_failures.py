@@ -32,6 +32,7 @@ from megatron_ext.runtime.group import Clock, RankGroup, WholeBytes
 from megatron_ext.runtime.host_pool import HostPool, Sharers
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
@@ -153,9 +154,9 @@ def build(rank: int, folder: Path, setup: str, stalls: bool) -> Trained:
 def host_steps(folder: Path, link: StepStreams, issuer: Issuer):
     """Three optimizers that step on the host with states on the drive; the states, and their optimizers."""
     parameters = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
-    steps = [torch.optim.Adam([parameter]) for parameter in parameters]
+    steps = [FlatAdamW([parameter], fused=True) for parameter in parameters]
     reads = DriveReads(block_bytes=4096, queue_depth=3)
-    states = DriveStates(folder, moments=2, slots=2, settings=reads, link=link, issuer=issuer)
+    states = DriveStates(folder, slots=2, settings=reads, link=link, issuer=issuer)
     for parameter, step in zip(parameters, steps):
         piece = Piece(parameter, lambda: torch.ones(2000), parameter.detach().half())
         states.units.append(DriveUnit(states, 0, step, [piece]))

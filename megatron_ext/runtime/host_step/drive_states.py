@@ -27,6 +27,7 @@ import torch
 from megatron_ext.runtime import drive
 from megatron_ext.runtime.drive_tensors import view
 from megatron_ext.runtime.host_step.drive_slots import DriveSlots
+from megatron_ext.runtime.host_step.flat_adamw import MOMENTS, FlatAdamW
 from megatron_ext.runtime.host_step.room import OwnRooms, Room, StepStreams
 from megatron_ext.runtime.host_step.state_regions import Regions
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
@@ -45,12 +46,12 @@ class DriveUnit(HostUnit):
         before: its step counts from before an early step that is not validated; None: there is no such step.
     """
 
-    def __init__(self, states: "DriveStates", group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece]):
+    def __init__(self, states: "DriveStates", group: int, optimizer: FlatAdamW, pieces: list[Piece]):
         if states.rooms is None:
             super().__init__(group, optimizer, pieces, states, state_layout.LINE_BYTES)
         else:
             super().__init__(group, optimizer, pieces, states.rooms, later=True)
-        self.regions = Regions(optimizer, states.moments)
+        self.regions = Regions(optimizer)
         self.slot: int | None = None
         self.read: Transfer | None = None
         self.written: Transfer | None = None
@@ -109,7 +110,6 @@ class DriveStates:
 
     Args:
         directory: on the drive.
-        moments: number of tensors of a parameter's shape that the optimizer keeps for it: 2 for Adam.
         slots: pieces that fit in host memory at once, at least 2; with 3 a read, a step and a write run at the same
             time.
         settings: how to read and write.
@@ -125,7 +125,6 @@ class DriveStates:
         self,
         directory,
         *,
-        moments: int,
         slots: int,
         settings: DriveReads,
         link: StepStreams,
@@ -135,7 +134,7 @@ class DriveStates:
     ):
         assert slots >= 2
         self.rooms = rooms
-        self.moments, self._directory, self._number, self._settings = moments, directory, slots, settings
+        self._directory, self._number, self._settings = directory, slots, settings
         self._link, self._issuer, self._two_places = link, issuer, early
         self.units: list[DriveUnit] = []
         self._rooms: list[Room] = []
@@ -161,7 +160,7 @@ class DriveStates:
         self._slots = DriveSlots(self.file, self._number, size, self._link.recorder)
         self.slots_bytes = self._slots.bytes
         if self.rooms is None:
-            room_bytes = state_layout.gradient_slot_bytes(size, self.moments)
+            room_bytes = state_layout.gradient_slot_bytes(size, len(MOMENTS))
             memory = self._link.device.host_tensor(self._number * room_bytes, torch.uint8)
             self._rooms = [Room(self._link, own) for own in memory.split(room_bytes)]
             self.slots_bytes += len(memory)
@@ -230,9 +229,6 @@ class DriveStates:
     def put_back(self, unit: DriveUnit) -> None:
         """The step of ``unit`` has ended: begin to write its piece."""
         assert unit.slot is not None
-        if not all(region.names for region in unit.regions.regions):
-            with torch.no_grad():
-                unit.regions.adopt(self._slots.pieces[unit.slot])  # the optimizer has created its moments in this step
         self._write(unit, unit.slot)
 
     def _write(self, unit: DriveUnit, slot: int) -> None:
@@ -283,11 +279,11 @@ class DriveStates:
         unit, region = self._places[parameter]
         assert unit.before is None
         self._wait(unit.written)
-        size = state_layout.region_bytes(parameter.numel(), self.moments)
+        size = state_layout.region_bytes(parameter.numel(), len(MOMENTS))
         memory = self.file.map(unit.regions.place + region.offset, size, "states of a checkpoint")
         return {
             name: view(memory, index * region.tensor_bytes, region.shape, parameter.dtype)
-            for index, name in enumerate(("param", *region.names))
+            for index, name in enumerate(("param", *MOMENTS))
         }
 
     def close(self) -> None:

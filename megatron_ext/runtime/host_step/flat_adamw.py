@@ -115,9 +115,8 @@ def _make(call: _Call, group: dict) -> None:
 
 
 @torch.no_grad()
-def lay_out_parameters(optimizer: torch.optim.Optimizer, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
-    """Move the parameters of ``optimizer``, fp32, next to each other in memory. If it is a :class:`FlatAdamW`, move
-    their states in the same way.
+def lay_out_parameters(optimizer: FlatAdamW, make: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+    """Move the parameters of ``optimizer``, fp32, next to each other in memory, and their states in the same way.
 
     Args:
         make: returns memory for the parameters, 1D, of a given number of elements and dtype.
@@ -127,13 +126,12 @@ def lay_out_parameters(optimizer: torch.optim.Optimizer, make: Callable[[int, to
     whole = [make(sum(sizes), torch.float32)]
     for parameter, own in zip(parameters, whole[0].split(sizes), strict=True):
         parameter.data = own.view(parameter.shape).copy_(parameter)
-    if isinstance(optimizer, FlatAdamW):
-        states = [optimizer.state_of(parameter) for parameter in parameters]
-        for name, one in (*((name, sizes) for name in MOMENTS), ("step", [1] * len(sizes))):
-            whole.append(large_tensor(sum(one), torch.float32))
-            for state, own in zip(states, whole[-1].split(one), strict=True):
-                state[name] = own.view(state[name].shape).copy_(state[name])
-        optimizer.whole = whole
+    states = [optimizer.state_of(parameter) for parameter in parameters]
+    for name, one in (*((name, sizes) for name in MOMENTS), ("step", [1] * len(sizes))):
+        whole.append(large_tensor(sum(one), torch.float32))
+        for state, own in zip(states, whole[-1].split(one), strict=True):
+            state[name] = own.view(state[name].shape).copy_(state[name])
+    optimizer.whole = whole
 
 
 def runs(rows: Sequence[tuple[torch.Tensor, ...]], keys: Sequence | None = None) -> Iterator[tuple[int, int]]:

@@ -4,6 +4,7 @@ from math import nan
 
 import torch
 
+from megatron_ext.runtime.host_step.flat_adamw import MOMENTS, FlatAdamW
 from megatron_ext.workload import state_layout
 
 
@@ -15,11 +16,10 @@ class Region:
         offset: byte at which the region begins within the unit's piece, a multiple of the drive's block.
     """
 
-    __slots__ = ("parameter", "names", "offset", "shape", "tensor_bytes")
+    __slots__ = ("parameter", "offset", "shape", "tensor_bytes")
 
     def __init__(self, parameter: torch.Tensor, offset: int):
         self.parameter, self.offset, self.shape = parameter, offset, parameter.shape
-        self.names: tuple[str, ...] = ()
         self.tensor_bytes = state_layout.tensor_bytes(parameter.numel())
 
     def view(self, slot: torch.Tensor, index: int) -> torch.Tensor:
@@ -37,27 +37,23 @@ class Regions:
             are the same if a step always counts.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, moments: int):
+    def __init__(self, optimizer: FlatAdamW):
         self.optimizer, self.regions = optimizer, []
         offset = self.place = self.other = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 assert parameter.dtype is torch.float32
                 self.regions.append(Region(parameter, offset))
-                offset += state_layout.region_bytes(parameter.numel(), moments)
+                offset += state_layout.region_bytes(parameter.numel(), len(MOMENTS))
         self.bytes = offset
 
     def adopt(self, slot: torch.Tensor, initial: dict[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Copy the tensors that have memory of their own into ``slot``, and make them views of it. ``initial``:
+        """Move the parameters and their states, which are created if there are none, into ``slot``. ``initial``:
         parameters that have no values yet, and tensors with their values."""
         for region in self.regions:
-            state = self.optimizer.state.get(region.parameter, {})
-            region.names = tuple(name for name, value in state.items() if _is_moment(value, region.parameter))
+            self.optimizer.state_of(region.parameter)
             for index, tensor in enumerate(self._tensors(region)):
-                place = region.view(slot, index)
-                if tensor.data_ptr() != place.data_ptr():
-                    place.copy_((initial or {}).get(tensor, tensor).detach())
-                    tensor.data = place
+                tensor.data = region.view(slot, index).copy_((initial or {}).get(tensor, tensor).detach())
 
     def point_at(self, slot: torch.Tensor) -> None:
         """Make the tensors views of ``slot``."""
@@ -71,10 +67,7 @@ class Regions:
 
     def counts(self) -> list[torch.Tensor]:
         """The states that stay in memory: the step count of each parameter."""
-        states = [(region, self.optimizer.state[region.parameter].items()) for region in self.regions]
-        chosen = [v for region, own in states for n, v in own if n not in region.names and v is not region.parameter]
-        assert all(isinstance(value, torch.Tensor) for value in chosen)
-        return chosen
+        return [self.optimizer.state[region.parameter]["step"] for region in self.regions]
 
     def let_go(self) -> None:
         """Make each tensor a view of a single NaN: it keeps its shape and takes no memory."""
@@ -83,10 +76,5 @@ class Regions:
                 tensor.data = torch.full((), nan, dtype=tensor.dtype).expand(region.shape)
 
     def _tensors(self, region: Region) -> list[torch.Tensor]:
-        state = self.optimizer.state.get(region.parameter, {})
-        return [region.parameter, *(state[name] for name in region.names)]
-
-
-def _is_moment(value, parameter: torch.Tensor) -> bool:
-    # Megatron's host optimizer lists the parameter itself among its states.
-    return isinstance(value, torch.Tensor) and value is not parameter and value.shape == parameter.shape
+        state = self.optimizer.state[region.parameter]
+        return [region.parameter, *(state[name] for name in MOMENTS)]

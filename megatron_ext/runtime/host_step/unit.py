@@ -40,11 +40,8 @@ class HostUnit:
 
     begun_ns = read_ns = 0
 
-    def __init__(
-        self, group: int, optimizer: torch.optim.Optimizer, pieces: list[Piece], rooms: Rooms, alignment=4, later=False
-    ):
+    def __init__(self, group: int, optimizer: FlatAdamW, pieces: list[Piece], rooms: Rooms, alignment=4, later=False):
         self.group, self.optimizer, self.pieces, self.rooms, self.later = group, optimizer, pieces, rooms, later
-        self._flat = optimizer if isinstance(optimizer, FlatAdamW) else None
         self.starts, self.bytes = [], 0
         for parameter, _, shard, *_ in pieces:
             assert parameter.dtype is torch.float32 and shard.dtype.itemsize * HALF_PER_WIDE == parameter.element_size()
@@ -63,7 +60,7 @@ class HostUnit:
     @property
     def stay(self) -> bool:
         """Whether its parameters and states never move."""
-        return self._flat is not None and bool(self._flat.whole)
+        return bool(self.optimizer.whole)
 
     # On the issuing thread.
 
@@ -110,8 +107,7 @@ class HostUnit:
         """Set the gradients of the parameters, after :meth:`wait_for_gradients`; the step follows."""
         assert self.room is not None
         in_room = self.room.begin(self, self._gradients, self._in_place)
-        if self._flat is not None:
-            self._flat.gradients_at = self.room if in_room else None
+        self.optimizer.gradients_at = self.room if in_room else None
         self._begun = True
 
     def _before_step(self) -> None:
@@ -150,33 +146,18 @@ class HostUnit:
 
     def rollback_bytes(self) -> int:
         """Size of the copy of the states."""
-        return sum(_aligned(tensor) for tensor in self._tensors())
-
-    def _tensors(self) -> list[torch.Tensor]:
-        if self._flat is not None and self._flat.whole:
-            return self._flat.whole
-        found = []
-        for piece in self.pieces:
-            # Megatron's host optimizer lists the parameter itself among its states.
-            states = [v for v in self.optimizer.state[piece.parameter].values() if v is not piece.parameter]
-            assert all(isinstance(value, torch.Tensor) for value in states)
-            found += [piece.parameter, *states]
-        return found
-
-    def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` holds only step counts, which the byte bill does not count."""
-        return self._flat is not None and any(tensor is own for own in self._flat.whole[-1:])
+        return sum(map(_aligned, self.optimizer.whole))
 
     def step_early(self, memory: torch.Tensor) -> None:
         """Copy the states into ``memory`` (1D uint8), and step; runs on the thread."""
         assert self.room is not None
         start = 0
-        for tensor in self._tensors():
-            copy = memory[start : start + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-            if tensor.dim() and not self._counts(tensor):
-                self.room.recorder.moved("states", "host_memory", 2 * tensor.nbytes)
+        for tensor in self.optimizer.whole:
+            copy = memory[start : start + tensor.nbytes].view(tensor.dtype)
             self._saved.append((tensor, copy.copy_(tensor)))
             start += _aligned(tensor)
+        *states, _ = self.optimizer.whole  # the last are step counts, which the byte bill does not count
+        self.room.recorder.moved("states", "host_memory", 2 * sum(tensor.nbytes for tensor in states))
         self.optimizer.step()
 
     def keep(self) -> None:

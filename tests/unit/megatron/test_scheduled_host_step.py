@@ -14,8 +14,10 @@ from variations import some
 from megatron_ext.megatron.host_optimizers import own_optimizers
 from megatron_ext.megatron.scheduled_host_step import HostStep, added_up_later, save_from_drive
 from megatron_ext.runtime.host_step import room
+from megatron_ext.runtime.host_step.flat_adamw import lay_out_parameters
 from megatron_ext.runtime.host_step.room import Piece
 from megatron_ext.runtime.host_step.unit import HostUnit
+from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.recorder import NOTHING
 from megatron_ext.schedule.group_facts import members_of, shard_numel
 from megatron_ext.schedule.host_slots import LARGE_SLOT_BYTES, state_slots_bytes
@@ -52,16 +54,17 @@ def test_a_run_that_was_loaded_saves_states_of_the_drive_again():
     assert optimizer._get_main_param_and_optimizer_states("weight") == {"step": step, **on_drive}
 
 
-def test_a_loaded_optimizer_that_is_not_adamw_has_states_that_can_be_taken_back():
+def test_a_loaded_optimizer_has_states_that_can_be_taken_back():
     """Megatron's torch_dist checkpoints leave a bool among them, of which no copy can be made."""
-    parameter, momentum = torch.zeros(2), torch.ones(2)
-    before = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    before.state[parameter] = {"momentum_buffer": momentum, "padding": False, "master_param": parameter}
-    hybrid = SimpleNamespace(cpu_optimizer_cls=torch.optim.SGD, cpu_optimizers=[before])
+    parameter, moments = torch.zeros(2), {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    before = torch.optim.AdamW([parameter], fused=True)
+    before.state[parameter] = {"step": torch.ones(()), **moments, "padding": False, "master_param": parameter}
+    hybrid = SimpleNamespace(cpu_optimizer_cls=torch.optim.AdamW, cpu_optimizers=[before])
     (own,) = own_optimizers(hybrid, [[{**before.param_groups[0], "params": [parameter]}]])
-    assert hybrid.cpu_optimizers == [own]
+    assert hybrid.cpu_optimizers == [own] and own.state[parameter].keys() == {"step", *moments}
+    lay_out_parameters(own, large_tensor)
     unit = HostUnit(0, own, [Piece(parameter, lambda: None, torch.zeros(2, dtype=torch.bfloat16), False, False)], None)
-    assert unit.rollback_bytes() == 2 * 64
+    assert unit.rollback_bytes() == 4 * 64
 
 
 def drawn_slots(seed: int):

@@ -20,6 +20,8 @@ from megatron_ext.runtime.recorder import NOTHING, Recorder
 class Copies(torch.optim.Optimizer):
     """Its step sets every parameter to its gradient."""
 
+    whole = ()
+
     def __init__(self, parameters):
         super().__init__(parameters, {})
 

@@ -14,6 +14,7 @@ from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
+from megatron_ext.runtime.host_step.flat_adamw import MOMENTS, FlatAdamW
 from megatron_ext.runtime.host_step.room import OwnRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
@@ -29,11 +30,8 @@ def parameters(seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def optimizers_of(params: list[torch.Tensor], units) -> list[torch.optim.Optimizer]:
-    return [
-        torch.optim.AdamW([{"params": [params[i] for i in unit], "weight_decay": 0.1}], lr=1e-2, fused=True)
-        for unit in units
-    ]
+def optimizers_of(params: list[torch.Tensor], units, kind=FlatAdamW) -> list:
+    return [kind([{"params": [params[i] for i in unit], "weight_decay": 0.1}], lr=1e-2, fused=True) for unit in units]
 
 
 @pytest.fixture
@@ -56,7 +54,7 @@ def store(links):
 
     def make(optimizers, directory, slots=3, **settings) -> DriveStates:
         how = dict(settings=DriveReads(**settings), link=(link := links()), issuer=Issuer(), rooms=OwnRooms(link))
-        states = DriveStates(directory, moments=2, slots=slots, **how)
+        states = DriveStates(directory, slots=slots, **how)
         for optimizer in optimizers:
             own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             pieces = [Piece(p, lambda p=p: p.grad, torch.zeros(p.shape).half()) for p in own]
@@ -114,7 +112,7 @@ def assert_equal(ours, theirs) -> None:
 @pytest.mark.parametrize("units", [UNITS, [[0, 1, 2, 3, 4, 5]]], ids=["four units", "one unit"])
 def test_steps_are_those_of_the_same_optimizer_in_memory(store, tmp_path, units, slots):
     ours, theirs = parameters(0), parameters(0)
-    own, other = optimizers_of(ours, units), optimizers_of(theirs, units)
+    own, other = optimizers_of(ours, units), optimizers_of(theirs, units, torch.optim.AdamW)
     states = store(own, tmp_path, slots, block_bytes=4096, queue_depth=2)
     for iteration in range(5):
         step(ours, own, iteration)
@@ -126,7 +124,7 @@ def test_steps_are_those_of_the_same_optimizer_in_memory(store, tmp_path, units,
 
 def test_states_that_exist_already_go_to_the_drive(store, tmp_path):
     ours, theirs = parameters(0), parameters(0)
-    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS, torch.optim.AdamW)
     for iteration in range(2):
         step(ours, own, iteration)
         step(theirs, other, iteration)
@@ -215,7 +213,7 @@ def test_requests_that_move_a_part_go_on_with_the_rest(store, tmp_path, monkeypa
 
         drive_faults.replace_results(part, write, monkeypatch.setattr)
     ours, theirs = parameters(0), parameters(0)
-    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS, torch.optim.AdamW)
     states = store(own, tmp_path)
     for iteration in range(3):
         step(ours, own, iteration)
@@ -236,19 +234,20 @@ def test_initial_values_and_gradients_come_when_they_are_needed(links, tmp_path,
     are the 16-bit parameters on the device and on the host."""
     given, theirs = parameters(0), parameters(0)
     ours = [torch.full((), torch.nan).expand(parameter.shape) for parameter in given]
-    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS)
+    own, other = optimizers_of(ours, UNITS), optimizers_of(theirs, UNITS, torch.optim.AdamW)
     shards, gradients, on_host = [parameter.bfloat16() for parameter in given], {}, [0, 2, 4]
     link = (
         links() if slots == 2 else StepStreams(HostDevice(), torch.device("cpu"), 0, 4 * max(p.numel() for p in given))
     )
     issuer, settings = Issuer(), DriveReads(block_bytes=4096)
-    states = DriveStates(tmp_path, moments=2, slots=slots, settings=settings, link=link, issuer=issuer)
+    states = DriveStates(tmp_path, slots=slots, settings=settings, link=link, issuer=issuer)
     for unit, optimizer in zip(UNITS, own):
         pieces = [Piece(ours[i], lambda i=i: gradients[i], shards[i], i in on_host, i in on_host) for i in unit]
         states.units.append(DriveUnit(states, 0, optimizer, pieces))
     states.open(dict(zip(ours, given)))
     after_norm = AfterNorm(link)
-    assert_equal(everything(states, ours), [{"param": parameter} for parameter in theirs])
+    at_first = [{"param": parameter} | dict.fromkeys(MOMENTS, torch.zeros_like(parameter)) for parameter in theirs]
+    assert_equal(everything(states, ours), at_first)
     for iteration in range(4):
         for i, (their, gradient) in enumerate(zip(theirs, parameters(100 + iteration))):
             gradients[i] = gradient if i in on_host or slots == 2 else gradient.bfloat16()
@@ -271,7 +270,7 @@ def test_there_is_a_room_beside_each_slot_where_gradients_need_one(links, tmp_pa
     for room in (False, True):
         ours, link = parameters(0), links()
         how = dict(settings=DriveReads(), link=link, issuer=Issuer(), rooms=None if room else OwnRooms(link))
-        states = DriveStates(tmp_path, moments=2, slots=3, **how)
+        states = DriveStates(tmp_path, slots=3, **how)
         (optimizer,) = optimizers_of(ours, [[0, 1, 2, 3, 4, 5]])
         pieces = [Piece(parameter, lambda: None, parameter.bfloat16()) for parameter in ours]
         states.units.append(DriveUnit(states, 0, optimizer, pieces))

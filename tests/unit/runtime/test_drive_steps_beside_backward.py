@@ -15,6 +15,7 @@ from megatron_ext.runtime.drive import DriveError
 from megatron_ext.runtime.host_step.after_norm import AfterNorm
 from megatron_ext.runtime.host_step.drive_states import DriveStates, DriveUnit
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW
 from megatron_ext.runtime.host_step.room import StepStreams
 from megatron_ext.runtime.host_step.unit import Piece
 from megatron_ext.runtime.issuer import Issuer
@@ -35,6 +36,8 @@ def made(seed: int) -> list[torch.Tensor]:
 class Training:
     """Parameters that an optimizer steps, and 16-bit ones of a device that it writes."""
 
+    kind = torch.optim.AdamW
+
     def __init__(self):
         self.parameters, self.gradients = made(0), made(1)
         self.shards = [parameter.bfloat16() for parameter in self.parameters]
@@ -42,7 +45,7 @@ class Training:
 
     def _optimizer(self, unit: list[int]) -> torch.optim.Optimizer:
         params = [self.parameters[i] for i in unit]
-        return torch.optim.AdamW([{"params": params, "weight_decay": 0.1}], lr=1e-2, fused=True)
+        return self.kind([{"params": params, "weight_decay": 0.1}], lr=1e-2, fused=True)
 
     def step(self, optimizers) -> None:
         for optimizer in optimizers:
@@ -65,6 +68,8 @@ class InMemory(Training):
 
 
 class OnDrive(Training):
+    kind = FlatAdamW
+
     def __init__(self, directory, slots: int, recorder=NOTHING):
         super().__init__()
         issuer, device = Issuer(), HostDevice()
@@ -72,7 +77,7 @@ class OnDrive(Training):
         self.after_norm = AfterNorm(self.link)
         settings = DriveReads(block_bytes=4096, queue_depth=2)
         how = dict(settings=settings, link=self.link, issuer=issuer, early=True)
-        self.drive = DriveStates(directory, moments=2, slots=slots, **how)
+        self.drive = DriveStates(directory, slots=slots, **how)
         self.units = self.drive.units
         for group, unit, optimizer in zip(GROUPS, UNITS, self.optimizers):
             pieces = [Piece(self.parameters[i], lambda i=i: self.gradients[i], self.shards[i]) for i in unit]
@@ -83,7 +88,7 @@ class OnDrive(Training):
         ]
         how = dict(issuer=issuer)
         self.early = EarlySteps(early, 0, lambda: None, None, self.link, **how)
-        self.iteration(1.0, [])  # makes the moments
+        self.iteration(1.0, [])
         self.early.ready = True
 
     def iteration(self, factor: float | None, order: list[int], late: list[int] = ()) -> None:

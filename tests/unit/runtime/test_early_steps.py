@@ -12,9 +12,11 @@ from made_and_closed import made_and_closed
 from megatron_ext.runtime.device import HostDevice
 from megatron_ext.runtime.host_device import HostEvent
 from megatron_ext.runtime.host_step.early import EarlySteps, EarlyUnit
+from megatron_ext.runtime.host_step.flat_adamw import FlatAdamW, lay_out_parameters
 from megatron_ext.runtime.host_step.room import OwnRooms, StepStreams
 from megatron_ext.runtime.host_step.unit import HostUnit, Piece
 from megatron_ext.runtime.issuer import Issuer
+from megatron_ext.runtime.page_locked import large_tensor
 from megatron_ext.runtime.recorder import NOTHING, Recorder
 from megatron_ext.runtime.worker import Transfer
 
@@ -41,9 +43,10 @@ class Training:
         self.link = StepStreams(device, device.device, recorder=recorder)
         rooms, early = OwnRooms(self.link), []
         for index, (parameter, gradient, shard) in enumerate(zip(self.parameters, self.gradients, self.shards)):
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2, fused=True)
+            optimizer = FlatAdamW([parameter], lr=1e-2, fused=True)
             parameter.grad = gradient.clone()
             optimizer.step()
+            lay_out_parameters(optimizer, large_tensor)
             shard.copy_(parameter)
             piece = Piece(parameter, lambda gradient=gradient: gradient, shard, gradient_on_host=on_host)
             self.units.append(HostUnit(index, optimizer, [piece], rooms))
