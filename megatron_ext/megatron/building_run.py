@@ -265,6 +265,7 @@ class BuildingRun:
         if any(group.gradients for group in self.schedule.groups):
             on_host = any(group.gradients == "host" for group in self.schedule.groups)
             refusals.refuse_with_gradients(args, self.own.ddps[0].config, on_host)
+        check_recompute(self.schedule.zero_stage, self.own.ddps[0].config)
         refusals.refuse_checkpoints(args, self.schedule)
         match.match(self.schedule, workload, file=self.path)
         self._check_numbers(args, workload)
@@ -276,9 +277,7 @@ class BuildingRun:
         what = "host copies, staging slots, shards, gradients, optimizer states and checkpoints"
         free_host_memory.require(self._host_bytes, what)
         for number, schedule in self.own.schedules.items():
-            of_number = workload.with_microbatches(number)
-            memory_bill.check_run(schedule, of_number, file=self.path)
-            check_recompute(schedule, of_number, self.own.ddps[0].config, file=self.path)
+            memory_bill.check_run(schedule, workload.with_microbatches(number), file=self.path)
 
     def _held_on_host(self) -> tuple[int, int]:
         rest = {index: self.schedule.groups[index].states_rest for index in self.own.bucket_groups}

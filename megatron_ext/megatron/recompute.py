@@ -6,8 +6,7 @@ be whole during this time: no group can be gathered or freed in between.
 """
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.schedule.user_defined_schedule import Schedule
-from megatron_ext.workload.workload import Chunk, Workload
+from megatron_ext.workload.workload import Chunk
 
 
 def blocks_of(chunk: Chunk, config) -> list[tuple[int, int]]:
@@ -41,30 +40,19 @@ def refuse_together(zero_stage: int, method: str | None, layers: int) -> None:
         raise InputError(why, field="--recompute-num-layers", value=layers)
 
 
-def check_recompute(schedule: Schedule, workload: Workload, config, *, file=None) -> None:
-    """Refuse actions in the middle of layers that backward runs together, and freed groups with hyper-connections that
-    are recomputed: Megatron does so for several layers at once, and before the actions of the backward at that place.
+def check_recompute(zero_stage: int, config) -> None:
+    """Refuse to free groups if layers are recomputed together, or if hyper-connections are recomputed: Megatron does so
+    for several layers at once, and before the actions of the backward at that place.
+
+    Args:
+        zero_stage: of the schedule.
+        config: Megatron's TransformerConfig.
 
     Raises:
-        InputError: naming the action.
+        InputError: naming the option.
     """
-    if schedule.zero_stage == 3 and "mhc" in (getattr(config, "recompute_modules", None) or ()):
+    if zero_stage == 3 and "mhc" in (getattr(config, "recompute_modules", None) or ()):
         why = "reads parameters before a schedule of zero stage 3 brings them; set --zero-stage 1 or 2, or leave it out"
-        raise InputError(why, file=file, field="--recompute-modules", value="mhc")
-    pp = schedule.parallel.pp
-    blocks = {(chunk.pp_rank, chunk.model_chunk_id): blocks_of(chunk, config) for chunk in workload.chunks}
-    if all(first == last for of_chunk in blocks.values() for first, last in of_chunk):
-        return
-    for rank in schedule.ranks:
-        for index, entry in enumerate(rank.steps):
-            if "B" not in entry.step:
-                continue
-            of_chunk = blocks[rank.pp_rank, int(entry.step.partition("B")[0]) // pp]
-            for kind, end in (("unshard", 1), ("reshard", 0)):
-                for n, action in enumerate(getattr(entry, kind)):
-                    if action.at >= 0 and of_chunk[action.at][end] != action.at:
-                        first, last = of_chunk[action.at]
-                        said = f"layers {first} to {last} are recomputed together in step {entry.step}; place it at "
-                        said += f"layer {of_chunk[action.at][end]}, or set --recompute-num-layers 1"
-                        field = f"ranks[{rank.pp_rank}].steps[{index}].{kind}[{n}].at"
-                        raise InputError(said, file=file, field=field, value=action.at)
+        raise InputError(why, field="--recompute-modules", value="mhc")
+    if config.recompute_granularity == "full":
+        refuse_together(zero_stage, config.recompute_method, config.recompute_num_layers or 1)

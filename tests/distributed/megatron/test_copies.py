@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from cases import LAYOUTS, MODELS, STRICT
+from cases import MODELS, STRICT
 from draw_schedule import hosted, prepared
 from msgspec.structs import replace
 from parity_service import Died, differences
@@ -90,37 +90,6 @@ def test_an_optimizer_step_that_the_schedule_is_not_told_of_stops_training(workl
     hosted(workloads[STRICT, "fp32"], 1, tmp_path / "s.json")
     with pytest.raises(Died, match="1 optimizer steps have changed parameters, but .* was called for 0"):
         services(STRICT).run(options=MODELS["fp32"], schedule=tmp_path / "s.json", meddle="replay", reference=False)
-
-
-def test_layers_that_are_recomputed_together_are_not_parted(workloads):
-    """Uniform recompute over two layers: freed and brought only at their ends, in backward."""
-    from types import SimpleNamespace
-
-    from megatron_ext.formats.errors import InputError
-    from megatron_ext.megatron.recompute import blocks_of, check_recompute
-    from megatron_ext.planner.assemble import Freed, Placed, assemble
-    from megatron_ext.schedule.group_facts import make_group
-    from megatron_ext.workload.step_order import steps_of_ranks
-
-    assert "no_pipeline" in LAYOUTS
-    workload = replace(workloads["no_pipeline", "fp32"], zero_stage=3)
-    (chunk,) = workload.chunks
-    together = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
-    alone = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert blocks_of(chunk, together) == [(0, 0), (1, 2), (1, 2), (3, 4), (3, 4), (5, 5)]
-    groups = [make_group(workload, 0, 0, [p for p in chunk.parameters if p.layer == layer]) for layer in range(6)]
-    placed, freed = [], []
-    for index, step in enumerate(steps_of_ranks(workload.parallel)[0]):
-        for layer in range(6) if step.kind == "F" else reversed(range(6)):
-            placed.append(Placed(layer, "gpu", index, index, at=layer))
-            freed.append(Freed(layer, index, at=layer))
-    schedule = assemble(workload, groups, [placed], [freed], planner="test")
-    check_recompute(schedule, workload, alone)
-    with pytest.raises(
-        InputError,
-        match="layers 3 to 4 are recomputed together in step 0B0; place it at layer 4, or set --recompute-num-layers 1",
-    ):
-        check_recompute(schedule, workload, together)
 
 
 @pytest.mark.nightly
