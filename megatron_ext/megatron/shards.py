@@ -189,24 +189,21 @@ def offloaded_shards(optimizers, groups: list[tuple[object, RankGroup]]) -> dict
         optimizers, groups: as for :func:`hold_shards`, with any kind of group.
 
     Returns:
-        By group index, a function that returns ``(start, host tensor)`` for every piece of the shard, or None while a
-        piece is not offloaded. Groups that are never offloaded are left out. A shard of padding alone has no pieces:
-        its flag must be of the same kind as on other ranks, whose streams or issuing threads wait for it.
+        By group index, a function that returns ``(start, host tensor)`` for every piece of the shard. A shard of
+        padding alone has no pieces: its flag must be of the same kind as on other ranks, whose streams or issuing
+        threads wait for it.
     """
-    pieces: dict[int, list] = {group.index: [] for _, group in groups if all(map(steps_on_the_host, optimizers))}
+    if not all(map(steps_on_the_host, optimizers)):
+        return {}
+    pieces: dict[int, list] = {group.index: [] for _, group in groups}
     for optimizer, group, start, _, shard in places_of_groups(optimizers, groups):
-        copies = getattr(optimizer.optimizer, "gpu_params_map_cpu_copy", None)
-        pieces.setdefault(group.index, []).append((start, shard, optimizer.optimizer if copies is not None else None))
+        pieces[group.index].append((start, shard, optimizer.optimizer))
 
-    def source(own: list):
-        def find():
-            # Loading a checkpoint makes new copies, so they are looked up every time.
-            found = [(start, optimizer.gpu_params_map_cpu_copy.get(shard)) for start, shard, optimizer in own]
-            return None if any(copy is None for _, copy in found) else found
+    def source(own: list) -> Callable:
+        # Loading a checkpoint makes new copies, so they are looked up every time.
+        return lambda: [(start, optimizer.gpu_params_map_cpu_copy[shard]) for start, shard, optimizer in own]
 
-        return find
-
-    return {index: source(own) for index, own in pieces.items() if all(optimizer is not None for *_, optimizer in own)}
+    return {index: source(own) for index, own in pieces.items()}
 
 
 def places_of_groups(optimizers, groups) -> Iterator[tuple[Any, RankGroup, int, int, torch.Tensor]]:

@@ -31,7 +31,7 @@ class Target(NamedTuple):
     them, if any.
 
     ``offloaded``, if the optimizer steps on the host, gives ``(start, host tensor)`` of every piece of
-    the shard, or None if only the device has the shard.
+    the shard.
     """
 
     group: RankGroup

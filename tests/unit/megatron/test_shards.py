@@ -77,10 +77,9 @@ def test_copies_of_an_offloaded_optimizer_are_found_anew_each_time():
     assert offloaded_shards([optimizer], groups) == {}
     optimizer.optimizer.gpu_params_map_cpu_copy = {}
     find = offloaded_shards([optimizer], groups)[5]
-    assert find() is None
-    copy = torch.zeros(64)
-    optimizer.optimizer.gpu_params_map_cpu_copy[shard] = copy
-    assert find() == [(0, copy)]
+    for own in (torch.zeros(64), torch.ones(64)):
+        optimizer.optimizer.gpu_params_map_cpu_copy[shard] = own
+        assert find() == [(0, own)]
 
 
 def test_all_ranks_publish_a_group_in_one_way_even_if_a_shard_is_padding():
