@@ -104,20 +104,11 @@ def delay_line(delay: int) -> str:
 
 def require_steps_on_host(optimizers: list, delay: int) -> None:
     """Raise InputError if one of Megatron's ``optimizers`` of this rank does not step a parameter on the host."""
-    for one in optimizers:
-        stepped = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
-        copies_of(one.optimizer, stepped, "needs", DELAY_OPTION, delay)
-
-
-def copies_of(
-    hybrid, shards: list[torch.Tensor], what: str, field: str, value: object = ...
-) -> dict[torch.Tensor, torch.Tensor]:
-    """The host's parameters by shard. Raises InputError, for ``field`` and ``value``, if a shard has none."""
-    copies = getattr(hybrid, "gpu_params_map_cpu_copy", {})
-    if any(shard not in copies for shard in shards):
-        why = "an optimizer that steps on the host: --optimizer-cpu-offload with --optimizer-offload-fraction 1.0"
-        raise InputError(f"{what} {why}", field=field, value=value)
-    return {shard: copies[shard] for shard in shards}
+    for hybrid in (one.optimizer for one in optimizers):
+        copies = getattr(hybrid, "gpu_params_map_cpu_copy", {})
+        if any(parameter not in copies for group in hybrid.param_groups for parameter in group["params"]):
+            why = "needs an optimizer that steps on the host: --optimizer-cpu-offload with"
+            raise InputError(f"{why} --optimizer-offload-fraction 1.0", field=DELAY_OPTION, value=delay)
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict]:

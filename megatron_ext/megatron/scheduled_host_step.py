@@ -24,9 +24,7 @@ from math import inf
 
 import torch
 
-from megatron_ext.formats.errors import InputError
 from megatron_ext.megatron.host_optimizers import (
-    copies_of,
     divide,
     gradient_of,
     own_optimizers,
@@ -68,7 +66,7 @@ class HostStep:
         early, delayed: the parts for early and for delayed steps, or None.
 
     Raises:
-        InputError: an optimizer does not step on the host, a slot is too small, or the drive is full.
+        InputError: updates are to be delayed of an optimizer that does not step on the host, or the drive is full.
     """
 
     def __init__(self, own: OwnRank, publisher: Publisher | None):
@@ -132,15 +130,10 @@ class HostStep:
 
     def _units_of(self, optimizer) -> list[HostUnit]:
         """The units of Megatron's ``optimizer``, in the order in which they are stepped."""
-        places = list(places_of_groups([optimizer], self._buckets))
-        if not places:
-            return []
-        shards = [shard for *_, shard in places]
-        copies = copies_of(optimizer.optimizer, shards, "the schedule's steps of the host need", "groups[]")
         in_memory: Members = {}
         on_drive: Members = {}
-        for _, group, start, end, shard in places:
-            parameter, planned = copies[shard], self._schedule.groups[group.index]
+        for _, group, start, end, shard in places_of_groups([optimizer], self._buckets):
+            planned, parameter = self._schedule.groups[group.index], optimizer.optimizer.gpu_params_map_cpu_copy[shard]
             members = on_drive if planned.states_rest == "nvme" else in_memory
             members.setdefault(group.index, []).append(parameter)
             self._reduced[parameter] = self._reduced_part(group)[start:end]
@@ -187,10 +180,6 @@ class HostStep:
         hybrid, slots = optimizer.optimizer, self._schedule.state_slots
         assert slots is not None  # validated
         size = lambda parameter: region_bytes(parameter.numel(), len(MOMENTS))
-        largest = max(size(parameter) for of_group in members.values() for parameter in of_group)
-        if largest > slots.slot_bytes:
-            why = f"a slot is smaller than the states of one parameter, which take {largest} bytes"
-            raise InputError(why, field="state_slots.slot_bytes", value=slots.slot_bytes)
         states = DriveStates(
             self._own.nvme_path,
             slots=slots.slots,
