@@ -223,7 +223,7 @@ class HostStep:
 
     def _replace_step(self, hybrid, units: list[HostUnit]) -> None:
         refuse_late_load(hybrid)
-        by_optimizer = {unit.optimizer: unit for unit in units}
+        by_optimizer: dict[torch.optim.Optimizer, HostUnit] = {unit.optimizer: unit for unit in units}
         copy_others = partial(self._bring_gradients, hybrid, hybrid._set_sub_optimizer_grads, by_optimizer)
         vars(hybrid)["_set_sub_optimizer_grads"] = copy_others
         if self.delayed is not None:
