@@ -32,7 +32,7 @@ from math import inf
 from megatron_ext.bounds.feasibility import usable_routes
 from megatron_ext.cost.curve import points_of
 from megatron_ext.formats.errors import InputError
-from megatron_ext.simulator.activity_kinds import COMPUTE, CPU, NVME, PUBLISH, link_of
+from megatron_ext.simulator.activity_kinds import CPU, NVME, PUBLISH, link_of
 from megatron_ext.simulator.timing import PADDING_SHARE, Timing
 from megatron_ext.workload.bucket_rules import buckets
 from megatron_ext.workload.route import ALL_GATHER, HOST_COPY, kind_of
@@ -74,7 +74,6 @@ class LinkRates:
         }
         # A gather occupies the link of its last leg, or the drive and PCIe if it is staged.
         kinds = {route: (NVME, CPU) if kind_of(route).staged else (link_of(route),) for route in self.routes}
-        self.slows_compute = {route: self._least_excess((COMPUTE,), of_route) for route, of_route in kinds.items()}
         kinds["publish"] = (PUBLISH,)
         self.excess = {(a, b): self._least_excess(kinds[a], kinds[b]) for a, b in permutations(kinds, 2)}
         self.best_rates = {route: max(size / us for size, us in self.curves[route]) for route in self.routes}
@@ -160,21 +159,6 @@ class LinkRates:
             if not any(us * rate >= size for rate in self._together(left | {"publish": part * fastest})):
                 return False
         return True
-
-    def least_work_us(self, compute_us: float, size: float, before_us: float) -> float:
-        """The least time, after the first ``before_us``, in which ``compute_us`` of compute is done while gathers slow
-        it down. In this time and in the first ``before_us`` together, ``size`` bytes come."""
-        left = size - before_us * self.best_rate
-        if left <= 0:
-            return compute_us
-        # A set of links slows compute by the sum over its links. Take the least slowing per byte, or wait instead.
-        best = left / self.best_rate
-        for links in self._sets:
-            rate = sum([self.best_rates[link] / slowed for link, slowed in links.items()])
-            slower = sum(self.slows_compute[link] for link in links)
-            # While us microseconds of gathers run, compute loses us * slower / (1 + slower).
-            best = min(best, (left / rate) * slower / (1.0 + slower))
-        return compute_us + best
 
 
 def largest_group(workload: Workload, chunks: tuple[Chunk, ...]) -> int:

@@ -16,8 +16,6 @@ optimizer state on the device leaves less room for whole parameters and gradient
    the links of the rank at least ``t(n)`` (:mod:`megatron_ext.bounds.link_rates`). After that moment at least the rest
    ``q`` of the pipeline or of the gradients follows. So iteration >= t(n) + q. For the first step of every chunk, whose
    groups were not there before, ``t(n)`` also delays the paths of 1 and everything that follows them.
-5. Disturbed compute: the compute of a rank is slowed while its gathers run, except while the rank waits for its first
-   input.
 """
 
 from itertools import accumulate
@@ -54,8 +52,7 @@ def lower_bound(workload: Workload, timing: Timing) -> float:
         first = next(index for index, step in enumerate(steps[rank]) if step.kind == "B")
         bound = max(bound, begins[rank][first] + forced_reduce_us(workload, timing, rank))
         if one.needs:
-            head, rest = begins[rank][0], remaining[rank]
-            bound = max(bound, _links_bound(workload, timing, rank, one, least, head, rest))
+            bound = max(bound, _links_bound(workload, timing, rank, one, least, remaining[rank]))
     if workload.optimizer.on_host and timing.offers_curve("host_step"):
         return bound
     return bound + max(timing.optimizer_us(optimizer_bytes(workload, rank)) for rank in ranks)
@@ -89,12 +86,11 @@ def _ends_by_links(own: OfRank) -> dict[int, float]:
 
 
 def _links_bound(
-    workload: Workload, timing: Timing, rank: int, own: OfRank, least: Durations, head: float, remaining: list[float]
+    workload: Workload, timing: Timing, rank: int, own: OfRank, least: Durations, remaining: list[float]
 ) -> float:
-    """Terms 4 and 5 of the note for one rank. The input of its first step arrives after ``head`` microseconds."""
+    """Term 4 of the note for one rank."""
     steps, alone = steps_of_ranks(workload.parallel)[rank], compute_durations(workload, timing)
-    durations = [alone.step_us(rank, step) for step in steps]
-    done = [0.0, *accumulate(durations)]
+    done = [0.0, *accumulate(alone.step_us(rank, step) for step in steps)]
     moments, rates = [], own.rates
     for need in own.needs:
         rest = remaining[need.step] - least.step_us(rank, steps[need.step]) + need.rest_us
@@ -104,4 +100,4 @@ def _links_bound(
     bound = 0.0
     for rough, loaded, fresh, rest in moments[:REFINED]:
         bound = max(bound, rough, rates.least_us(loaded) + rest, rates.least_us(fresh, first=True) + rest)
-    return max(bound, head + rates.least_work_us(sum(durations), own.needs[-1].loaded, head) + own.tail_us)
+    return bound
