@@ -68,7 +68,8 @@ def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedu
     """
     best, best_us, lowest = solve(problem, known, known_us, EXACT)
     if lowest is None:
-        raise InputError(f"{_why_unsolved(problem, EXACT)}; use hybrid", field="policy", value="exact")
+        said = f"every grouping exceeds the limits, has more than {EXACT.choices} choices of when to gather, or has"
+        raise InputError(f"{said} a group of a size that was not measured; use hybrid", field="policy", value="exact")
     proven_us = max(lowest, problem.bound_us, least_thread_us(problem.workload, problem.timing))
     options = PlanOptions(proven_gap=round(best_us / proven_us - 1, 6))
     return replace(best, metadata=replace(best.metadata, planner="exact", options=options))
@@ -79,7 +80,7 @@ def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) ->
 
     Returns:
         The schedule, its simulated iteration time, and the lowest proven bound of the groupings that were solved. The
-        bound is None if no grouping could be solved, see :func:`_why_unsolved`.
+        bound is None if no grouping could be solved.
     """
     workload, timing = problem.workload, problem.timing
     best, best_us, lowest, models = known, known_us, None, 0
@@ -108,16 +109,6 @@ def _groupings(problem: Problem) -> list[Grouping]:
         for divide, cut in product(range(len(every.divides)), range(len(every.cuts)))
     )
     return [one for one in made if one is not None]
-
-
-def _why_unsolved(problem: Problem, effort: Effort) -> str:
-    """Why :func:`solve` solved no grouping."""
-    groupings = _groupings(problem)
-    if not groupings:
-        return "no grouping that this policy tries fits the limits"
-    if not any(_small(*problem[:2], one.blocks, effort.choices) for one in groupings):
-        return f"more than {effort.choices} choices of when to gather in each grouping that fits the limits"
-    return "each grouping that is small enough has a group of a size that was not measured"
 
 
 def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> bool:
