@@ -96,6 +96,7 @@ class GatherSearch:
         limited = limits.pinned_host_bytes is not None or limits.host_bytes is not None
         copied = any(kind_of(route).reads_host_copy for route in routes)
         self.hosts = range(orders if limited and copied else 1)
+        self.sizes = GridPoint(*map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
         self.full_effort = int(EFFORT[workload.zero_stage] * effort)
         self.effort, self.tried = self.full_effort, 0
         self.estimates: dict[GridPoint, float] = {}
@@ -106,11 +107,6 @@ class GatherSearch:
         self._equal: dict[Blocks, Blocks] = {}
         self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
         self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
-
-    @property
-    def sizes(self) -> GridPoint:
-        """The number of indices along each axis."""
-        return GridPoint(*map(len, (self.cuts, self.divides, self.horizons, self.sets, self.hosts)))
 
     def made(self, point: GridPoint) -> Grouping | None:
         """Blocks and choices of this point, by the passes cut and offload; None if it cannot work."""
