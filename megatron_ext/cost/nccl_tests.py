@@ -4,8 +4,8 @@ The table's columns are found by their header, since they differ by version and 
 everything before the first ``time``, then time, algbw, busbw and #wrong for out-of-place and
 the same for in-place. ``size`` is the bytes of the whole gathered tensor.
 Until 2022 the last column is ``error``, the largest difference from the expected result: reductions have
-such differences, and the summary says whether they are too large. Until June 2020 the algbw of all_gather and
-reduce_scatter leaves out the part that a rank already has, so it equals busbw (commit ec1b5e2).
+such differences, and the summary says whether they are too large. Logs from before June 2020 are not read: there the
+algbw of all_gather and reduce_scatter leaves out the part that a rank already has (commit ec1b5e2).
 Source: https://github.com/NVIDIA/nccl-tests, src/common.cu, src/all_gather.cu.
 """
 
@@ -91,13 +91,11 @@ def _ranks(rows: list[LogRow], collective: str, listed: int) -> tuple[int | None
     """
     row = max(rows, key=lambda row: row.algbw)
     twice = 2 if collective == "all_reduce" else 1
-    without_own = row.algbw == row.busbw and twice == 1  # before June 2020
-    base = row.size / row.us / 1e3 if without_own else row.algbw
-    left = twice - row.busbw / base if base else 0.0
+    left = twice - row.busbw / row.algbw if row.algbw else 0.0
     if collective == "sendrecv" or left <= 0:
         return listed or None, True
-    ranks, digits = twice / left, 0.02 / base + (0.1 / row.us if without_own else 0.0)
-    uncertain = ranks**2 / twice * digits
+    ranks = twice / left
+    uncertain = ranks**2 / twice * 0.02 / row.algbw
     if not listed or abs(ranks - listed) > uncertain + 0.5:
         return (round(ranks) if uncertain < 0.4 else None), not listed
     return listed, True
@@ -150,23 +148,17 @@ def _rows(log: Log) -> list[LogRow]:
         raise InputError("the table has no rows", file=log.path, field=f"line {units}")
     for number, _ in log.find(r"^# Out of bounds.*FAILED"):
         raise log.error(number, "the collective's results were wrong")
-    _check_rates(log, rows, "error" in columns)
+    _check_rates(log, rows)
     return rows
 
 
-def _check_rates(log: Log, rows: list[LogRow], old: bool) -> None:
-    """Check that algbw (two digits) is size over time. In ``old`` tables it may leave out the part that a rank has."""
-    left_out = 0.0
-    if old and all(row.algbw == row.busbw for row in rows):
-        largest = max(rows, key=lambda row: row.algbw)
-        share = 1 - largest.algbw * largest.us * 1e3 / largest.size
-        # Each of n ranks has 1/n, at most a half.
-        left_out = 1 / round(1 / share) if RATE_ERROR < share < 0.6 else 0.0
+def _check_rates(log: Log, rows: list[LogRow]) -> None:
+    """Check that algbw (two digits) is size over time."""
     for row in rows:
-        read = row.size * (1 - left_out) / row.us / 1e3
+        read = row.size / row.us / 1e3
         if abs(row.algbw - read) > max(RATE_ERROR * read, 0.006):
-            said = f"{row.size} bytes in {row.us} us ({read:.4g} GB/s)"
-            raise log.error(row.number, f"algbw {row.algbw} GB/s is not {said}: is it in another unit?")
+            said = f"algbw {row.algbw} GB/s is not {row.size} bytes in {row.us} us ({read:.4g} GB/s)"
+            raise log.error(row.number, f"{said}: is it in another unit, or from before June 2020?")
 
 
 def _check_rising(log: Log, rows: list[LogRow]) -> None:
