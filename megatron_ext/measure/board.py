@@ -10,7 +10,6 @@ that waits must not take processor time from ranks that measure.
 
 import os
 import time
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -29,20 +28,6 @@ SLEEP_S = 2e-5
 wake-up."""
 
 
-class Board(Protocol):
-    """A barrier and words that one rank posts and all ranks read."""
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-
-    def post(self, word: int, value: int) -> None:
-        """Let every rank read ``value`` in ``word``."""
-
-    def read(self, word: int) -> int:
-        """The value that was last posted in ``word``."""
-        ...
-
-
 class SharedBoard:
     """A board in memory that all ranks map. The launcher notices a rank that dies."""
 
@@ -59,6 +44,7 @@ class SharedBoard:
         return 8 * LINE * (world_size + WORDS)
 
     def barrier(self) -> None:
+        """Return when every rank has called it."""
         self._barriers += 1
         self._flags[self.rank * LINE] = self._barriers
         looks = 0
@@ -70,10 +56,12 @@ class SharedBoard:
             looks += 1
 
     def post(self, word: int, value: int) -> None:
+        """Let every rank read ``value`` in ``word``."""
         assert 0 <= word < WORDS
         self._words[word * LINE] = value
 
     def read(self, word: int) -> int:
+        """The value that was last posted in ``word``."""
         return self._words[word * LINE]
 
 
@@ -93,3 +81,6 @@ class StoreBoard:
 
     def read(self, word: int) -> int:
         return int(self._store.get(str(word)))
+
+
+Board = SharedBoard | StoreBoard
