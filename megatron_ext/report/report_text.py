@@ -30,6 +30,9 @@ MEASURED = {"gather_us": "gather time in training", "exposed_us": "exposed time"
 MUCH_LONGER = 1.25
 """If a run took this many times its prediction, the line of the verdict says so."""
 
+PAGE_COLUMNS = 1000
+"""On the page no line of the text is wrapped."""
+
 NOT_KNOWN = "a gain is predicted and not measured"
 WITHOUT_METRICS = "; losses, equality and memory need metrics, which only the example writes"
 
@@ -264,7 +267,6 @@ def details(report: Report) -> list[tuple[str, str]]:
         *(("bytes", line) for line in moved.lines(report.moved)),
         *(("part", line) for line in parts.lines(report.parts, report.missed_us)),
         *(("plan", line) for line in report.verdict.said),
-        ("verdict", verdict_line(report)),
     ]
 
 
@@ -278,11 +280,6 @@ def _for_terminal(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Ta
     return table
 
 
-def _for_page(rows: Iterable[Sequence[str]], head: str) -> list[str]:
-    """Lines of a Markdown table; ``head`` is its head in Markdown."""
-    return [head, "|---|---:|---:|---:|", *(f"| {' | '.join(map(str.strip, row))} |" for row in rows)]
-
-
 def as_text(report: Report, width: int | None = None) -> str:
     """The table for people, with the plan's verdict and the paths of the files."""
     # rich aligns the table and fits it to the terminal.
@@ -292,7 +289,7 @@ def as_text(report: Report, width: int | None = None) -> str:
     detail.add_column(no_wrap=True)
     detail.add_column(overflow="fold")
     said = [("equality", report.equality.text), ("compared with", compared_with(report))]
-    for word, line in (*said, *(("note", note) for note in cautions(report)), *details(report)[:-1]):
+    for word, line in (*said, *(("note", note) for note in cautions(report)), *details(report)):
         detail.add_row(word, line)
     files = {**{name: report.run.file(name) for name in WRITTEN}, "all files": report.run.path}
     text = io.StringIO()
@@ -308,27 +305,19 @@ def as_text(report: Report, width: int | None = None) -> str:
 
 
 def as_markdown(report: Report) -> str:
-    """The page that is written next to the run's files."""
-    run, other = report.run, report.run.stock_name
-    lines = ["# The planned schedule and the run that it is compared with", "", _title(report) + ".", ""]
-    lines += [f"Compared with {compared_with(report)}.", ""]
-    lines += _for_page(rows(report), f"| | {other} | scheduled | ratio |")
-    for found in filter(None, (memory_rows(report), moved.rows(report.moved))):
-        what, one, two, _ = found[0]
-        lines += ["", *_for_page(found[1:], f"| {what} | {one} | {two} | {one} / {two} |")]
-    lines += ["", *(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items())]
-    lines += ["", *(f"Note: {note}." for note in cautions(report))]
-    lines += ["", "## Equality", "", f"{report.equality.text[0].upper()}{report.equality.text[1:]}."]
-    lines += ["", *(f"- {difference}" for difference in report.equality.differences)]
-    lines += ["", f"{OTHER_LAYOUT}."] if report.equality.differences else [f"{OTHER_LAYOUT}."]
-    lines += ["", "## The plan", "", *(f"- {word}: {line}" for word, line in details(report))]
+    """The page that is written next to the run's files: the text for people with its last lines, what its words mean,
+    the timeline, and the losses."""
+    run = report.run
+    lines = ["# The planned schedule and the run that it is compared with", "", "```text"]
+    lines += [as_text(report, width=PAGE_COLUMNS), *ending(report), "```", ""]
+    lines += [*(f"- **{word}**: {meaning}." for word, meaning in EXPLAINED.items()), "", f"{OTHER_LAYOUT}."]
     lines += ["", "## One iteration", "", f"![timeline]({WRITTEN['timeline']})", ""]
     traces = [f"`{READ[key]}`" for key in ("stock_trace", "scheduled_trace") if run.file(key).exists()]
     lines += [f"Perfetto (ui.perfetto.dev) opens {' and '.join(traces)}."]
     if run.scheduled is not None:
-        lines += ["", "## Losses", "", f"| iteration | {other} | scheduled | reference |", "|---:|---:|---:|---:|"]
+        lines += ["", "## Losses", ""]
+        lines += [f"| iteration | {run.stock_name} | scheduled | reference |", "|---:|---:|---:|---:|"]
     for index in range(run.iterations if run.scheduled is not None else 0):
         losses = (_loss(each, index) for each in (run.stock, run.scheduled, run.reference))
         lines.append(f"| {index + 1} | {' | '.join(losses)} |")
-    lines += ["", "## Files", "", *(f"- `{name}`" for name in READ.values() if (run.path / name).exists()), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])

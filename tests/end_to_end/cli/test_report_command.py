@@ -1,6 +1,7 @@
 """``megatron-ext report RUN_DIR``: its figures, and what damaged runs get."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -157,7 +158,7 @@ def test_zero_stage_3_is_compared_with_all_gathers_alone(tmp_path, capsys):
     _, out, _ = command(capsys, tmp_path)
     for text in (out, (tmp_path / "report.md").read_text()):
         assert "all-gathers alone" in text and "stock's" not in text
-    assert "| | all-gathers alone | scheduled | ratio |" in text
+    assert re.search(r"\n +all-gathers alone +scheduled +ratio\n", text)
     schedule.save(tmp_path / GATHERS_ONLY, plan(work, table, policy="all-cpu"))
     assert "expected all-gathers alone" in command(capsys, tmp_path)[2]
 
@@ -168,7 +169,7 @@ def test_what_trained_without_a_schedule_at_zero_stage_3_is_called_zero_stage_1(
     stock = evaluate(replace(work, zero_stage=1), cost.load(tmp_path / "cost_table.json"))
     assert found["predicted_iteration_time_us"]["stock"] == stock.iteration_time_us
     assert "(zero stage 1)" in found["compared_with"]
-    assert "| | zero stage 1 | scheduled | ratio |" in (tmp_path / "report.md").read_text()
+    assert re.search(r"\n +zero stage 1 +scheduled +ratio\n", (tmp_path / "report.md").read_text())
 
 
 def test_a_plan_within_a_limit_that_stock_does_not_keep_is_compared_with_it(tmp_path, capsys):

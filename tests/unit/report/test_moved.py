@@ -38,10 +38,10 @@ def test_what_is_as_planned_is_said_in_one_line(counted):
     said = "every rank has moved the planned bytes, by kind and link"
     assert moved_bytes.lines(built.moved) == [said]
     text, page = report_text.as_text(built, width=200), report_text.as_markdown(built)
-    assert said in text and f"- bytes: {said}" in page
+    assert said in text and said in page
     (head, *rows) = moved_bytes.rows(built.moved)
     assert head[1:] == ("planned", "counted", "") and all(row[1] == row[2] and row[3] == "1.000" for row in rows)
-    assert all(row[0].strip() in text and f"| {row[0].strip()} |" in page for row in rows)
+    assert all(row[0].strip() in text and row[0].strip() in page for row in rows)
     assert all(not one["differences"] for one in report_text.as_json(built)["moved_bytes"])
 
 
