@@ -16,7 +16,6 @@ from megatron_ext.measure.options import Options
 @click.command()
 @click.option("--out", default="doctor_report.json", show_default=True, help="Where the report is written.")
 @click.option("--schedule", "schedule_path", help="A schedule: this node's limits are compared with what it needs.")
-@click.option("--workload", "workload_path", help="A workload: the same, for a host copy of every group.")
 @click.option("--nvme", help="A directory on a drive, in which direct reads and route nvme are tried.")
 @click.option("--checkout", help="A patched Megatron-LM checkout to train with. Default: the installed Megatron.")
 @click.option("--nproc", type=click.IntRange(1, 64), help="Ranks to start here. Default: one per GPU, or 2 on the CPU.")
@@ -26,7 +25,7 @@ from megatron_ext.measure.options import Options
 )
 @click.option("--seconds", type=click.FloatRange(1), default=120.0, show_default=True, help="The same for all checks.")
 @json_option
-def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_json: bool, **times) -> int:
+def doctor(out, schedule_path, nvme, checkout, nproc, device, as_json: bool, **times) -> int:
     """Check this machine in about two minutes: versions, limits, pinning, streams, overlap, drives, and training.
 
     On one node, start it without a launcher. On several nodes, start it with torchrun or srun on all ranks. The exit
@@ -36,8 +35,8 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
     from megatron_ext.doctor.place import DoctorOptions
     from megatron_ext.formats import json_files
     from megatron_ext.measure.cluster_launch import is_launched
+    from megatron_ext.schedule import footprint, validate
 
-    need, of = _need(schedule_path, workload_path)
     if nvme is not None and not os.path.isdir(nvme):
         raise InputError("is not a directory", field="--nvme", value=nvme)
     nvme = nvme and str(Path(nvme).resolve())
@@ -45,9 +44,8 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
         if not os.path.isdir(Path(checkout, "megatron", "core")):
             raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
         checkout = str(Path(checkout).resolve())
-    options = DoctorOptions(
-        out=str(Path(out).resolve()), device=device, need_bytes=need, need_of=of, nvme=nvme, **times
-    )
+    need = None if schedule_path is None else max(footprint.pinned_host_bytes(validate.load(schedule_path)))
+    options = DoctorOptions(out=str(Path(out).resolve()), device=device, need_bytes=need, nvme=nvme, **times)
     printed, devices = "", _devices(device)
     if is_launched():
         if nproc is not None:
@@ -69,28 +67,6 @@ def doctor(out, schedule_path, workload_path, nvme, checkout, nproc, device, as_
     if is_launched():
         start_ranks.leave(int(report.failed))
     return int(report.failed)
-
-
-def _need(schedule_path: str | None, workload_path: str | None) -> tuple[int | None, str]:
-    """Pinned bytes that the fullest node needs, and the name of what needs them. Raises InputError."""
-    if schedule_path is not None and workload_path is not None:
-        raise InputError("give one of --schedule and --workload", field="--workload", value=workload_path)
-    if schedule_path is not None:
-        from megatron_ext.schedule import footprint, validate
-
-        return max(footprint.pinned_host_bytes(validate.load(schedule_path))), "the schedule"
-    if workload_path is not None:
-        from megatron_ext.workload import nodes, workload
-
-        described = workload.load(workload_path)
-        parallel = described.parallel
-        whole = nodes.copies_of_nobody(parallel)
-        for chunk in described.chunks:
-            for p in chunk.parameters:
-                whole[parallel.ranks_of(p.expert)][chunk.pp_rank] += p.bytes
-        alone = [0] * parallel.pp
-        return max(nodes.pinned_bytes_of_nodes(parallel, whole, alone)), "a host copy of the model"
-    return None, ""
 
 
 def _devices(device: Literal["auto", "cpu", "cuda"]) -> int:

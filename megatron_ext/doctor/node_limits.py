@@ -37,8 +37,8 @@ def locked_memory(limit: int, on_cuda: bool, options: DoctorOptions) -> Finding:
     if not on_cuda:
         return not_tried(name, f"{found}; without a CUDA device nothing is page-locked")
     if options.need_bytes is None:
-        return passed(name, f"{found}; it is not known how much a plan needs", "give --schedule or --workload")
-    found += f", {options.need_of} needs {mib(options.need_bytes)}"
+        return passed(name, f"{found}; it is not known how much a plan needs", "give --schedule")
+    found += f", the schedule needs {mib(options.need_bytes)}"
     small = f"if pinning fails: ulimit -l unlimited; {CONTAINER}; under Slurm: PropagateResourceLimits"
     return passed(name, found, small if options.need_bytes > limit else "")
 
@@ -51,7 +51,7 @@ def host(available: int | None, options: DoctorOptions) -> Finding:
     found = f"{mib(available)} free in the machine and its cgroup"
     if options.need_bytes is None:
         return passed(name, found, figures={"available_bytes": available})
-    found += f", {options.need_of} needs {mib(options.need_bytes)} per node"
+    found += f", the schedule needs {mib(options.need_bytes)} per node"
     if options.need_bytes > available:
         return failed(name, found, "describe with --limit-pinned-host-bytes, or raise the container's memory limit")
     return passed(name, found, figures={"available_bytes": available})

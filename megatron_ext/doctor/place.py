@@ -19,8 +19,7 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     Attributes:
         out: path of the report.
         device: ``cpu`` ignores accelerators even if torch sees them.
-        need_bytes: pinned host bytes that a plan needs on its fullest node; None if no plan is given.
-        need_of: what needs these bytes.
+        need_bytes: pinned host bytes that a schedule needs on its fullest node; None if no schedule is given.
         nvme: directory on a drive, or None.
         seconds: time for all checks; a check that has not begun by then is not tried.
         check_seconds: time after which a check counts as hanging, and its processes end.
@@ -35,7 +34,6 @@ class DoctorOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     out: str
     device: str = "auto"
     need_bytes: int | None = None
-    need_of: str = ""
     nvme: str | None = None
     seconds: float = 120.0
     check_seconds: float = 30.0

@@ -8,7 +8,7 @@ import pytest
 from megatron_ext.doctor.node_limits import host, locked_memory, shared
 from megatron_ext.doctor.place import DoctorOptions
 
-PLAN = DoctorOptions(out="", need_bytes=2 << 30, need_of="the schedule")
+PLAN = DoctorOptions(out="", need_bytes=2 << 30)
 NO_PLAN = DoctorOptions(out="")
 
 
