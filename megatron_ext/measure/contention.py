@@ -112,28 +112,16 @@ def run(
     wanted: list[tuple[str, str]],
     seconds: float,
     report: Callable,
-    expected_us: Callable[[str, int], float] = lambda name, size: 0.0,
     so_far: Callable[[list[dict]], None] = lambda rows: None,
 ) -> list[dict]:
     """Rows ``{measured, busy, size_bytes, p50_us, slowdown}`` for ``wanted``.
 
     Args:
-        expected_us: (link, size) -> roughly the time of a transfer alone; 0 if it is not known.
         so_far: called on every rank with the rows of the busy links that are done.
     """
     if not wanted or fabric.agree(int(seconds <= 0)):
         return []
-    largest, least = SIZES[fabric.torch_device.type]
-    known = {name: expected_us(name, size_of(fabric, name, largest)) for pair in wanted for name in pair}
-    largest = fabric.agree(fitting(known, wanted, seconds, largest, least))
-    return _measured(fabric, wanted, seconds, report, largest, so_far)
-
-
-def _measured(
-    fabric: Fabric, wanted: list[tuple[str, str]], seconds: float, report: Callable, largest: int, so_far: Callable
-) -> list[dict]:
-    """The rows, at ``largest`` bytes if there is time for that."""
-    operations, (_, least) = kinds(fabric), SIZES[fabric.torch_device.type]
+    operations, (largest, least) = kinds(fabric), SIZES[fabric.torch_device.type]
     measured = {name: operations[name](fabric) for name in sorted({pair[0] for pair in wanted})}
     deadline = monotonic() + seconds
     while_busy: dict[tuple[str, str], list[float]] = {}

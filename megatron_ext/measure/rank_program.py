@@ -208,7 +208,7 @@ class Measurement:
         begun = monotonic()
         # No longer than the time that the curves have left.
         seconds = min(self.contention_seconds, self.end - begun)
-        rows = contention.run(self.fabric, self.pairs, seconds, say_pair, self._expected_us, so_far)
+        rows = contention.run(self.fabric, self.pairs, seconds, say_pair, so_far)
         self.spent["contention"] = monotonic() - begun
         self.done += len(self.pairs)
         return rows
@@ -327,13 +327,6 @@ class Measurement:
         for name, rows in curves.items():
             curves[name] = scaled_sizes.add_scaled(rows, [size for own, size in self.grid if own == name])
         return curves
-
-    def _expected_us(self, name: str, size: int) -> float:
-        """Microseconds of a transfer of ``size`` alone, scaled from the nearest smaller measured size; 0 without
-        one."""
-        known = [(own, us) for (curve, own), us in first_medians(self.merged).items() if curve == name]
-        own, us = max((pair for pair in known if pair[0] <= size), default=(size, 0.0))
-        return us * size / own
 
     def _take_compute(self) -> None:
         """Take the rounds of compute that are due by now."""
