@@ -6,6 +6,7 @@ rule.
 """
 
 from functools import lru_cache
+from math import inf
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.simulator.activity_kinds import OTHER_LINK, link_of
@@ -61,13 +62,16 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
     return {route: share for route, share in shares.items() if share > 0}
 
 
-def split_off(parameters: list[Parameter], target: int) -> tuple[list[Parameter], list[Parameter]]:
-    """Split parameters into two parts, both in execution order. The first part has about ``target`` bytes: from the
-    largest on, every parameter that brings it nearer to them."""
+def split_off(
+    parameters: list[Parameter], target: int, *, at_most: bool = False
+) -> tuple[list[Parameter], list[Parameter]]:
+    """Split parameters into two parts, both in execution order. The first part has about ``target`` bytes, or no more
+    than ``target`` bytes if ``at_most``: from the largest on, every parameter that still fits."""
     chosen: set[str] = set()
     left = target
     for parameter in sorted(parameters, key=lambda p: (-p.bytes, p.name)):
-        if parameter.bytes <= 2 * left:
+        # A parameter is taken if the part is then nearer to its target than without it.
+        if parameter.bytes <= (left if at_most else 2 * left):
             chosen.add(parameter.name)
             left -= parameter.bytes
     inside = [p for p in parameters if p.name in chosen]
@@ -85,10 +89,22 @@ def splitter(timing: Timing, routes: tuple[Route, ...]):
         if len(parameters) < 2:
             return [parameters]
         ranks = group_ranks(parameters, timing.workload.parallel)
-        shares = shares_of(sum(p.bytes for p in parameters), ranks)
+        own, shares = timing.among(ranks), shares_of(sum(p.bytes for p in parameters), ranks)
         parts, rest = [], parameters
-        for route in sorted(shares, key=lambda name: (shares[name], name))[:-1]:  # the largest share is what is left
-            part, rest = split_off(rest, shares[route])
+        *others, largest = sorted(shares, key=lambda name: (shares[name], name))
+
+        def finish(cut: tuple[list[Parameter], list[Parameter]], route: str) -> float:
+            sizes = [sum(p.bytes for p in part) for part in cut]
+            sizes[1] -= sum(shares[other] for other in others[others.index(route) + 1 :])  # go by later links
+            try:
+                return max(finish_us(own, name, size, len(others)) for name, size in zip((route, largest), sizes))
+            except InputError:  # the size was not measured
+                return inf
+
+        for route in others:
+            # A few bytes too many on a slow link can cost more than they save.
+            cuts = [split_off(rest, shares[route], at_most=at_most) for at_most in (False, True)]
+            part, rest = min(cuts, key=lambda cut: finish(cut, route))
             if part and rest:
                 parts.append(part)
             else:
