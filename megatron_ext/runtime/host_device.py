@@ -104,12 +104,13 @@ class HostDevice(Device):
 def _resize(storage: torch.UntypedStorage, size: int) -> None:
     """Resize ``storage``, unless a parameter in it was turned into a NumPy array, as hashing does here: torch never
     resizes it again, so it keeps its bytes."""
-    if storage.resizable():
+    try:
         storage.resize_(size)
-    else:
-        warnings.warn(
-            f"a group keeps its {storage.nbytes()} bytes: a NumPy array of a parameter uses them", stacklevel=2
-        )
+    except RuntimeError:
+        if storage.resizable():
+            raise
+        said = f"a group keeps its {storage.nbytes()} bytes: a NumPy array of a parameter uses them"
+        warnings.warn(said, stacklevel=2)
 
 
 def _run(function: Callable[[], object], log: CopyLog | None, name: str, transfer: Transfer) -> None:
