@@ -44,9 +44,6 @@ FRUITLESS = 3
 """After this many starts in a row that led to nothing better, no further one is tried. Starts before the first one
 that can be estimated do not count."""
 
-PLACERS = 4
-"""Number of groupings whose placement passes are kept for reuse."""
-
 Offload = Callable[[tuple[Group, ...]], tuple[Group, ...] | None]
 """The pass that decides for groups where their shards rest and how their gradients are kept. It returns None if memory
 is short."""
@@ -106,7 +103,8 @@ class GatherSearch:
         self._blocks, self._grouped = cache(self._cut), cache(self._group)
         self._equal: dict[Blocks, Blocks] = {}
         self._ends: dict[tuple, list[tuple[float, float, float]]] = {}
-        self._placer = lru_cache(PLACERS)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
+        # The placement passes of a few groupings are kept for reuse.
+        self._placer = lru_cache(4)(lambda own, few: GatherPlacer(self.rough if few else workload, timing, own))
 
     def made(self, point: GridPoint) -> Grouping | None:
         """Blocks and choices of this point, by the passes cut and offload; None if it cannot work."""

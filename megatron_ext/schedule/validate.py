@@ -12,8 +12,6 @@ from megatron_ext.workload.nodes import algorithm_of_nodes, check_spread
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC
 from megatron_ext.workload.step_order import steps_of_ranks
 
-__all__ = ["InvalidSchedule", "load", "validate"]
-
 
 def load(path) -> Schedule:
     """Read and validate a schedule file.
