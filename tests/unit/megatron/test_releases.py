@@ -23,7 +23,6 @@ NOT_OF_A_RELEASE = {
     "boundaries.py": 1,  # of torch
     "checkpoint_states.py": 1,  # whether we have replaced it
     "host_gradients.py": 1,  # whether we have replaced it
-    "host_optimizers.py": 1,  # of torch
     "layer_runners.py": 1,  # which module is a router
     "late_memory.py": 3,  # whether we have replaced it
     "late_model.py": 1,  # whether we have replaced it
