@@ -9,11 +9,15 @@ from megatron_ext.planner import in_processes
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 """Events of Python's audit hooks, see PEP 578."""
 
+OF_IMPORTS = {"fc-list", "/sbin/ldconfig"}
+"""Programs that other packages start once: matplotlib for its fonts, at the first picture on a machine, and torch for
+CUDA 13 for a library, when it is imported."""
+
 _running: list[str] = []
 
 
 def _refuse(event: str, details: tuple) -> None:
-    if details and details[0] == "fc-list":  # the first picture on a machine: matplotlib asks for its fonts
+    if details and details[0] in OF_IMPORTS:
         return
     if event in STARTS and _running:
         raise AssertionError(f"{_running[-1]} starts a process ({event}): it belongs into tests/distributed")

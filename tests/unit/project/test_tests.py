@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import ctypes.util
 import functools
 import subprocess
 from collections import Counter
@@ -139,3 +140,8 @@ def test_no_two_files_of_tests_share_a_name():
 def test_a_unit_test_cannot_start_a_process():
     with pytest.raises(AssertionError, match="starts a process"):
         subprocess.run(["true"])
+
+
+def test_importing_torch_for_cuda_is_no_process_of_ours():
+    """Within the first test of a worker that imports it, its libraries are looked for so."""
+    assert ctypes.util.find_library("c")
