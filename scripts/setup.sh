@@ -107,9 +107,10 @@ if [ "$installed_pins" != "$pins" ] || [ -n "$missing" ]; then
         # The last ortools that runs with numpy 1, which some images have.
         [[ $numpy != 1.* ]] || sed -i 's/^ortools==.*/ortools==9.14.6206/' "$constraints"
     fi
-    if [ ${#venv_options[@]} -gt 0 ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-        # From an interpreter in a venv, a new venv gets only the packages of that interpreter's base.
-        "$python" -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+    # From an interpreter in a venv, a new venv gets only the packages of that interpreter's base: no PyTorch, or another.
+    place='import importlib.util, pathlib; print(pathlib.Path(importlib.util.find_spec("torch").origin).parents[1])'
+    if [ ${#venv_options[@]} -gt 0 ] && [ "$(.venv/bin/python -c "$place" 2> /dev/null)" != "$("$python" -c "$place")" ]; then
+        "$python" -c "$place" \
             > "$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/megatron_ext_torch.pth"
     fi
     say "installing pinned versions (constraints.txt)"

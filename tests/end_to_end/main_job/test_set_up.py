@@ -72,3 +72,25 @@ def test_pip_installs_into_venv_from_wheels_in_any_directory(tree, tmp_path):
     links, user, target = (tmp_path / "pip").read_text().split("\n")[:3]
     assert unquote(urlsplit(links).path) == str(wheels) and " " not in links  # pip splits the variable at spaces
     assert (user, target) == ("0", "")
+
+
+OVER_AN_IMAGE = """#!/bin/sh
+case "$*" in
+    *"-m pip"* | *core_tree* | *"import cuda.bindings"*) ;;
+    *sysconfig*) echo "{folder}" ;;
+    *) PYTHONPATH="{torch}" exec {python} "$@" ;;
+esac
+"""
+"""An interpreter with the PyTorch of a directory; nothing is installed."""
+
+
+def test_the_pytorch_of_the_interpreter_is_used_even_if_its_base_has_another(tree, tmp_path):
+    """A venv over an image, with a newer PyTorch: a venv that is made from it has that of the image."""
+    (tree / ".venv/.megatron_ext_stamp").unlink()
+    for path, torch in ((".venv/bin/python", tmp_path / "image"), ("my python", tmp_path / "newer")):
+        (torch / "torch").mkdir(parents=True)
+        (torch / "torch/__init__.py").write_text("class cuda:\n    is_available = lambda: True\n")
+        (tree / path).write_text(OVER_AN_IMAGE.format(folder=tmp_path, torch=torch, python=sys.executable))
+    done = set_up(tree, PYTHON=str(tree / "my python"))
+    assert done.returncode == 0 and "using the installed PyTorch" in done.stderr, done.stderr
+    assert (tmp_path / "megatron_ext_torch.pth").read_text() == f"{tmp_path / 'newer'}\n"
