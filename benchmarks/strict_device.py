@@ -9,10 +9,11 @@ case at zero stages 1 to 3, by every route, with skipped steps, evaluation, chec
 else than the optimizer changes; each must equal Megatron's own gathers to the last bit. Then each call of an event,
 wait, record or flag in ``megatron_ext/runtime`` that any case came by is left out in up to ``--tries`` of those cases,
 as unlike each other as there are, and in one of each aim: by a report, another result or an ended run that must be
-seen. No GPU takes part.
+seen. A run that is stopped goes on where it was when it is begun again. No GPU takes part.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -20,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -30,9 +33,47 @@ import orderings
 from cases import MODELS, STRICT
 from parity import describe
 from parity_service import Died, ParityService, differences
-from strict_cases import FOUR, aim_of, findings, strict_case, turn_of, waits
+from strict_cases import FOUR, PIPELINE, aim_of, findings, strict_case, turn_of, waits
 
 from megatron_ext.workload import workload as workload_file
+
+PATIENCE = 4
+"""After so many seconds without an ordering a wait for the device counts as endless."""
+
+
+class Kept:
+    """What a run has found so far, a line each, beside its result: a run that is stopped goes on from there when it is
+    begun again, with the same code.
+
+    Args:
+        command: what a run was asked for.
+    """
+
+    def __init__(self, path: Path, command: str):
+        code = hashlib.sha256()
+        for file in sorted(file for part in ("megatron_ext", "tests/helpers") for file in (ROOT / part).rglob("*.py")):
+            code.update(file.read_bytes())
+        begins, self._path = [command, code.hexdigest()], path
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = lines if lines[:1] == [begins] else [begins]
+        self._known, self._file = dict(lines[1:]), path.open("w")
+        for line in lines:
+            self._add(line)
+
+    def get(self, name: str, find: Callable):
+        """What ``find()`` returns, or has returned before the run was stopped."""
+        if name not in self._known:
+            self._known[name] = find()
+            self._add([name, self._known[name]])
+        return self._known[name]
+
+    def _add(self, line: list) -> None:
+        print(json.dumps(line), file=self._file, flush=True)
+
+    def remove(self) -> None:
+        """The result is written."""
+        self._file.close()
+        self._path.unlink()
 
 
 class Cases:
@@ -41,7 +82,7 @@ class Cases:
     def __init__(self, folder: Path):
         self._services: dict[str, ParityService] = {}
         self._references: dict[int, dict] = {}
-        known = itertools.product((STRICT, FOUR), MODELS)
+        known = itertools.product((STRICT, FOUR, PIPELINE), MODELS)
         self._workloads = {
             (layout, name): workload_file.load(folder / f"{layout}.{name}.json") for layout, name in known
         }
@@ -97,13 +138,24 @@ def one_of_each_aim(seeds: list[int]) -> list[int]:
     return [seed for (aim, _), seed in found.items() if aim is not None]
 
 
+def ends_well(cases: Cases, seed: int) -> bool:
+    """Whether nothing but an ordering that is taken away ends a case: it gets to its end with the same patience."""
+    try:
+        cases.run(seed, stuck_seconds=PATIENCE)
+    except Died:  # the machine is too slow for it
+        return False
+    return True
+
+
 def without(cases: Cases, site: str, seeds: list[int]) -> str | None:
     """How it is seen that ``site`` was taken away; None where it is not."""
     for seed in seeds:
         try:
-            answer = cases.run(seed, off=site, stuck_seconds=4)
+            answer = cases.run(seed, off=site, stuck_seconds=PATIENCE)
         except Died:
-            return "ended"
+            if ends_well(cases, seed):
+                return "ended"
+            continue
         if findings(answer):
             return "reported"
         if differences(answer):
@@ -141,6 +193,7 @@ def main() -> int:
     command = f"python benchmarks/strict_device.py --cases {args.cases} --tries {args.tries}"
     before = json.loads(Path(args.again).read_text()) if args.again else {}
     wanted = [*before.get("unseen", ()), *before.get("not_reached", ())] if before else orderings.sites()
+    kept = Kept(Path(args.out).with_suffix(".kept"), f"{command} {args.sites} {wanted}")
     wrong, seeds_of, seen, drawn = [], {site: [] for site in wanted}, {}, {}
     with tempfile.TemporaryDirectory() as folder:
         describe(Path(folder))
@@ -148,7 +201,7 @@ def main() -> int:
         for seed in range(args.cases):
             if before and aim_of(seed) is None:
                 continue
-            found, reached, drawn[seed] = as_it_is(cases, seed)
+            found, reached, drawn[seed] = kept.get(f"case {seed}", partial(as_it_is, cases, seed))
             for site in seeds_of.keys() & set(reached):
                 seeds_of[site].append(seed)
             if len(found) > 1:
@@ -158,7 +211,8 @@ def main() -> int:
                 print(f"{seed + 1} cases, {len(wrong)} wrong, {time.time() - begin:.0f} s", flush=True)
         for site, seeds in seeds_of.items():
             if seeds and args.sites in site:
-                seen[site] = without(cases, site, unlike(seeds, drawn, args.tries) + one_of_each_aim(seeds))
+                chosen = unlike(seeds, drawn, args.tries) + one_of_each_aim(seeds)
+                seen[site] = kept.get(site, partial(without, cases, site, chosen))
                 print(f"{time.time() - begin:5.0f} s {site}: {seen[site]}", flush=True)
         cases.close()
     unseen = [site for site, how in seen.items() if how is None]
@@ -176,6 +230,7 @@ def main() -> int:
         result = together(before, result)
         command = f"{before['command']}; again with --again and --cases {args.cases}"
     machine.write(args.out, {**result, "command": command}, load_before=load)
+    kept.remove()
     print(f"{result['cases'] - len(result['wrong'])} of {result['cases']} cases right")
     print(f"{result['seen']} of {result['taken_away']} taken away seen")
     return 1 if wrong or result["seen"] < 0.95 * result["taken_away"] else 0

@@ -115,13 +115,13 @@ class HappensBefore:
                 return False
             self._join(timeline, clock)
         elif kind == COLLECTIVE:
-            name, rank, size = rest
+            name, rank, size, *sources = rest  # whose data this rank gets, where not of all
             joined = self._joined[name]
             if rank not in joined:
                 joined[rank] = self._leave(timeline)
-            if len(joined) < size:
+            if len(joined) < size if not sources else sources[0] not in joined:
                 return False
-            for clock in joined.values():
+            for clock in joined.values() if not sources else [joined[sources[0]]]:
                 self._join(timeline, clock)
         elif kind == CALL:
             self._calls[timeline].append((self._epoch(timeline), *rest))

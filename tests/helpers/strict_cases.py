@@ -1,7 +1,7 @@
 """Drawn cases for the strict stand-in of a device: two replicas of a small model, trained with everything around it.
 
 Every tenth case is aimed at orderings that drawn cases rarely need, see :data:`AIMS`. In every eleventh the device has
-one hardware queue.
+one hardware queue. In every fiftieth two replicas are pipelines of two ranks.
 """
 
 import itertools
@@ -37,6 +37,9 @@ ORDERS = ("late", "early", "drawn")
 FOUR = "no_pipeline"
 """Layout of the cases in which nodes have several ranks: four replicas."""
 
+PIPELINE, PIPELINE_EVERY = "1f1b", 50
+"""Layout of the cases with a pipeline, and how many cases there are to one of them."""
+
 EVERY = 10
 """Of so many cases one is aimed."""
 
@@ -50,6 +53,8 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
     if aim is not None:
         zero_stage = zero_stage or (3, 1)[turn_of(seed) % 2]
         return AIMS[aim](random.Random(seed), workloads, folder / f"{seed}.json", seed, zero_stage)
+    if seed % PIPELINE_EVERY == PIPELINE_EVERY // 2:
+        return pipeline_case(random.Random(seed), workloads, folder / f"{seed}.json", seed, zero_stage)
     draw = random.Random(seed)
     name, order, routes = NAMES[seed % 3], draw.choice(ORDERS), ROUTES[seed % len(ROUTES)]
     order = ONE_QUEUE if seed % (EVERY + 1) == EVERY else order
@@ -85,6 +90,20 @@ def strict_case(seed: int, workloads, folder: Path, zero_stage: int | None = Non
         "iterations": 4 if name == "fp16" else 3,
         "strict": {"seed": seed, "order": order, **slow_threads(seed)},
     }
+
+
+def pipeline_case(draw, workloads, path: Path, seed: int, zero_stage: int | None = None) -> dict:
+    """Activations and their gradients pass between the ranks of a pipeline as messages."""
+    name, zero_stage, nodes = (
+        draw.choice(("bf16-tied", "fp32")),
+        zero_stage or draw.choice((3, 1, 2)),
+        draw.choice((4, 2)),
+    )
+    workload = _sized(workloads, PIPELINE, name, zero_stage, nodes)
+    prepared(draw, workload, path, draw.choice(ROUTES))
+    options = ["--gpus-per-node", str(nodes), *between_iterations(draw, path)]
+    how = dict(options=options, drawn=[f"pipeline, zero stage {zero_stage}"], layout=PIPELINE)
+    return _case(draw, seed, path, name, **how)
 
 
 def between_iterations(draw, path: Path, evaluations: float = 0.5) -> list[str]:

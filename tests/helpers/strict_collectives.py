@@ -22,8 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 NAMES = (
     "_allgather_base _reduce_scatter_base allreduce broadcast allgather allgather_into_tensor_coalesced "
     "all_gather_single all_gather_single_coalesced reduce_scatter_single reduce_scatter_single_coalesced "
-    "reduce_scatter_tensor_coalesced allreduce_coalesced barrier reduce gather scatter"
+    "reduce_scatter_tensor_coalesced allreduce_coalesced barrier reduce gather scatter alltoall alltoall_base send recv"
 ).split()
+
+FROM_ROOT, TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
+"""Those in which a rank waits for one other alone, or for none."""
 
 
 class Collectives:
@@ -32,8 +35,9 @@ class Collectives:
     numbers = itertools.count()
 
     def __init__(self, strict):
-        self.engine, self.memory, self.rank = strict.engine, strict.memory, strict.rank
+        self.strict, self.engine, self.memory, self.rank = strict, strict.engine, strict.memory, strict.rank
         self._sequence: dict[int, int] = {}
+        self._messages: dict[tuple, int] = {}  # sent and received so far, by sender and receiver
         self._number = next(self.numbers)  # the same on all ranks: process groups outlive a stand-in
 
     def patches(self):
@@ -51,6 +55,24 @@ class Collectives:
         if number == 0:
             self._connect(process_group.group_name, ranks)
         return ("collective", (ranks, process_group.group_name, number), self.rank, len(ranks))
+
+    def _source(self, process_group, name: str, root: int) -> tuple[int, ...]:
+        """The only rank that this one waits for in a collective of ``root``, if there is only one."""
+        if root < 0:
+            return ()
+        source = dist.get_process_group_ranks(process_group)[root]
+        if name in TO_ROOT:
+            return () if source == self.rank else (self.rank,)
+        return (source,)
+
+    def _message(self, process_group, sends: bool, other: int) -> tuple:
+        """The entry for a message to or from rank ``other`` of the process group, and the communicator of the two."""
+        ranks, here = dist.get_process_group_ranks(process_group), self.rank
+        pair = (here, ranks[other]) if sends else (ranks[other], here)
+        name = (process_group.group_name, *pair)
+        number = self._messages[name] = self._messages.get(name, 0) + 1
+        inside = f"communicator {id(process_group)} of {sorted(pair)}"
+        return ("out" if sends else "in", ("message", *name, number)), inside
 
     def _connect(self, name: str, ranks: tuple[int, ...]) -> None:
         """All ranks make the communicator of a process group."""
@@ -88,22 +110,29 @@ class Collectives:
                 return original(process_group, *args, **kwargs)
             engine, stream = self.engine, self.engine.current_work()
             label, inside = f"{name} at {where()}", f"communicator {id(process_group)}"
+            one_to_one, root = name in ("send", "recv"), root_of(name, args)
+            if one_to_one and all(self.memory.region(t.data_ptr()) is not None for t in tensors_in(args[0])):
+                return original(process_group, *args, **kwargs)  # between processors: strict_runtime.py
             engine.call(label)
-            accesses = self._accesses(name, label, args)
+            accesses = self._accesses(name, label, args, root >= 0 and dist.get_rank(process_group) == root)
             before, after = engine.token(), engine.token()
             engine.log_on(stream, ("out", before))
             access = ("access", label, accesses)
-            engine.log_on(inside, ("in", before), access, self.meeting(process_group), access, ("out", after))
+            if one_to_one:
+                meeting, inside = self._message(process_group, name == "send", args[1])
+            else:
+                meeting = self.meeting(process_group) + self._source(process_group, name, root)
+            engine.log_on(inside, ("in", before), access, meeting, access, ("out", after))
             if stream is engine.default:
                 engine.drain(accesses)
                 work = _Work(engine, original(process_group, *args, **kwargs), after)
                 if engine.order == ONE_QUEUE:  # nothing begins before it has ended
                     engine.until(work.wait_aside())
                 return work
-            work = _Work(engine, None, after)
+            work, later = _Work(engine, None, after), self.strict.temporaries.lent(args)
 
             def begin():
-                work.inner = original(process_group, *args, **kwargs)
+                work.inner = original(process_group, *later, **kwargs)
                 return work.wait_aside()
 
             stream.add(begin, what=label)
@@ -111,9 +140,12 @@ class Collectives:
 
         return issue
 
-    def _accesses(self, name: str, label: str, args) -> list[tuple]:
-        """What is given first is written, what is given second is read; a part that is gathered in place only read."""
-        written, read = ([(t, self.memory.place(t, label)) for t in tensors_in(one)] for one in (*args, (), ())[:2])
+    def _accesses(self, name: str, label: str, args, is_root: bool) -> list[tuple]:
+        """What is given first is written, what is given second is read; a part that is gathered in place only read, and
+        what is sent."""
+        sent = name == "send" or (name == "broadcast" and is_root) or (name == "reduce" and not is_root)
+        both = ((), args[0]) if sent else (*args, (), ())[:2]
+        written, read = ([(t, self.memory.place(t, label)) for t in tensors_in(one)] for one in both)
         if any(place is not None and self.memory.region(t.data_ptr()) is not None for t, place in (*written, *read)):
             self.engine.error(f"{label} is given host memory")
         own = {place for _, place in read if place is not None}
@@ -125,6 +157,13 @@ class Collectives:
                     begin = last
             accesses.append((key, begin, end, True))
         return accesses
+
+
+def root_of(name: str, args) -> int:
+    """The root of a collective, in its process group; -1: it has none."""
+    if name not in (*FROM_ROOT, *TO_ROOT):
+        return -1
+    return next((one.rootRank for one in args if hasattr(one, "rootRank")), args[1] if name == "broadcast" else 0)
 
 
 class _Work:

@@ -10,11 +10,13 @@ the program in them, are run by a thread of torch's.
 
 What is here is torch's; what is this package's and Megatron's is in strict_runtime.py.
 
+What tensors are dropped while other streams work on them is in strict_temporaries.py, what the processor reads without
+an operation of torch in strict_host_reads.py.
+
 Not seen: what happens inside one operation of torch; host memory that torch itself allocates (data loaders), which
 counts as the device's; waits in a circle over several ranks, unless a run really stops there or ranks issue collectives
-in different orders; a temporary tensor that its last owner drops while another stream works on it (queued work keeps it
-here, torch's allocator does not); what is done with a NumPy array; that a broadcast orders no more than the ranks that
-receive behind the one that sends.
+in different orders; what is written through a NumPy array; that messages between two ranks must be issued in matching
+orders.
 """
 
 import _thread
@@ -29,13 +31,15 @@ import torch
 from strict_collectives import Collectives
 from strict_copies import DearCopies
 from strict_engine import Engine, where
+from strict_host_reads import HostReads
 from strict_kernels import Kernels
 from strict_memory import Memory, Pool, tensors_in
 from strict_page_locks import PageLocks
 from strict_runtime import Runtime
 from strict_streams import Event, StreamHandle, driver, on
+from strict_temporaries import Temporaries
 from symmetric_stand_in import SymmetricStandIn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 SYNCHRONOUS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
 """Operations that wait for the device, because the host wants a value of it."""
@@ -94,7 +98,9 @@ class StrictDevice:
         self.dear = DearCopies(**dear or {})
         self.rank, self.engine = rank, Engine(rank, seed, order, stuck_seconds, **others)
         self.memory = Memory(rank, self.engine.error, no_room if rank else "")
+        self.temporaries = Temporaries(self.engine, self.memory.place)
         self.engine.name_of_flag = self.memory.name_of
+        self.memory.given_back = self._given_back
         self._kinds: dict = {}
         self._stack, self._stream_flags = contextlib.ExitStack(), stream_flags
         self.symmetric, self.page_locks = SymmetricStandIn(), PageLocks(self, locks if rank else None)
@@ -107,6 +113,11 @@ class StrictDevice:
         found = {kind: getattr(engine, kind) for kind in ("entries", "errors", "misplaced", "host_waits", "stacks")}
         found |= {"dear": self.dear.seen, "dear_looked_at": self.dear.looked_at}
         return found | {"stopped": engine.lock.circles, "gathers": self.symmetric.gathers}
+
+    def _given_back(self, region) -> None:
+        """torch's allocator waits for copies from and to its page-locked memory, but knows of no kernels."""
+        place = (region.key, region.start, region.start + region.end - region.begin, True)
+        self.engine.log(("access", f"page-locked memory is dropped at {where()}", [place]))
 
     # Operations of torch.
 
@@ -152,15 +163,16 @@ class StrictDevice:
         engine, stream = self.engine, self.engine.current_work()
         on_host = any(region is not None for region in regions)
         blocking = name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        if on_host:
+        if on_host and name != "copy_":
+            args, accesses = self._with_values(args, label, found, regions)
+            on_host, regions = False, [None] * len(regions)
+        elif on_host:
             self.dear.between(label, found, regions, blocking)
-            scalars = all(region is None or tensor.dim() == 0 for (tensor, *_), region in zip(found, regions))
-            if name != "copy_" and not scalars:
-                engine.error(f"{label} mixes host and device memory")
-            elif name == "copy_" and not blocking and MEGATRONS_OWN not in label:
-                pairs = zip(found, regions)
-                if not all(region is None or (region.locked and own[0].is_contiguous()) for own, region in pairs):
-                    engine.error(f"{label} copies asynchronously from or to pageable memory, maybe torch's own")
+            locked = (
+                region is None or (region.locked and own[0].is_contiguous()) for own, region in zip(found, regions)
+            )
+            if not blocking and MEGATRONS_OWN not in label and not all(locked):
+                engine.error(f"{label} copies asynchronously from or to pageable memory, maybe torch's own")
         if found:
             engine.call(label)
         pinned = [(self.page_locks.pinned(region), 0, 1, False) for region in regions if region and region.locked]
@@ -173,7 +185,8 @@ class StrictDevice:
         writes = any(is_written for _, _, is_written in found)
         if writes and (stream is not engine.default or (on_host and not blocking)):
             size = sum(tensor.nbytes for tensor, _, is_written in found if is_written)
-            run = lambda: self.run_later(func, args, kwargs, label)
+            later = self.temporaries.lent(args)
+            run = lambda: self.run_later(func, later, kwargs, label)
             stream.add(run, size=size, what=label, accesses=accesses)
             if waits:
                 engine.synchronize([stream], name)
@@ -187,10 +200,23 @@ class StrictDevice:
         result = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}
         for tensor in tensors_in(result):
-            base = tensor.untyped_storage().data_ptr()
-            if base not in own:
-                self.memory.made(base, stream.name, name)
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                self.memory.made(storage.data_ptr(), stream.name, name)
+                if storage.nbytes():
+                    self.temporaries.made(storage, self.memory.place(tensor, label)[0])
         return result
+
+    def _with_values(self, args, label: str, found, regions):
+        """A launch takes the value of a scalar in host memory with it: the arguments so, and the other accesses."""
+        on_host = [one for one, region in zip(found, regions) if region is not None]
+        if any(tensor.dim() or is_written for tensor, _, is_written in on_host):
+            self.engine.error(f"{label} mixes host and device memory")
+        self.engine.log(("access", f"{label}, by the processor", [(*place, False) for _, place, _ in on_host]))
+        scalars = {id(tensor) for tensor, _, is_written in on_host if not is_written}
+        args = [one.clone() if id(one) in scalars else one for one in args]
+        others = [(*place, is_written) for (_, place, is_written), region in zip(found, regions) if region is None]
+        return args, others
 
     def run_later(self, func, args, kwargs, label) -> None:
         for tensor in tensors_in(args):
@@ -227,9 +253,7 @@ class StrictDevice:
         for owner, name, wrap in (
             (torch, "frombuffer", self._frombuffer),
             (torch, "get_rng_state", lambda original: lambda: self.memory.to_host(original())),
-            (torch.Tensor, "cpu", self._cpu),
-            (torch.Tensor, "numpy", self._read),
-            (torch.Tensor, "tolist", self._read),
+            *HostReads(self).patches(),
             (torch.UntypedStorage, "resize_", self._resize),
             *((kind, "_init_group", self._states) for kind in (torch.optim.Adam, torch.optim.AdamW)),
             (torch.autograd, "backward", self._backward),
@@ -267,31 +291,6 @@ class StrictDevice:
 
         return run
 
-    def _is_of_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.numel() > 0 and self.memory.region(tensor.data_ptr()) is None and not self.engine.closed
-
-    def _read(self, original):
-        name = original.__name__
-
-        def run(tensor, *args, **kwargs):
-            if self._is_of_device(tensor):  # it would have been copied to the host before
-                self.engine.synchronize([self.engine.current_work()], name)
-            elif name == "tolist" and (place := self.memory.place(tensor, name)) is not None:
-                self.engine.log(("access", f"tolist at {where()}, by the processor", [(*place, False)]))
-            return original(tensor, *args, **kwargs)
-
-        return run
-
-    def _cpu(self, original):
-        def run(tensor, *args, **kwargs):
-            if not self._is_of_device(tensor) or tensor.requires_grad:
-                return original(tensor, *args, **kwargs)
-            with _disable_current_modes():
-                there = self.memory.to_host(torch.empty_like(tensor))
-            return there.copy_(tensor)
-
-        return run
-
     def _resize(self, original):
         def resize(storage, size: int):
             if self.engine.closed or not self.memory.on_device(storage):
@@ -304,6 +303,7 @@ class StrictDevice:
             if is_new:  # the allocator may have to give blocks back, and keeps the interpreter's lock
                 engine.might_synchronize("UntypedStorage.resize_ without a free block", keeps_interpreter=True)
             if size:
+                self.temporaries.taken(stream.name)
                 engine.log_on(stream, ("access", f"allocation at {where()}", [(block, 0, size, True)]))
             return None
 

@@ -119,6 +119,7 @@ class Engine:
         self.thread_seconds, self._pauses = thread_seconds, random.Random(seed)
         self.circle_seconds, self.bytes_per_second, self.one_issuer = circle_seconds, bytes_per_second, one_issuer
         self.changed, self.streams, self.by_handle = threading.Condition(), [], {}
+        self.used_elsewhere: set[tuple] = set()  # memory of the device that other streams than its own have used
         self.queue: list[Stream] = []  # of what has not ended, in the order in which it was given
         self.entries, self.errors, self.host_waits, self.in_step = [], [], [], False
         self.misplaced, self.stacks, self.lock = [], [], DriverLock()
@@ -159,7 +160,11 @@ class Engine:
 
     def log_on(self, stream, *entries: tuple) -> None:
         """``entries`` that the calling thread gives to ``stream``, a stream or a name."""
-        self.entries.append((self.thread(), "issue", (self.rank, getattr(stream, "name", stream)), *entries))
+        name = getattr(stream, "name", stream)
+        for key in (place[0] for kind, *rest in entries if kind == "access" for place in rest[1]):
+            if key[1] == "memory" and key[3] not in (None, name):
+                self.used_elsewhere.add(key)
+        self.entries.append((self.thread(), "issue", (self.rank, name), *entries))
 
     def error(self, text: str) -> None:
         if text not in self.errors:
@@ -311,6 +316,7 @@ class Engine:
             with self.changed:
                 if time.monotonic() >= item.due and item.ended():
                     stream.items.pop(0)
+                    item.begin = item.ended = None  # whoever waits for it finds what it used dropped
                     self.queue.remove(stream)
                     self.changed.notify_all()
             if self.order == "drawn" and self._draw.random() < 0.2:

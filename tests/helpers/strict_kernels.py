@@ -49,6 +49,7 @@ class Kernels:
             if any(part in name for part in READS_ALL) or (stream is engine.default and not on_host):
                 engine.until(lambda: not stream.items)  # its result is wanted, or all of it is compute
                 return run()
+            lists = self.strict.temporaries.lent(lists)  # as run() has them from now on
             stream.add(lambda: run() and None, size=size, what=label, accesses=accesses)
             return None
 
@@ -65,6 +66,8 @@ class Kernels:
                 if place is None:
                     continue
                 region = self.memory.region(tensor.data_ptr())
+                if region is not None:
+                    region.by_kernel = True
                 if region is not None and not region.locked:
                     self.engine.error(f"{label} is given host memory that is not page-locked")
                 accesses.append((*place, writes))

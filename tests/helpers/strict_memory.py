@@ -31,7 +31,7 @@ class Region:
 
     def __init__(self, begin: int, end: int, key: tuple, start: int, locked: bool):
         self.begin, self.end, self.key, self.start, self.locked = begin, end, key, start, locked
-        self.registered = False
+        self.registered = self.by_kernel = False  # by a call of the driver's; and whether a kernel has been given it
 
 
 class Pool:
@@ -53,6 +53,7 @@ class Memory:
 
     def __init__(self, rank: int, error, no_room: str = ""):
         self.rank, self._error, self._no_room = rank, error, no_room
+        self.given_back = lambda region: None  # called with page-locked memory of torch's that a kernel has been given
         self._serial = itertools.count()
         self._changing, self._table = threading.RLock(), ([], [])  # begins, regions; replaced as one
         self._blocks: dict[int, tuple] = {}  # block of a storage that comes and goes, by its ``_cdata``
@@ -106,6 +107,8 @@ class Memory:
             begins, regions = map(list, self._table)
             at = bisect.bisect_left(begins, begin)
             if at < len(begins) and begins[at] == begin:
+                if regions[at].by_kernel and regions[at].locked and not regions[at].registered:
+                    self.given_back(regions[at])
                 if regions[at].registered:
                     self._error("host memory that the driver has page-locked is given back")
                 del begins[at], regions[at]

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import mmap
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from happens_before import HappensBefore, said
 from strict_collectives import Collectives
 from strict_device import StrictDevice
 from strict_engine import LAUNCHES, ONE_QUEUE
+from strict_open import host_tensor, in_thread, judged, open_device, raced
 from strict_streams import OFFSET
 
 from megatron_ext.runtime.device import device_of
@@ -32,27 +32,6 @@ def multi_tensor_applier(monkeypatch):
     module.multi_tensor_applier = lambda op, noop, lists, *args: op(0, noop, lists, *args)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
-
-
-def open_device(**how) -> StrictDevice:
-    return StrictDevice(0, 0, how.pop("order", "late"), circle_seconds=0.3, stuck_seconds=5, **how)
-
-
-def host_tensor(numel: int, locked: bool = True) -> torch.Tensor:
-    tensor = torch.frombuffer(mmap.mmap(-1, numel * 4), dtype=torch.float32)
-    if locked:
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    return tensor
-
-
-def in_thread(function) -> threading.Thread:
-    thread = threading.Thread(target=function, name="other")
-    thread.start()
-    return thread
-
-
-def judged(device: StrictDevice) -> HappensBefore:
-    return HappensBefore([device.engine.entries])
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -313,7 +292,7 @@ def test_a_block_goes_back_to_the_stream_that_it_was_taken_for():
         with torch.cuda.stream(giving_back):
             tensor.untyped_storage().resize_(0)
         other.untyped_storage().resize_(4000)
-    assert [sorted(label.split()[0] for label in race) for race in judged(device).races] == [["allocation", "copy_"]]
+    assert raced(device) == [["allocation", "copy_"]]
 
 
 def test_the_processor_reads_what_becomes_a_list():
@@ -322,7 +301,7 @@ def test_the_processor_reads_what_becomes_a_list():
         with torch.cuda.stream(torch.cuda.Stream()):
             memory.copy_(torch.ones(10), non_blocking=True)
         memory.tolist()
-    assert [sorted(label.split()[0] for label in race) for race in judged(device).races] == [["copy_", "tolist"]]
+    assert raced(device) == [["copy_", "tolist"]]
 
 
 def test_every_dtype_has_kernels_of_its_own(multi_tensor_applier):
