@@ -17,7 +17,7 @@ from cases import MODELS, STRICT
 from draw_schedule import draw_schedule, states_on_drive, with_own_peak, with_step_slots
 from msgspec.structs import replace
 from parity_service import Died, differences
-from strict_cases import findings, strict_case, waits
+from strict_cases import PIPELINE, PIPELINE_EVERY, findings, strict_case, waits
 from strict_engine import ONE_QUEUE, Engine
 from strict_streams import OFFSET, StreamHandle, driver
 from variations import some
@@ -78,6 +78,13 @@ def test_in_one_queue_a_wait_ahead_of_its_store_blocks_it(order, moves):
         engine.synchronize(None, "torch.cuda.synchronize")
     engine.close()
     assert word.value == moves
+
+
+def test_what_passes_between_the_ranks_of_a_pipeline_is_ordered(services, workloads, tmp_path):
+    case = strict_case(PIPELINE_EVERY // 2, workloads, tmp_path)
+    assert case["layout"] == PIPELINE
+    answer = services(PIPELINE).run(**case)
+    assert findings(answer) == [] == differences(answer)
 
 
 @pytest.mark.nightly
