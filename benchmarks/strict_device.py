@@ -37,6 +37,9 @@ from strict_cases import FOUR, PIPELINE, aim_of, findings, strict_case, turn_of,
 
 from megatron_ext.workload import workload as workload_file
 
+CASE_SECONDS = 230
+"""After so long a case counts as hanging; on a machine that others use as well it may take as long as a hundred."""
+
 PATIENCE = 4
 """After so many seconds without an ordering a wait for the device counts as endless."""
 
@@ -103,7 +106,7 @@ class Cases:
 
     def _service(self, layout: str) -> ParityService:
         if layout not in self._services:
-            self._services[layout] = ParityService(layout, case_seconds=100, strict=True)
+            self._services[layout] = ParityService(layout, case_seconds=CASE_SECONDS, strict=True)
         return self._services[layout]
 
     def close(self) -> None:
