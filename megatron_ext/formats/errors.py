@@ -40,8 +40,9 @@ def flag(name: str) -> str:
 
 
 def option_error(name: str, why: str, value: object = ...) -> InputError:
-    """The error for option ``name`` (its name in Python): what is wrong, and the value that it was given."""
-    return InputError(why, field=flag(name), value=value)
+    """The error for option ``name`` (its name in Python): what is wrong, and the value that it was given. An option
+    without a value on the command line has a truth value in Python, which nobody wrote."""
+    return InputError(why, field=flag(name), value=... if isinstance(value, bool) else value)
 
 
 def with_gib(text: str) -> str:

@@ -35,7 +35,15 @@ PARALLEL_SIZES = {
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argparse parser whose errors are InputErrors: one line, exit code 2."""
+    """An argparse parser whose errors are InputErrors: one line, exit code 2. Options of a fork that trains in another
+    way are refused as such, before values of options whose names both have."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        found = [word for word in args or () if word.startswith("--deepspeed")]
+        if found:
+            why = "Megatron-DeepSpeed shards parameters in its own way; give the arguments of a script for Megatron-LM"
+            raise InputError(why, field=found[0])
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         raise InputError(message, file=self.prog)
@@ -188,7 +196,7 @@ def _check_shapes(args) -> None:
 def _check_stages(args) -> None:
     """Check that layers divide into stages; set ``num_virtual_stages_per_pipeline_rank`` from either of its options."""
     pp, vp = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank
-    per_stage = args.num_layers_per_virtual_pipeline_stage
+    per_stage, name = args.num_layers_per_virtual_pipeline_stage, "num_virtual_stages_per_pipeline_rank"
     if per_stage is not None:
         name = "num_layers_per_virtual_pipeline_stage"
         if vp is not None:
@@ -202,7 +210,7 @@ def _check_stages(args) -> None:
     if vp == 1:
         vp = args.num_virtual_stages_per_pipeline_rank = None
     if vp is not None and pp == 1:
-        _refuse(args, "num_virtual_stages_per_pipeline_rank", "needs --pipeline-model-parallel-size of at least 2")
+        _refuse(args, name, "needs --pipeline-model-parallel-size of at least 2")
     layers_of_stages(args)
 
 

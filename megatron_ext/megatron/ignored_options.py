@@ -211,7 +211,7 @@ def check_other_options(args, verb: str = "describe") -> None:
         given.pop(name, None)
     padded_to = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else 1
     for name, wrong, experts in (
-        ("no_bias_swiglu_fusion", "no_bias_swiglu_fusion" in given, "whose activation is not fused"),
+        ("no_bias_swiglu_fusion", args.swiglu and "no_bias_swiglu_fusion" in given, "whose activation is not fused"),
         ("num_experts", args.add_bias_linear, "with biases (without --disable-bias-linear)"),
         ("moe_expert_capacity_factor", padded_to != 1, "that are padded"),
     ):

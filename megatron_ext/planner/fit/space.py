@@ -58,7 +58,7 @@ class Space(NamedTuple):
         """
         sizes = LAYOUT if self.given.shape.experts is None else (*LAYOUT, EXPERTS)
         if self.layout and self.fixed.issuperset(sizes):
-            raise InputError("all parallel sizes are fixed by --fix", field="--search-layout", value=True)
+            raise InputError("all parallel sizes are fixed by --fix", field="--search-layout")
         layouts = list(self._layouts())
         if not layouts:
             raise InputError(

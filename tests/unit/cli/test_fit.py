@@ -172,7 +172,7 @@ def refused(capsys, *arguments: str) -> str:
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, "--num-experts", "8", "--no-bias-swiglu-fusion"],
-            "--no-bias-swiglu-fusion = True: it is not known what experts whose activation is not fused save; use",
+            "--no-bias-swiglu-fusion: it is not known what experts whose activation is not fused save; use",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, *BATCH, *PADDED, "--moe-expert-capacity-factor", "1.5"],
@@ -186,7 +186,7 @@ def refused(capsys, *arguments: str) -> str:
         ),
         (
             ["--hardware", "l40s", "--fix", "all", "--search-layout", "--", *MODEL, *BATCH],
-            "--search-layout = True: all parallel sizes are fixed by --fix",
+            "--search-layout: all parallel sizes are fixed by --fix",
         ),
         (
             ["--hardware", "l40s", "--", *MODEL, "--global-batch-size", "12"],

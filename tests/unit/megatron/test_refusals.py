@@ -96,7 +96,7 @@ def test_a_usual_run_is_accepted():
 def test_what_cannot_be_combined_is_refused_by_name(name, value):
     with pytest.raises(InputError) as refused:
         refuse_unsupported(options(**{name: value}))
-    assert str(refused.value).startswith(f"{flag(name)} = ")
+    assert str(refused.value).startswith(f"{flag(name)}" + (": " if isinstance(value, bool) else " = "))
     assert "--user-defined-schedule" in str(refused.value)
 
 
@@ -123,7 +123,7 @@ def test_defaults_of_options_that_are_refused_are_accepted():
 def test_a_copy_of_gradients_that_a_script_asks_for_itself_is_refused():
     usual = {"use_distributed_optimizer": True, "overlap_param_gather": True}
     refuse_ddp_config(SimpleNamespace(**usual, reduce_scatter_with_fp32_accumulation=False))
-    with pytest.raises(InputError, match="--ddp-reduce-scatter-with-fp32-accumulation = True: .* second copy"):
+    with pytest.raises(InputError, match="--ddp-reduce-scatter-with-fp32-accumulation: .* second copy"):
         refuse_ddp_config(SimpleNamespace(**usual, reduce_scatter_with_fp32_accumulation=True))
 
 
@@ -281,9 +281,7 @@ def test_a_writer_that_shares_states_in_host_memory_is_refused():
     how = dict(async_save=True, use_persistent_ckpt_worker=True, optimizer_cpu_offload=True)
     for other in how:
         refuse_checkpoints(saving(**how | {other: False}), planned())
-    with pytest.raises(
-        InputError, match="--use-persistent-ckpt-worker = True: .* states in host memory while training"
-    ):
+    with pytest.raises(InputError, match="--use-persistent-ckpt-worker: .* states in host memory while training"):
         refuse_checkpoints(saving(**how), planned())
 
 
@@ -298,7 +296,7 @@ def test_a_save_beside_training_is_refused_where_the_writer_does_not_see_the_sta
     ):
         refuse_checkpoints(saving(async_save=False), own)
         refuse_checkpoints(saving(), own)
-        with pytest.raises(InputError, match=f"--async-save = True: .*{why}"):
+        with pytest.raises(InputError, match=f"--async-save: .*{why}"):
             refuse_checkpoints(saving(async_save=True), own)
 
 
