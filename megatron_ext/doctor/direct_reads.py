@@ -1,5 +1,6 @@
 """Reads from a drive that bypass the page cache (O_DIRECT), as those of the route ``nvme`` do."""
 
+import contextlib
 import time
 
 import torch.distributed as dist
@@ -41,15 +42,14 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
 
 def _read(place: Place, directory: str, size: int) -> tuple[bool, float]:
     """Whether reads bypass the page cache, and the seconds that reading takes while all ranks read. Collective."""
-    try:
-        refuse_no_drive(directory, "--nvme")
-        file = open_filled(directory, size, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
-        memory = memoryview(block_pages.private(size))  # with pages, like a staging slot: making them takes longer
-    finally:
-        dist.barrier(place.everyone)  # no rank reads while another still writes, nor alone
-    try:
+    with contextlib.ExitStack() as opened:
+        try:
+            refuse_no_drive(directory, "--nvme")
+            file = open_filled(directory, size, block_bytes=BLOCK_BYTES, queue_depth=QUEUE_DEPTH)
+            opened.callback(file.close)
+            memory = memoryview(block_pages.private(size))  # with pages, like a staging slot: making them takes longer
+        finally:
+            dist.barrier(place.everyone)  # no rank reads while another still writes, nor alone
         start = time.monotonic()
         file.read(memory, 0, "doctor")
         return file.direct, time.monotonic() - start
-    finally:
-        file.close()

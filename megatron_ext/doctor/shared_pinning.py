@@ -3,7 +3,6 @@ does this take?"""
 
 import contextlib
 import mmap
-import os
 import re
 import time
 from collections import Counter
@@ -42,8 +41,7 @@ def check(place: Place, options: DoctorOptions) -> list[Finding]:
         return [failed(name, error.message, advice), not_tried("pinning", "memory cannot be shared")]
     found = [passed(name, f"{place.ranks_per_node} ranks of a node share memory")]
     found.append(huge_pages(SHARED_PAGES))
-    with contextlib.closing(mmap.mmap(descriptor, size)) as block:
-        os.close(descriptor)
+    with contextlib.closing(shared_block.mapped(descriptor, size)) as block:
         found += _pages(place, block)
         found.append(_pin(place, block))
     return found

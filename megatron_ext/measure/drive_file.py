@@ -16,12 +16,12 @@ def open_filled(directory: str, size_bytes: int, *, block_bytes: int, queue_dept
     Raises:
         InputError: the directory is missing or not writable, or the drive is full.
     """
+    # The file is filled: reserved blocks that were never written are not read from the drive.
+    piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
+    piece[:] = os.urandom(len(piece))
     descriptor = create_file(directory, aligned(size_bytes), option=OPTION, memory=True)
     reads = DriveReads(block_bytes=block_bytes, queue_depth=queue_depth)
     file = DriveFile(descriptor, directory, reads, need_direct=False)
-    # Fill the file: reserved blocks that were never written are not read from the drive.
-    piece = memoryview(mmap.mmap(-1, min(aligned(size_bytes), 4 << 20)))
-    piece[:] = os.urandom(len(piece))
     try:
         for offset in range(0, aligned(size_bytes), len(piece)):
             file.write(piece[: aligned(size_bytes) - offset], offset, "filling")

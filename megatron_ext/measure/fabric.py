@@ -66,8 +66,7 @@ class Fabric:
             self.take_processors()
         self.device = device_of(torch.empty(0, device=self.torch_device))
         self.arena_bytes = self.fitting_arena()
-        self._map = mmap.mmap(block, shared_bytes(options))
-        os.close(block)
+        self._map = shared_block.mapped(block, shared_bytes(options))
         block_pages.spread(self._map)  # like the run's host copies
         self.board = board or SharedBoard(memoryview(self._map)[: _control_bytes(options)], rank, self.world_size)
         self._host: torch.Tensor | None = None

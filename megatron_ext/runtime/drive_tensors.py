@@ -9,14 +9,12 @@ everything that was written has reached the drive.
 """
 
 import contextlib
-import mmap
-import os
 from math import prod
 
 import torch
 
 from megatron_ext.formats.errors import InputError
-from megatron_ext.runtime import drive
+from megatron_ext.runtime import drive, shared_block
 
 MADV_PAGEOUT = 21
 """madvise(2): move these pages out of memory now. Python's mmap has no name for it."""
@@ -42,10 +40,7 @@ class DriveTensors:
             starts.append(size)
             size += drive.aligned(prod(shape) * dtype.itemsize)
         descriptor = drive.create_file(directory, max(size, drive.BLOCK))
-        try:
-            self._directory, self._map = directory, mmap.mmap(descriptor, max(size, drive.BLOCK))
-        finally:
-            os.close(descriptor)  # the mapping holds the file
+        self._directory, self._map = directory, shared_block.mapped(descriptor, max(size, drive.BLOCK))
         self.tensors = [view(self._map, start, shape, dtype) for start, shape in zip(starts, shapes, strict=True)]
 
     def flush(self) -> None:

@@ -69,8 +69,7 @@ class _Block:
         sizes = [flags_bytes(rows, size), *(group.bytes for group in hosted)]
         starts = [*accumulate((-(-part // mmap.PAGESIZE) * mmap.PAGESIZE for part in sizes), initial=0)]
         descriptor = shared_block.share(starts[-1], rank, exchange, field="gpus_per_node")
-        self.map = mmap.mmap(descriptor, starts[-1])
-        os.close(descriptor)
+        self.map = shared_block.mapped(descriptor, starts[-1])
         _make_pages(self.map, rank, size, exchange, progress)
         self.memory = torch.frombuffer(self.map, dtype=torch.uint8)
         self.pids = exchange(os.getpid())

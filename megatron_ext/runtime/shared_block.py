@@ -6,6 +6,7 @@ The block is an anonymous memory file (memfd): it has no name in /dev/shm or any
 /proc/<pid>/fd/<fd>, which only the same user may open. Containers limit the size of /dev/shm, but not of this.
 """
 
+import mmap
 import os
 from collections.abc import Callable
 
@@ -18,6 +19,14 @@ def create_block(size: int) -> int:
     os.fchmod(descriptor, 0o600)
     os.ftruncate(descriptor, size)
     return descriptor
+
+
+def mapped(descriptor: int, size: int) -> mmap.mmap:
+    """A file as memory. Its descriptor is closed: the mapping holds the file."""
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
 
 
 def share(size: int, rank: int, exchange: Callable[[object], list], *, field: str) -> int:
@@ -43,7 +52,7 @@ def share_file(
     if rank == 0:
         try:
             own = make()
-        except InputError as refused:
+        except (InputError, OSError) as refused:
             error = str(refused)
     pid, handle, identity, error = exchange((os.getpid(), own, own is not None and _identity(own), error))[0]
     if error is not None:

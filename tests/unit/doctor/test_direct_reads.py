@@ -72,6 +72,15 @@ def test_a_rank_whose_file_is_refused_still_meets_the_others(checked, kind):
     assert done == ["all"] and (found.status, found.found) == ("fail", "the drive is full")
 
 
+def test_a_file_is_closed_if_there_is_no_memory_to_read_it_into(checked, monkeypatch):
+    def refused(size):
+        raise OSError("no host memory")
+
+    monkeypatch.setattr(direct_reads.block_pages, "private", refused)
+    found, done = checked([0.5])
+    assert done == ["filled", "all", "closed"] and (found.status, found.found) == ("fail", "no host memory")
+
+
 def test_memory_is_no_drive(checked, monkeypatch, tmp_path):
     monkeypatch.setattr("megatron_ext.runtime.drive.filesystem", lambda directory: "tmpfs")
     monkeypatch.setattr(direct_reads.dist, "barrier", lambda group: None)
