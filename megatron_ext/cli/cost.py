@@ -111,7 +111,7 @@ def cost_compare(first_path: str, second_path: str, as_json: bool) -> None:
 def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrapolate: bool, as_json: bool) -> None:
     """Correct a run's cost table with the run's own figures, so that the next plan is better."""
     from megatron_ext import report as reports
-    from megatron_ext.report.calibrate import NOT_CORRECTED, calibrate
+    from megatron_ext.report.calibrate import calibrate, uncorrected
 
     run = reports.load(run_dir)
     path = out or os.path.join(run_dir, "calibrated.cost_table.json")
@@ -122,15 +122,12 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
         found = calibrate(run, table, extrapolate=extrapolate)
     cost_table.save(path, found.table)
     lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
-    if found.left:
-        lines.append(f"{NOT_CORRECTED}: {', '.join(found.left)}. A verdict from the corrected table rests on both")
-    if found.moving:
-        lines.append(f"not settled: {', '.join(found.moving)}. Plan, train, calibrate again with the corrected table")
+    lines += uncorrected(found.left, found.unsettled)
     lines.append(
         f"the prediction of the run's iteration time was {found.error_before:+.1%} off, with the corrected table "
         f"{found.error_after:+.1%}; wrote {path}"
     )
-    figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left, "not_settled": found.moving}
+    figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left, "unsettled": found.unsettled}
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 
 

@@ -12,12 +12,15 @@ optimizer step that is not in the run's own steps of groups is corrected. For a 
 it. The difference between measured and simulated waits is added to the reduce. If compute hides the reduce, and the
 waits are shorter than the error that any curve may have, it is not corrected.
 Links slow each other down, and compute that hides a part of a reduce hides the same part of a longer one. So the run is
-simulated on the corrected table, and the table is corrected again, until no figure changes. The next plan may depend on
-figures that this run does not show: calibrate, plan and run again until only the machine's own variation is left.
+simulated on the corrected table, and the table is corrected again, until no figure changes. A figure on which a time of
+this run hardly depends never settles: publishing limited by host memory, a reduce that compute hides. It is left as
+given, the worst first, and the others go on. The next plan may depend on figures that this run does not show:
+calibrate, plan and run again until only the machine's own variation is left.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -57,13 +60,16 @@ CURVES = {
 """By part, the curve of the table that its time comes from."""
 
 MOST = 100.0
-"""The largest factor for a figure. A run that needs a larger one does not belong to this table."""
+"""The largest ratio of a measured time to the one that the given table predicts. A run with a larger one does not
+belong to this table. It also limits factors."""
 
-ROUNDS, SETTLED = 10, 0.01
-"""The most corrections of a table by one run, and the change of a factor below which it has settled."""
+ROUNDS, SETTLED = 20, 0.01
+"""The most corrections of a table before a figure is left as given, and the change of a factor below which it has
+settled."""
 
 NOT_CORRECTED = "not corrected, because the run does not use it, record it or wait for it"
-"""Start of the note on curves that were not corrected. A plan by the corrected table relies on these curves as well."""
+UNSETTLED = "unsettled: left as given, because no factor brings its simulated time to that of the run"
+"""Start of the notes on figures that were not corrected. A plan by the corrected table relies on these as well."""
 
 Times = dict[tuple[str, int, int], float]
 """Microseconds by part, pipeline rank and model chunk (0 except for compute)."""
@@ -71,13 +77,13 @@ Times = dict[tuple[str, int, int], float]
 
 class Calibrated(NamedTuple):
     """``factors``: the factor of each corrected figure of the table. ``left``: curves of the table that the run says
-    nothing about. ``moving``: figures that did not settle. ``error_before``, ``error_after``: predicted / measured
-    iteration time - 1."""
+    nothing about. ``unsettled``: figures that no factor brings to the measured time. ``error_before``,
+    ``error_after``: predicted / measured iteration time - 1."""
 
     table: CostTable
     factors: dict[str, float]
     left: tuple[str, ...]
-    moving: tuple[str, ...]
+    unsettled: tuple[str, ...]
     error_before: float
     error_after: float
 
@@ -112,27 +118,34 @@ def calibrate(run: RunDir, table: CostTable | None = None, *, extrapolate: bool 
                 times[LAUNCHES, 0, 0], measured[LAUNCHES, 0, 0] = thread.predicted_us, thread.measured_us or 0.0
         return times, result.iteration_time_us
 
-    made, factors, predicted_us, found = given, Times(), list[float](), Times()
-    for number in range(ROUNDS + 1):
+    made, factors, predicted_us, rounds, unsettled = given, Times(), list[float](), 0, set[tuple[str, int, int]]()
+    while True:
         predicted, us = simulated(timing := Timing(run.workload, made, extrapolate=extrapolate))
-        predicted_us.append(us)
         found = _factors(measured, predicted, run.workload, timing)
-        found = {key: by for key, by in found.items() if not number or abs(by - 1) > SETTLED}
-        if not found or number == ROUNDS:
+        first = not predicted_us
+        if beyond := [_name(*key) for key, by in found.items() if first and not 1 / MOST <= by <= MOST]:
+            why = f"differs from the run by more than {MOST:g} times"
+            raise InputError(why, file=run.path, field=", ".join(beyond))
+        found = {key: by for key, by in found.items() if key not in unsettled and (first or abs(by - 1) > SETTLED)}
+        predicted_us.append(us)
+        if not found:
             break
+        stuck = {key for key in found if factors.get(key) in (1 / MOST, MOST)}
+        if rounds == ROUNDS and not stuck:
+            worst = max(found.values(), key=lambda by: abs(math.log(by)))  # curves of publishing have one factor
+            stuck = {key for key, by in found.items() if by == worst}
+        unsettled, rounds = unsettled | stuck, 1 if stuck else rounds + 1
         factors |= {key: min(max(factors.get(key, 1.0) * by, 1 / MOST), MOST) for key, by in found.items()}
+        factors = {key: by for key, by in factors.items() if key not in unsettled}
         made = _scaled(given, factors, timing.ranks)
-    beyond = [_name(*key) for key, by in factors.items() if key in found and by in (1 / MOST, MOST)]
-    if beyond:
-        raise InputError(f"differs from the run by more than {MOST:g} times", file=run.path, field=", ".join(beyond))
-    if not factors:
+    if not factors and not unsettled:
         raise InputError("no part of it was both measured and simulated", file=run.path, field="scheduled_trace")
-    others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors]
+    others = [curve for part, curve in CURVES.items() if (part, -1, 0) not in factors.keys() | unsettled]
     told = lambda curve: timing.launches if curve == LAUNCHES else has_points(cost.part_named(given, curve))
     left = tuple(filter(told, others))
-    named, moving = ({_name(*key): by for key, by in sorted(each.items())} for each in (factors, found))
+    named, still = {_name(*key): by for key, by in sorted(factors.items())}, [_name(*key) for key in sorted(unsettled)]
     before, *_, after = (us / measured_us - 1 for us in predicted_us)
-    return Calibrated(_noted(made, named, left), named, left, tuple(moving), before, after)
+    return Calibrated(_noted(made, named, uncorrected(left, still)), named, left, tuple(still), before, after)
 
 
 def _published(run: RunDir, timing: Timing) -> list[str]:
@@ -193,10 +206,15 @@ def _name(part: str, pp_rank: int, chunk: int) -> str:
     return CURVES.get(part, f"compute.{part}" + (f" of rank {pp_rank}, chunk {chunk}" if pp_rank >= 0 else ""))
 
 
-def _noted(table: CostTable, named: dict[str, float], left: tuple[str, ...]) -> CostTable:
-    told = ", ".join(f"{name} x {factor:.3g}" for name, factor in named.items())
-    notes = (f"calibrated by a run: {told}", *((f"{NOT_CORRECTED}: {', '.join(left)}",) if left else ()))
-    return replace(table, metadata=replace(table.metadata, notes=(*table.metadata.notes, *notes)))
+def uncorrected(left: Sequence[str], unsettled: Sequence[str]) -> list[str]:
+    """Lines about figures that were not corrected."""
+    return [f"{why}: {', '.join(names)}" for why, names in ((NOT_CORRECTED, left), (UNSETTLED, unsettled)) if names]
+
+
+def _noted(table: CostTable, named: dict[str, float], lines: list[str]) -> CostTable:
+    told = ", ".join(f"{name} x {factor:.3g}" for name, factor in named.items()) or "nothing"
+    notes = (*table.metadata.notes, f"calibrated by a run: {told}", *lines)
+    return replace(table, metadata=replace(table.metadata, notes=notes))
 
 
 def _scaled(table: CostTable, factors: Times, ranks: int) -> CostTable:
