@@ -96,9 +96,10 @@ def announcement(options: Options) -> str:
     curves = ", ".join(f"{name} ({len(sizes_of(name, options))})" for name in curves_asked(options))
     computes = "compute" in options.links and options.modules is not None
     others = ["host memory"] if "host_memory" in options.links else []
+    others += ["the drive"] if "nvme" in options.links and options.has("nvme") else []
     others += ["compute"] if computes else []
     others += ["contention"] if "contention" in options.links else []
-    most, kept = MOST_OVER * options.seconds, options.keep_path
+    most, kept = max(MOST_OVER * options.seconds, options.seconds + 10), options.keep_path
     goes_on = f"\ncontinues from {kept} if its options are the same" if kept and os.path.exists(kept) else ""
     return (
         f"measures with {options.world_size} ranks: curves (sizes) {curves or 'none'}; "

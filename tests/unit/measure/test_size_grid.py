@@ -1,8 +1,10 @@
 """Sizes to measure, and where they are refined."""
 
+import pytest
+
 from megatron_ext.measure import size_grid
 from megatron_ext.measure.options import Options
-from megatron_ext.measure.size_grid import sizes_of
+from megatron_ext.measure.size_grid import announcement, sizes_of
 
 
 def test_factor_2_grid_has_both_ends():
@@ -30,3 +32,14 @@ def test_refined_where_neighbours_disagree_only():
     assert all((1 << 13) < size < (1 << 17) for size in added) and len(added) <= 4
     # What costs most is refined first, however far off small sizes are.
     assert all(size > 1 << 14 for size in size_grid.refinement(step | {1 << 13: 3.0 * (1 << 13)}, at_most=2))
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(2, 12), (30, 40), (50, 60), (100, 120)])
+def test_the_most_seconds_that_are_announced_are_those_after_which_it_gives_up(seconds, most):
+    assert f"takes about {seconds} s and at most {most} s" in announcement(Options(seconds=seconds))
+
+
+def test_a_drive_that_is_measured_is_announced():
+    links = ("gpu", "nvme", "contention")
+    assert announcement(Options(links=links)).partition("\n")[0].endswith("); contention")
+    assert "); the drive, contention\n" in announcement(Options(links=links, nvme_path="/"))
