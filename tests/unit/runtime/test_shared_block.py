@@ -1,4 +1,4 @@
-"""A shared block leaves no descriptor open, and what its first rank cannot make is refused on all."""
+"""A mapped block leaves no descriptor open, and what its first rank cannot make is refused on all."""
 
 import errno
 import mmap
@@ -17,14 +17,14 @@ def failing(number: int):
     return fail
 
 
-@pytest.fixture(autouse=True)
-def _no_descriptor_is_left():
+@pytest.fixture
+def no_descriptor_is_left():
     before = sorted(os.listdir("/proc/self/fd"))
     yield
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_mapping_outlives_the_descriptor():
+def test_the_mapping_outlives_the_descriptor(no_descriptor_is_left):
     descriptor = shared_block.share(mmap.PAGESIZE, 0, lambda value: [value], field="ranks")
     memory = shared_block.mapped(descriptor, mmap.PAGESIZE)
     memory[:2] = b"ab"
@@ -33,7 +33,7 @@ def test_the_mapping_outlives_the_descriptor():
     memory.close()
 
 
-def test_a_block_that_cannot_be_mapped_is_closed(monkeypatch):
+def test_a_block_that_cannot_be_mapped_is_closed(no_descriptor_is_left, monkeypatch):
     descriptor = shared_block.create_block(mmap.PAGESIZE)
     monkeypatch.setattr(shared_block.mmap, "mmap", failing(errno.ENOMEM))
     with pytest.raises(OSError):
