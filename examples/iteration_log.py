@@ -1,7 +1,14 @@
-"""Output of the example while it trains: one line per iteration, or a progress bar."""
+"""Output of the example while it trains: one line per iteration, or a progress bar; and what it keeps of each."""
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def kept_once(kept: dict[bytes, dict], value: msgspec.Struct) -> dict:
+    """``value`` as a dictionary, one for all equal values: otherwise 10,000 iterations would take 10 MB. ``kept``: all
+    so far."""
+    return kept.setdefault(msgspec.json.encode(value), msgspec.to_builtins(value))
 
 
 def iteration_log(total: int, *, start: int, every: int, title: str | None, silent: bool):

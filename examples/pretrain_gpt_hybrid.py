@@ -19,7 +19,6 @@ from datetime import timedelta
 from functools import partial
 from typing import NoReturn
 
-import msgspec
 import numpy
 import torch
 import torch.distributed as dist
@@ -34,7 +33,7 @@ cpu_compat.install()  # does nothing where there is a CUDA device
 import batches
 import checkpoint
 import corpus
-from iteration_log import iteration_log
+from iteration_log import iteration_log, kept_once
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from model_and_optimizer import build_model_and_optimizer
@@ -216,7 +215,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
     turns = Turns(args.interleave, writes=dist.get_rank() == 0) if args.interleave else None
     if turns is not None:
         metrics["turn_iterations"] = turns.iterations
-    saved = None
+    saved, kept = None, {}
     while iteration < args.train_iters:
         if turns is not None:
             turns.before(iteration)
@@ -236,9 +235,7 @@ def train(args, model, optimizer, config, datasets) -> dict:
         metrics["iteration_us"].append(elapsed)
         metrics["peak_bytes"] = max(metrics["peak_bytes"], hooks.peak_bytes())
         if args.metrics_path and args.user_defined_schedule and (held := hooks.census()) is not None:
-            held = msgspec.to_builtins(held)
-            # Usually equal to the one before; then that one is kept again, or 10,000 iterations would take 10 MB.
-            metrics["census"].append(metrics["census"][-1] if metrics["census"][-1:] == [held] else held)
+            metrics["census"].append(kept_once(kept, held))
         log.iteration(iteration, metrics["loss"][-1], metrics["grad_norm"][-1], elapsed)
         if turns is not None:
             turns.after(iteration - 1, last=iteration == args.train_iters)

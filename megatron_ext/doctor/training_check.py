@@ -162,7 +162,8 @@ def _one(training, place: Place, options: DoctorOptions, case: Case) -> Finding:
         schedule = with_all_on_host(schedule, workload)
     if large:  # also for the reference's step: with one thread it would take most of the time
         host_threads.use(place.ranks_per_node, place.ranks_per_node)
-    with tempfile.TemporaryDirectory(prefix="megatron_ext.") as folder:
+    # In the folder of the process that started the ranks, if there is one: it is removed even if this rank is ended.
+    with tempfile.TemporaryDirectory(prefix="megatron_ext.", dir=options.stacks or None) as folder:
         path = str(Path(folder) / "schedule.json")
         user_defined_schedule.save(path, schedule)
         first, second = (training.train(args, path, stock=True) for _ in range(2))

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -52,14 +53,11 @@ def test_everything_that_needs_no_gpu_passes(doctor):
 
 
 FAULTS = """
-import ctypes, os, signal, time
+import ctypes, os, signal, tempfile, time
 from megatron_ext.doctor import direct_reads, overlap, stream_operations, training_check
 
 def hang_in_the_driver(*arguments):
     ctypes.PyDLL(None).sleep(1000)  # keeps the interpreter's lock
-
-def hang(*arguments):
-    time.sleep(1000)
 
 def crash(*arguments):
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -68,17 +66,24 @@ def sticky(*arguments):
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 stream_operations.check, direct_reads.check, overlap.check = hang_in_the_driver, crash, sticky
-one = training_check.check
+save = training_check.user_defined_schedule.save
 
-def check(place, options, case):
-    return (hang if (case.route, case.zero_stage) == ("cpu", 1) else one)(place, options, case)
+def hang(path, schedule):
+    save(path, schedule)
+    if schedule.zero_stage == 1 and "cpu" in schedule.routes:
+        time.sleep(1000)
 
-training_check.check, training_check.CASES = check, training_check.CASES[:3]
+training_check.user_defined_schedule.save, training_check.CASES = hang, training_check.CASES[:3]
+tempfile.tempdir = os.environ["TMPDIR"]  # found before, in the process that this one is a fork of
 """
 """What goes wrong in the ranks."""
 
 
-def test_checks_that_hang_or_die_cost_their_own_line(doctor):
+def test_checks_that_hang_or_die_cost_their_own_line(doctor, monkeypatch, tmp_path):
+    """And leave no files."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     code, said, error = doctor("--nproc", 1, "--check-seconds", 20, "--seconds", 300, before=FAULTS)
     assert code == 1, error
     found = {finding["check"]: finding for finding in said["findings"]}
@@ -91,6 +96,7 @@ def test_checks_that_hang_or_die_cost_their_own_line(doctor):
     assert "rank 0 in hang" in hung["found"] and "Thread" in hung["figures"]["stacks_of_rank_0"]
     for name in ("python", "host pages", "megatron-core", "training: gpu, zero stage 1", "training: gpu, zero stage 3"):
         assert found[name]["status"] == "pass", found[name]
+    assert [*(tmp_path / "temporary").glob("megatron_ext.*")] == []
 
 
 SLOW = """
