@@ -66,7 +66,11 @@ def make_data_group(parallel: Parallel, backend: str, ranks: int | None = None, 
     return next(group for members, group in zip(every, groups) if dist.get_rank() in members)
 
 
+def _high_priority(backend: str) -> dict[str, Any]:
+    """Arguments of ``dist.new_group`` that give NCCL's stream priority over compute: a step waits for its gathers."""
+    nccl: Any = getattr(dist, "ProcessGroupNCCL", None)
+    return {"pg_options": nccl.Options(is_high_priority_stream=True)} if backend == "nccl" else {}
+
+
 def _new_group(ranks: list[int], backend: str, **how) -> Any:
-    if backend == "nccl":  # its stream gets priority over compute, because a step waits for its gathers
-        how = {"pg_options": dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)} | how
-    return dist.new_group(ranks, backend=backend, **how)
+    return dist.new_group(ranks, backend=backend, **(_high_priority(backend) | how))

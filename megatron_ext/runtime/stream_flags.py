@@ -29,20 +29,21 @@ class StreamFlags:
     def offset(self, memory: torch.Tensor) -> int:
         """Difference between the device's address of a byte in page-locked ``memory`` and its host address."""
         code, address = self._pointer(memory.data_ptr(), 0)
-        self._check(code, "cuMemHostGetDevicePointer")
+        if code != self._ok:
+            raise StreamFlagError(f"cuMemHostGetDevicePointer failed with {code}")
         return int(address) - memory.data_ptr()
 
     def wait(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Make the work queued on ``stream`` from now on wait until the flag is at least ``value``."""
-        self._check(*self._wait(stream.cuda_stream, address, value, 0), "cuStreamWaitValue64")
+        (code,) = self._wait(stream.cuda_stream, address, value, 0)
+        if code != self._ok:
+            raise StreamFlagError(f"cuStreamWaitValue64 failed with {code}")
 
     def store(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
         """Queue a store of ``value`` to the flag after the work queued on ``stream``."""
-        self._check(*self._store(stream.cuda_stream, address, value, 0), "cuStreamWriteValue64")
-
-    def _check(self, code: object, name: str) -> None:
+        (code,) = self._store(stream.cuda_stream, address, value, 0)
         if code != self._ok:
-            raise StreamFlagError(f"{name} failed with {code}")
+            raise StreamFlagError(f"cuStreamWriteValue64 failed with {code}")
 
 
 def pip_line() -> str:

@@ -50,7 +50,11 @@ def missing(kind: str, ranks: int, nodes: int) -> str | None:
         return f"CUDA {cuda}: gathers by copy engines need {'.'.join(map(str, LEAST_CUDA))}"
     if not hasattr(getattr(dist, "ProcessGroupNCCL", None), "NCCL_CTA_POLICY_ZERO"):
         return f"torch {torch.__version__} cannot ask NCCL for a communicator without thread blocks"
-    if not all(hasattr(_memory(), name) for name in ("empty", "rendezvous", "get_backend", "set_backend")):
+    try:
+        memory = _memory()
+    except ImportError:
+        return f"torch {torch.__version__} has no symmetric memory"
+    if not all(hasattr(memory, name) for name in ("empty", "rendezvous", "get_backend", "set_backend")):
         return f"torch {torch.__version__} cannot register memory with NCCL"
     return None
 
