@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from early_step_cases import case, on_drive
-from event_rows import events
 from msgspec.structs import replace
 from planning_cases import WHOLE, line, make_table, make_workload
 from run_files import EPOCH_US, change, make_metrics, make_run
@@ -311,38 +310,6 @@ def test_what_explains_the_difference_is_named(tmp_path):
     assert "backward explains most of the difference" in text.replace("\n", " ") and "ms predicted" in text
 
 
-def test_waits_and_issuing_are_no_compute():
-    """On a device the thread issues beside the stream."""
-    seen = [
-        *events(0, "compute", ("0F0", 0.0, 100.0), ("0B0", 100.0, 50.0)),
-        *events(0, "wait", ("wait 0", 10.0, 30.0)),
-        *events(0, "issue", ("unshard 0", 50.0, 5.0)),
-        *events(1, "wait", ("wait 0", 100.0, 50.0)),
-    ]
-    one_rank = {"forward": 65.0, "wait": 30.0, "issue": 5.0, "backward": 50.0}  # rank 0, not the longest wait
-    found = {part.name: part for part in parts.parts(seen, 160.0, [seen], 160.0, False)}
-    assert {name: found[name].measured_us for name in one_rank} == one_rank
-    assert sum(part.measured_us or 0.0 for name, part in found.items() if name not in parts.BY_LINK) == 160.0
-    assert parts.parts(seen, 160.0, [seen], 160.0, True)[0].measured_us == 70.0  # on a device forwards include issuing
-
-
-def test_parts_of_a_prediction_are_those_of_the_rank_that_is_slowest_in_the_run():
-    predicted = [*events(0, "compute", ("0F0", 0.0, 90.0)), *events(1, "compute", ("0F0", 0.0, 100.0))]
-    run = [*events(0, "compute", ("0F0", 0.0, 90.0), ("0B0", 90.0, 20.0)), *events(1, "compute", ("0F0", 0.0, 100.0))]
-    found = {part.name: part for part in parts.parts(predicted, 100.0, [run], 110.0, False)}
-    assert (found["forward"].predicted_us, found["forward"].measured_us) == (90.0, 90.0)
-    assert (found["backward"].predicted_us, found["backward"].measured_us) == (0.0, 20.0)
-
-
-@pytest.mark.parametrize("measured_us, name, link", [(9.0, "wait", "gpu"), (2.0, "backward", None)])
-def test_the_part_that_differs_the_same_way_explains_it_and_of_waits_a_link(measured_us, name, link):
-    rows = [("forward", 2.0, 2.5), ("backward", 4.0, 2.0), ("wait", 0.0, 3.0), ("gpu", 5.0, 9.0), ("cpu", 5.0, 6.0)]
-    found = [parts.TimePart(*row) for row in rows]
-    part, by = parts.explains(found, measured_us - 6.0)
-    assert part.name == name and (by.name if by else None) == link
-    assert parts.explains([parts.TimePart("forward", 1.0, 1.0)], 5.0) is None
-
-
 def run_of_launches(launch_us, measured_us, at_once, stretched=1.0):
     """On a device, of three micro-batches: 100 us of forward each, and 200 of backward."""
     work = make_workload(pp=1, vp=1, dp=1, order="no_pipeline", microbatches=3, p2p_bytes=0)
@@ -378,15 +345,6 @@ def test_launches_that_the_device_hides_are_corrected_where_the_thread_was_faste
     slower, faster = (calibrate(run_of_launches(100.0, us, at_once, stretched=3.0)) for us in (2600.0, 320.0))
     assert "launches" in slower.left and slower.table.compute[0].forward_us == pytest.approx(300.0)
     assert 0.4 < faster.factors["launches"] < 0.6 and faster.table.compute[0].forward_us == pytest.approx(300.0)
-
-
-def test_a_report_names_launches_where_the_device_waits_for_them():
-    found = [parts.TimePart("backward", 600.0, 3000.0), parts.TimePart("launches", 2400.0, 4500.0, limits=True)]
-    first, row, cause = parts.lines(found, 2100.0)
-    assert row == "launches: 2.400 ms predicted, at most 4.500 measured"
-    assert cause.startswith("launches explains most of the difference of +2.100 ms: +2.100 ms (100%)")
-    hidden = [found[0], found[1]._replace(limits=False)]
-    assert parts.as_json(hidden, 2400.0)["explains"] == "backward"
 
 
 @pytest.mark.parametrize(
