@@ -158,4 +158,4 @@ def test_nothing_is_scaled_from_sizes_that_say_nothing_of_it():
 
 def test_what_is_measured_and_how_long_it_takes_is_said_before():
     text = announcement(LARGE)
-    assert "optimizer (12)" in text and "20 s and at most 24 s" in text and "p2p" not in text
+    assert "optimizer (12)" in text and "20 s and at most 30 s" in text and "p2p" not in text
