@@ -25,6 +25,9 @@ from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.step_order import steps_of_ranks
 from megatron_ext.workload.workload import Chunk, Workload
 
+BringUs = Callable[[int], float]
+"""Bytes -> the least microseconds in which they come."""
+
 
 def with_device_memory(workload: Workload, timing: Timing, links: Sequence[LinkRates]) -> Durations:
     """Least durations within steps and between adjacent steps; see the note above. ``links``: by pipeline rank."""
@@ -42,12 +45,13 @@ def with_device_memory(workload: Workload, timing: Timing, links: Sequence[LinkR
         def between(before: int, after: list[int], rank: int = rank) -> float:
             return links[rank].least_wait_us(limit - before, after) if before and after else 0.0
 
-        mine = []
-        for row, layers, times in zip(sizes, parameters, timing.layers[rank]):
-            forward, backward = _waits(layers, between)
-            forward_us = step_us([*zip(row, times.forward)], window, forward)
-            mine.append((forward_us, step_us([*zip(row, times.backward)][::-1], window, backward)))
-        steps.append(mine)
+        waits = [_waits(row, between) for row in parameters]
+        runs = [
+            (list(zip(row, times.forward)), list(zip(row, times.backward))[::-1])
+            for row, times in zip(sizes, timing.layers[rank])
+        ]
+        pairs = zip(runs, waits)
+        steps.append([(step_us(run[0], window, wait[0]), step_us(run[1], window, wait[1])) for run, wait in pairs])
         mine = [0.0]
         for one, two in zip(order, order[1:]):
             first, second = sizes[one.stage // pp], sizes[two.stage // pp]
@@ -61,6 +65,10 @@ def with_device_memory(workload: Workload, timing: Timing, links: Sequence[LinkR
                 mine.append(0.0)
         gaps.append(mine)
     return Durations(steps, gaps)
+
+
+LayerRuns = Sequence[tuple[int, float]]
+"""Layers in the order in which a step computes them: (bytes, microseconds alone)."""
 
 
 def _by_layer(chunk: Chunk) -> list[list[int]]:
@@ -78,11 +86,10 @@ def _waits(layers: list[list[int]], between) -> tuple[list[float], list[float]]:
     return forward, backward
 
 
-def step_us(runs: Sequence[tuple[int, float]], window: Callable[[int], float], waits: Sequence[float] = ()) -> float:
+def step_us(runs: LayerRuns, window: BringUs, waits: Sequence[float] = ()) -> float:
     """The longest path through one step.
 
     Args:
-        runs: (bytes, microseconds alone) of its layers, in the order in which it computes them.
         window: bytes that layers need together -> least time from the end of the first to the start of the last.
         waits: by layer, in the order of ``runs``, the least time since the end of the layer before it.
     """
@@ -99,5 +106,5 @@ def step_us(runs: Sequence[tuple[int, float]], window: Callable[[int], float], w
     return now
 
 
-def _window_rule(links: LinkRates, limit: int) -> Callable[[int], float]:
+def _window_rule(links: LinkRates, limit: int) -> BringUs:
     return cache(lambda needed: links.least_us(needed - limit) if needed > limit and links.routes else 0.0)

@@ -113,6 +113,9 @@ def _header(log: Log) -> tuple[int, list[str]]:
             if any("/" in unit and unit != "GB/s" for unit in found):
                 raise log.error(number + 1, "rates are not in (GB/s)")
             return number + 1, columns
+        if line.startswith("#") and columns[:2] == ["bytes", "N"]:
+            why = "a table of nccl-tests before April 2019, whose times in ms are too coarse; run a newer version"
+            raise log.error(number, why)
     raise InputError("no nccl-tests table: no header line '# size ... time ... time' in it", file=log.path)
 
 

@@ -190,7 +190,7 @@ def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     if found_us > problem.bound_us * (1 + 1e-9) and is_tiny(problem.workload):
         from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
 
-        return solve(problem, found, found_us, SMALL)[0]
+        found, *_ = solve(problem, found, found_us, SMALL)
     return found
 
 

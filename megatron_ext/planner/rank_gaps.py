@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_ext.planner.assemble import Freed, Placed
-from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
+from megatron_ext.planner.blocks import Blocks, BlockUse, block_uses_of_rank
 from megatron_ext.simulator.timing import Timing
 from megatron_ext.workload.route import Route
 from megatron_ext.workload.workload import Workload
@@ -24,22 +24,27 @@ class Gap(NamedTuple):
         return self.after + 1 if self.after >= 0 else -1
 
 
+def _gaps_of_rank(workload: Workload, blocks: Blocks, block_uses: list[BlockUse], rank: int) -> list[Gap]:
+    """All gaps of a rank in the order of their uses; at zero stage 1 only the first gap of each group."""
+    gaps, last = [], {}
+    for number, block_use in enumerate(block_uses):
+        for group in blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
+            if workload.zero_stage == 3 or group not in last:
+                gaps.append(Gap(rank, group, last.get(group, -1), number))
+            last[group] = number
+    return gaps
+
+
 class RankGaps:
     """The gaps of one rank. They are named by their numbers.
 
     Attributes:
-        gaps: in the order of their uses; at zero stage 1 only the first gap of each group.
         fixed: gaps within a step, over which a group of several blocks has to stay.
     """
 
     def __init__(self, workload: Workload, timing: Timing, blocks: Blocks, rank: int):
         self.uses = block_uses_of_rank(workload, timing, blocks, rank)
-        self.gaps, last = list[Gap](), dict[int, int]()
-        for number, block_use in enumerate(self.uses):
-            for group in blocks.blocks[block_use.block].groups if block_use.block >= 0 else ():
-                if workload.zero_stage == 3 or group not in last:
-                    self.gaps.append(Gap(rank, group, last.get(group, -1), number))
-                last[group] = number
+        self.gaps = _gaps_of_rank(workload, blocks, self.uses, rank)
         self.sizes = [blocks.groups[gap.group].bytes for gap in self.gaps]
         self.fixed = frozenset(
             number

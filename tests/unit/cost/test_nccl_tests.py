@@ -191,6 +191,10 @@ def test_a_log_of_2021_is_read_also_where_its_list_of_devices_is_short(tmp_path,
         (of_2021("all_gather").replace("610.2", "6.102"), "another unit"),
         (of_2021("all_gather", own=False), "before June 2020"),
         (of_2021("all_gather") + of_2021("all_gather"), "rank 0 is listed twice: several runs in one log"),
+        (
+            "#      bytes             N    type     time  algbw  busbw      res     time  algbw  busbw      res\n",
+            "in ms",
+        ),
     ],
 )
 def test_a_log_that_cannot_be_read_says_the_true_reason(tmp_path, text, why):
