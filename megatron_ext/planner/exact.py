@@ -22,10 +22,10 @@ from megatron_ext.bounds.reduce_bounds import least_tail_us
 from megatron_ext.formats.errors import InputError
 from megatron_ext.planner.assemble import assemble
 from megatron_ext.planner.blocks import Blocks, block_uses_of_rank
+from megatron_ext.planner.decisions import Gap, RankGaps
 from megatron_ext.planner.effort import judged_us
 from megatron_ext.planner.gather_search import GatherSearch, GridPoint, Grouping
 from megatron_ext.planner.problem import Problem
-from megatron_ext.planner.rank_gaps import Gap, RankGaps
 from megatron_ext.schedule.footprint import pinned_need
 from megatron_ext.schedule.group_facts import uses_of_groups
 from megatron_ext.schedule.user_defined_schedule import PlanOptions, Schedule
@@ -54,11 +54,14 @@ EXACT = Effort(choices=20_000, work=1.5, models=6)
 SMALL = Effort(choices=1000, work=0.3, models=5)
 """For the hybrid policy, which also solves small cases exactly."""
 
+BETWEEN = Effort(choices=1000, work=0.1, models=8)
+"""For the hybrid policy if memory is short, between two passes that change decisions one by one."""
+
 
 def exact_schedule(problem: Problem, known: Schedule, known_us: float) -> Schedule:
     """The best schedule found. Its ``options.proven_gap`` says how far it is above the proven bound for its groups.
 
-    ``known`` is the hybrid policy's schedule; only faster ones are looked for.
+    ``known`` is the hybrid policy's schedule, to start from.
 
     Raises:
         InputError: no grouping fits the limits, each has too many choices, or a needed size was not measured.
@@ -81,12 +84,12 @@ def solve(problem: Problem, known: Schedule, known_us: float, effort: Effort) ->
     """
     workload, timing = problem.workload, problem.timing
     best, best_us, lowest, models = known, known_us, None, 0
-    # The groups of the known schedule come first: no others were found to be better.
+    # The groups of the known schedule come first: there the search can start from that schedule.
     for made in sorted(_groupings(problem), key=lambda made: made.blocks.groups != known.groups):
         if models == effort.models or not _small(workload, timing, made.blocks, effort.choices):
             continue
         try:
-            schedule, bound = solve_groups(workload, timing, made, known_us, effort.work)
+            schedule, bound = solve_groups(workload, timing, made, known, known_us, effort.work)
         except InputError:  # the size of a group was not measured
             continue
         models += 1
@@ -118,10 +121,12 @@ def _small(workload: Workload, timing: Timing, blocks: Blocks, choices: int) -> 
 
 
 def solve_groups(
-    workload: Workload, timing: Timing, given: Grouping, known_us: float, work: float
+    workload: Workload, timing: Timing, given: Grouping, known: Schedule, known_us: float, work: float
 ) -> tuple[Schedule | None, float]:
-    """The optimum for these groups: a schedule (None if none is faster than ``known_us``) and a lower bound."""
+    """The optimum for these groups: a schedule (None if the known schedule is no worse) and a lower bound."""
     model = _ScheduleModel(workload, timing, given, known_us)
+    if known.groups == given.blocks.groups:
+        model.start_from(known)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
@@ -278,6 +283,20 @@ class _ScheduleModel:
                     whole_at[place + 1].append(size * sum(whole if kept is None else [*whole, kept]))
             for terms in filter(None, whole_at):
                 self.model.add(sum(terms) <= limit)
+
+    def start_from(self, known: Schedule) -> None:
+        """Let the search start from a schedule of the same groups: its routes, its issue places and the groups that it
+        keeps."""
+        for pp_rank, rank in enumerate(self.ranks):
+            now = rank.decisions_of(known, pp_rank)
+            for number, gap in enumerate(rank.gaps):
+                gathered, kept = number not in now.kept, self.keep[gap]
+                if kept is not None:
+                    self.model.add_hint(kept, not gathered)
+                for place, chosen in self.issue[gap].items():
+                    self.model.add_hint(chosen, gathered and place == now.earliest[number])
+                for route, chosen in self.by[gap].items():
+                    self.model.add_hint(chosen, gathered and route == now.routes[number])
 
     def schedule(self, solver) -> Schedule:
         """The schedule of the solution. Every gather is issued at the last use that is reached before the gather

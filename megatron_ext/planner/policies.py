@@ -15,6 +15,7 @@ from megatron_ext.planner.effort import is_small, is_tiny, judged_us, marked, nu
 from megatron_ext.planner.finish import finished, rest_states, those_that_can
 from megatron_ext.planner.gather_search import search
 from megatron_ext.planner.in_processes import in_processes
+from megatron_ext.planner.local_search import improve
 from megatron_ext.planner.passes.rest_states import bytes_to_reserve, rest_as_must
 from megatron_ext.planner.problem import Problem, problem_of
 from megatron_ext.planner.quick_plan import PLACED, FewRounds, quick_schedules
@@ -28,8 +29,12 @@ from megatron_ext.schedule.user_defined_schedule import MeasuredOn, PlanOptions,
 from megatron_ext.schedule.validate import validate
 from megatron_ext.simulator.simulation import simulate, with_prediction
 from megatron_ext.simulator.timing import require_route
-from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE
+from megatron_ext.workload.route import ALL_GATHER, ON_DRIVE, kind_of
 from megatron_ext.workload.workload import Workload
+
+ROUNDS = 2
+"""How often decisions are changed one by one and small groupings are solved, if memory is short. The second round runs
+only if solving helped."""
 
 PROVEN = 1e-4
 """The largest gap to a bound that counts as no gap. It comes from CP-SAT's units of time."""
@@ -186,11 +191,18 @@ def _quick(problem: Problem) -> dict[str, Schedule]:
 def _searched(problem: Problem, only_gathers: bool = False) -> Schedule:
     if problem.offloads:
         return gathers_within_memory(problem) if only_gathers else plan_within_memory(problem)
-    found, found_us = search(problem)
-    if found_us > problem.bound_us * (1 + 1e-9) and is_tiny(problem.workload):
-        from megatron_ext.planner.exact import SMALL, solve  # ortools takes a while to import
+    workload, found, found_us = problem.workload, *search(problem)
+    if found_us > problem.bound_us * (1 + 1e-9) and is_tiny(workload):
+        from megatron_ext.planner.exact import BETWEEN, SMALL, solve  # ortools takes a while to import
 
-        found, *_ = solve(problem, found, found_us, SMALL)
+        by_changes = workload.streamed_bytes and not any(kind_of(route).staged for route in problem.routes)
+        for _ in range(ROUNDS if by_changes else 1):
+            if by_changes:
+                found, found_us = improve(problem, found, found_us)
+            changed_us = found_us
+            found, found_us, _ = solve(problem, found, found_us, BETWEEN if by_changes else SMALL)
+            if found_us == changed_us:
+                break
     return found
 
 

@@ -57,3 +57,14 @@ def by_parameter(parameters: list[Parameter]) -> list[list[Parameter]]:
     large = [[p] for p in parameters if p.bytes >= threshold]
     small = [p for p in parameters if p.bytes < threshold]
     return large + ([small] if small else [])
+
+
+def halves(divide: Divide | None, parameters: list[Parameter]) -> list[list[Parameter]]:
+    """The groups of ``divide``, or one group of all parameters, each cut into two of about equal bytes."""
+    found = []
+    for part in [parameters] if divide is None else divide(parameters):
+        whole = sum(p.bytes for p in part)
+        ends = range(1, len(part))
+        middle = min(ends, key=lambda end: abs(2 * sum(p.bytes for p in part[:end]) - whole), default=0)
+        found += [half for half in (part[:middle], part[middle:]) if half]
+    return found

@@ -89,7 +89,7 @@ def test_the_proof_knows_that_a_block_waits_where_its_group_is_used():
     us = evaluate(work, table, in_order).iteration_time_us
     arrived = sum(timing.gather_us("gpu", group.bytes) for group in blocks.groups)
     assert us < arrived + 400 + 800  # the second comes while layers run
-    _, bound = solve_groups(work, timing, given, 2 * us, EXACT.work)
+    _, bound = solve_groups(work, timing, given, in_order, 2 * us, EXACT.work)
     assert us * 0.9 < bound <= us * (1 + 1e-6)
 
 

@@ -1,11 +1,9 @@
 """What hybrid promises: valid, never worse than a baseline, honest about small gains, in the limits."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
-from planning_cases import least_room, line, make_table, make_workload, uneven_case
-from variations import ALL, some
+from planning_cases import line, make_table, make_workload, uneven_case
+from variations import some
 
 from megatron_ext.cost import cost_table as cost
 from megatron_ext.formats.errors import InputError
@@ -16,7 +14,6 @@ from megatron_ext.schedule.match import match
 from megatron_ext.schedule.memory_bill import memory_bill
 from megatron_ext.schedule.schedule_text import grid
 from megatron_ext.schedule.validate import validate
-from megatron_ext.workload import workload
 
 SLOTS = dict(nvme_slots=2, nvme_slot_bytes=60_000)
 WORKLOADS = {
@@ -198,43 +195,3 @@ def test_a_plan_within_memory_that_is_a_baseline_says_so(monkeypatch):
     work = replace(work, limits=replace(work.limits, device_bytes=held * 8 // 10))
     note = search_note(plan(work, make_table(work, reduce=line(10.0, 1e3)), compare=False))
     assert note is not None and "nothing found" in note and "quick plans" in note
-
-
-def unequal(times: list[int], limit: float, *, microbatches: int) -> workload.Workload:
-    """One rank with layers of ``times`` the size of the smallest, and ``limit`` times the least room for them."""
-    base = make_workload(
-        pp=1, vp=1, order="no_pipeline", layers=len(times), microbatches=microbatches, zero_stage=3, hidden=32
-    )
-    (chunk,) = base.chunks
-    parameters = tuple(
-        replace(p, shape=(p.shape[0] * times[p.layer], *p.shape[1:]), bytes=p.bytes * times[p.layer])
-        for p in chunk.parameters
-    )
-    work = workload.check(replace(base, chunks=(replace(chunk, parameters=parameters),)))
-    room = int(least_room(work) * limit)
-    return workload.check(replace(work, limits=workload.Limits(whole_parameter_bytes=room)))
-
-
-@settings(max_examples=6 if ALL else 3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    times=st.lists(st.sampled_from((1, 1, 2, 4, 8)), min_size=2, max_size=3),
-    limit=st.floats(1.0, 1.3),
-    speeds=st.tuples(st.floats(300, 6000), st.one_of(st.none(), st.floats(300, 6000))),
-    forward=st.floats(5, 100),
-)
-def test_a_plan_in_little_memory_is_never_a_baseline_without_a_word(times, limit, speeds, forward):
-    work = unequal(times, limit, microbatches=2)
-    gpu, cpu = speeds
-    table = make_table(
-        work, gpu=(2.0, gpu), cpu=None if cpu is None else (2.0, cpu), forward=forward, backward=2 * forward
-    )
-    planned = plan(work, table)
-    match(validate(planned), work)
-    predicted, best = planned.predicted, min(planned.predicted.baselines_us.values())
-    assert predicted.iteration_time_us <= best * (1 + 1e-9)
-    assert predicted.iteration_time_us >= predicted.lower_bound_us * (1 - 1e-9)
-    if predicted.iteration_time_us >= best * (1 - 1e-9):
-        rule, note = planned.metadata.options.rule, search_note(planned)
-        assert rule is not None and note is not None and rule in note
-    else:
-        assert search_note(planned) is None
