@@ -55,6 +55,29 @@ def test_steps_are_longer_where_a_chunk_does_not_fit():
     assert search(Problem(work, timing, ("gpu",)))[1] <= 1.05 * bound
 
 
+def test_steps_of_two_chunks_wait_for_each_other():
+    """Either chunk fits, two layers of either do: nothing within a step or between two layers says more than
+    compute."""
+    shape = dict(pp=2, vp=2, microbatches=4, layers=2, zero_stage=3)
+    layer = layer_bytes(make_workload(**shape).chunks[0])[0]
+    work = make_workload(**shape, whole_parameter_bytes=2 * layer)
+    table = make_table(work, gpu=(0.001, layer / 1000.0), cpu=None, forward=20.0, backward=40.0, p2p=(0.001, 1e9))
+    timing, least = least_of(work, table)
+    assert least.steps == compute_durations(work, timing).steps and not any(map(any, least.gaps))
+    # From the first step of chunk 0: its second forward, then chunk 1, of which two layers cannot have been there.
+    spans = {(first, last): us for first, last, us in least.spans[0]}
+    assert spans[1, 2] == pytest.approx(10.0 + 2 * 1000.0 + 10.0, rel=1e-3)
+    assert (0, 1) not in spans
+    for way in (earliest_ends, tails):
+        plain, now = (way(work, timing, durations) for durations in (least._replace(spans=[[], []]), least))
+        assert all(later >= earlier for mine, before in zip(now, plain) for later, earlier in zip(mine, before))
+        assert sum(map(sum, now)) > 1.5 * sum(map(sum, plain))
+    # The first step begins at once; no step ends after what is left from its begin but its own compute.
+    assert max(map(max, earliest_ends(work, timing, least))) == pytest.approx(
+        max(map(max, tails(work, timing, least))), rel=0.1
+    )
+
+
 def test_gathers_of_a_step_come_after_its_input():
     """Chunks of one layer, and memory for one: each change of the chunk gathers a layer, after the input has come."""
     shape = dict(pp=2, vp=2, microbatches=2, layers=1, zero_stage=3)
@@ -78,6 +101,7 @@ def test_back_and_forth_through_one_chunk_needs_no_more_than_its_steps():
     work = make_workload(**shape, whole_parameter_bytes=2 * layer)
     table = make_table(work, gpu=(0.001, layer / 1000.0), cpu=None, forward=5.0, backward=10.0)
     timing, least = least_of(work, table)
+    assert least.spans == [[]]
     assert least.steps[0][0] == pytest.approx((2 * 1.0 + 3000.0, 2 * 2.0 + 3000.0), rel=1e-3)
     assert plan(work, table).predicted.iteration_time_us == pytest.approx(lower_bound(work, timing), rel=0.01)
 
@@ -104,7 +128,7 @@ def test_nothing_is_faster(seed):
         )
         table = make_table(work, **links, forward=draw.uniform(1, 100), backward=draw.uniform(1, 200))
         timing, least = least_of(work, table)
-        tighter += least.steps != compute_durations(work, timing).steps
+        tighter += any(map(any, least.spans)) or least.steps != compute_durations(work, timing).steps
         bound = lower_bound(work, timing)
         for policy in ("all-gpu", "urgency", "random:1", "random:2"):
             assert plan(work, table, policy=policy).predicted.iteration_time_us >= bound * (1 - 1e-9), policy
