@@ -237,10 +237,8 @@ def _parse_for_no_gpu(options: list[str]) -> None:
         args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
         # The logit needs another Transformer Engine than the stand-in, and changes no layer. Only the model of training
         # is passed to DistributedDataParallel. The others write to the files of a training.
-        args.log_max_attention_logit = args.skip_train = args.log_progress = args.record_memory_history = False
+        args.log_max_attention_logit = args.skip_train = args.log_progress = False
         args.config_logger_dir = ""
-        # Settings of NCCL's groups: PyTorch for CPUs has no NCCL, and their file may be only where training runs.
-        args.high_priority_stream_groups = args.nccl_communicator_config_path = None
         refuse_combinations(args)
         if len(getattr(args, "spec", None) or ()) == 2:  # without this module Megatron's error does not name it
             importlib.import_module(args.spec[0])
