@@ -161,6 +161,12 @@ def _run(tree: Path, script: Path, pp: int, world_size: int, options: list[str])
     return found
 
 
+OFF = "te_rng_tracker log_max_attention_logit record_memory_history high_priority_stream_groups skip_train log_progress"
+"""Options that change no layer and are turned off, besides the two in ``check``. Transformer Engine's tracker and the
+record of memory need a device. The logit needs another Transformer Engine than the stand-in. Settings of NCCL's groups
+need a PyTorch with NCCL, and their file may be only where training runs. Only the model of training is passed to
+DistributedDataParallel. The others write to the files of a training."""
+
 # In the process that imports the checkout.
 
 
@@ -232,13 +238,10 @@ def _parse_for_no_gpu(options: list[str]) -> None:
         raise InputError(message + "; if a fork has them, give its checkout" * message.startswith("unrecognized"))
 
     def check(args):
-        args.te_rng_tracker = False  # Transformer Engine's tracker needs a device, and no random number is drawn
         # KERNELS turn this fusion off, but on a GPU it is on, and it changes which activations layers save.
         args.bias_swiglu_fusion = args.distributed_backend == "nccl" and "--no-bias-swiglu-fusion" not in options
-        # The logit needs another Transformer Engine than the stand-in, and changes no layer. Only the model of training
-        # is passed to DistributedDataParallel. The others write to the files of a training.
-        args.log_max_attention_logit = args.skip_train = args.log_progress = False
-        args.config_logger_dir = ""
+        off = dict.fromkeys(OFF.split(), False)
+        vars(args).update(off, config_logger_dir="", nccl_communicator_config_path=None)
         refuse_combinations(args)
         if len(getattr(args, "spec", None) or ()) == 2:  # without this module Megatron's error does not name it
             importlib.import_module(args.spec[0])

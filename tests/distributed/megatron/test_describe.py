@@ -132,10 +132,14 @@ parser.add_argument("--enable-hyper-connections", action="store_true")
 parser.add_argument("--spec", nargs="*")
 parser.add_argument("--log-progress", action="store_true")
 parser.add_argument("--config-logger-dir", default="")
+parser.add_argument("--high-priority-stream-groups", nargs="*")
+parser.add_argument("--nccl-communicator-config-path")
+parser.add_argument("--record-memory-history", action="store_true")
 args = global_vars._GLOBAL_ARGS = parser.parse_args()
 assert args.no_rope_fusion
 gpt_arguments.check(args, world_size=int(os.environ["WORLD_SIZE"]))
 assert args.lr < 1
+assert not args.record_memory_history, "PyTorch for CPUs cannot record"
 assert not args.log_progress and not args.config_logger_dir, "describing would write to these files"
 assert args.seed != 2 and not args.log_max_attention_logit, "is only supported with TE >= 2.9.0."
 args.num_residual_streams = 4
@@ -144,7 +148,9 @@ args.microbatch_group_size_per_vp_stage = None
 args.params_dtype = gpt_model.transformer_config(args).params_dtype
 parallel_state.initialize_model_parallel(
     tensor_model_parallel_size=args.tensor_model_parallel_size,
-    pipeline_model_parallel_size=args.pipeline_model_parallel_size, virtual_pipeline_model_parallel_size=vp
+    pipeline_model_parallel_size=args.pipeline_model_parallel_size, virtual_pipeline_model_parallel_size=vp,
+    high_priority_stream_groups=args.high_priority_stream_groups,
+    nccl_communicator_config_path=args.nccl_communicator_config_path,
 )
 tensor_parallel.model_parallel_cuda_manual_seed(1)
 config = gpt_model.transformer_config(args)
@@ -181,9 +187,10 @@ def test_a_checkout_reads_the_command_line_itself(checkout, described):
 
 def test_options_that_change_no_layer_are_followed(checkout, described):
     """Ours of a checkout that is not patched; logging that needs another Transformer Engine than the stand-in; residual
-    streams, all of which a stage sends (schedules.py of the branch dev)."""
+    streams, all of which a stage sends (schedules.py of the branch dev); settings of NCCL's groups."""
     ours = "--user-defined-schedule-step-timeout 60 --delayed-parameter-update 1".split()
     theirs = "--bf16 --optimizer-cpu-offload --log-max-attention-logit --enable-hyper-connections".split()
+    theirs += "--record-memory-history --high-priority-stream-groups dp_cp --nccl-communicator-config-path /no".split()
     found = described("--checkout", checkout, *THEIRS, *theirs, *ours)
     assert found.optimizer is not None and found.optimizer.delayed
     assert found.p2p_bytes == 4 * 64 * 64 * 2
