@@ -78,7 +78,7 @@ _CHANGE = """
     decoder-num-layers decoder-seq-length delay-wgrad-compute encoder-num-layers encoder-pipeline-model-parallel-size=1
     encoder-seq-length encoder-tensor-model-parallel-size=1 experimental-attention-variant
     expert-tensor-parallel-num-weight-shards=1 first-last-layers-bf16 fp32-residual-connection fp4-format
-    freeze-all-layers fused-residual-rmsnorm glu-linear-offset=0.0 heterogeneous-layers-config-encoded-json
+    fused-residual-rmsnorm glu-linear-offset=0.0 heterogeneous-layers-config-encoded-json
     heterogeneous-layers-config-path hierarchical-context-parallel-sizes hybrid-attention-ratio hybrid-layer-pattern
     hybrid-override-pattern kv-lora-rank memory-efficient-layer-norm mlp-chunks-for-training=1 model-parallel-size
     moe-apply-probs-on-input moe-input-jitter-eps moe-latent-size moe-layer-recompute moe-paged-stash

@@ -55,6 +55,7 @@ REASONS = {
     "moe_use_upcycling": "also builds a dense model; convert it to a model with experts in a run without a schedule",
     "perform_rl_step": "reads and offloads parameters between training steps",
     "qk_clip": "changes whole parameters outside the optimizer",
+    "freeze_all_layers": "trains nothing, and turns --use-distributed-optimizer off",
 }
 """Options that change what owns a parameter's storage, what gathers it, or the order of steps, and why each cannot be
 combined with a schedule. Some have different names in different releases; options that a release lacks are skipped."""
@@ -227,8 +228,7 @@ def refuse_combinations(args) -> None:
     # Megatron uses None or an empty list for "not given".
     found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
     found += [option for name, option in SHARDED_WEIGHTS.items() if getattr(args, name, 1) not in (1, None)]
-    if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
-        found.append("cuda_graph_scope")
+    found += ["cuda_graph_scope"] * ("full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower())
     if found:
         raise option_error(found[0], f"{NOT_COMBINED} {REASONS[found[0]]}", getattr(args, found[0], None))
 

@@ -77,6 +77,7 @@ def test_a_usual_run_is_accepted():
         ("cuda_graph_scope", "CudaGraphScope.full_iteration"),
         ("use_distributed_optimizer", False),
         ("overlap_param_gather", False),
+        ("freeze_all_layers", True),
         ("cuda_graph_impl", "local"),
         ("cuda_graph_impl", "transformer_engine"),
         ("enable_cuda_graph", True),
