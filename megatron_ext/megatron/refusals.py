@@ -228,7 +228,8 @@ def refuse_combinations(args) -> None:
     # Megatron uses None or an empty list for "not given".
     found = [name for name, neutral in NEUTRAL.items() if getattr(args, name, neutral) not in (neutral, None, [])]
     found += [option for name, option in SHARDED_WEIGHTS.items() if getattr(args, name, 1) not in (1, None)]
-    found += ["cuda_graph_scope"] * ("full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower())
+    if "full_iteration" in str(getattr(args, "cuda_graph_scope", "")).lower():
+        found.append("cuda_graph_scope")
     if found:
         raise option_error(found[0], f"{NOT_COMBINED} {REASONS[found[0]]}", getattr(args, found[0], None))
 
