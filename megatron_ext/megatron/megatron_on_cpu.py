@@ -168,6 +168,8 @@ def _route_without_engine() -> None:
 def norm_parts_of_sequences() -> None:
     """Megatron refuses torch's norms under ``--sequence-parallel``. But they compute the same on a part of a sequence
     as on all of it, and their gradients are then added up like those of other norms."""
+    if not _exists("megatron.core.transformer.torch_norm"):
+        return
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__

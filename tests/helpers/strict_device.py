@@ -203,7 +203,7 @@ class StrictDevice:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in own:
                 self.memory.made(storage.data_ptr(), stream.name, name)
-                if storage.nbytes():
+                if storage.nbytes() and tensor.numel():
                     self.temporaries.made(storage, self.memory.place(tensor, label)[0])
         return result
 

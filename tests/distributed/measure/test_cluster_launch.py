@@ -54,7 +54,7 @@ class Runner:
     forward = backward = lambda self: None
 """
 REFUSED = {
-    "the drive is missing on the second node": (None, "1", "--nvme-path = '.*: is not a directory"),
+    "the drive is missing on the second node": (None, "1", "--nvme-path = '.*': is not a directory"),
     "the table cannot be written on the first": ("/proc/nowhere/T.json", None, "/proc/nowhere/T.json: cannot be w"),
     "the layers are refused on the first, while the other waits in a collective": (None, "0", "--of-the-model: has"),
     "the layers are refused on the second": (None, "1", "--of-the-model: has no such layer"),
@@ -76,7 +76,7 @@ def test_a_refusal_on_one_node_ends_the_ranks_of_all(tmp_path, case):
         words = ["-m", "megatron_ext", "measure", "--out", out or f"{tmp_path}/T.json", "--links", "gpu,nvme,compute"]
         words += ["--nvme-path", str(drive), "--modules", f"{tmp_path}/layers.py:runners", "--seconds", "60"]
         with place.open("w") as file:
-            ranks.append(WarmPython(words, ROOT, {**shared, "RANK": str(rank)}, file, file, imported="torch"))
+            ranks.append(WarmPython(words, ROOT, {**shared, "RANK": str(rank)}, file, 2, imported="torch"))
     assert [rank.wait(200) for rank in ranks] == [2, 2]
     for place in places:
         (line,) = [one for one in place.read_text().splitlines() if one.startswith("megatron-ext: ")]
