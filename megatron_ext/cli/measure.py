@@ -131,7 +131,7 @@ def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: boo
     """
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import json_files
-    from megatron_ext.measure import cluster_launch, kept_measurement
+    from megatron_ext.measure import kept_measurement
 
     refuse_unread(imported[0] if imported else None)
     of_import = {name: options.pop(name) for name in OF_IMPORTS}
@@ -146,14 +146,13 @@ def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: boo
         if also_sizes:
             options["also_sizes"] = Options.parse_sizes(also_sizes)
         chosen, first = tuple(links.split(",")) if links else LINKS, os.environ.get("RANK", "0") == "0"
-        asked = Options(links=chosen, keep_path=kept_measurement.path_of(out), **options)
-        with cluster_launch.ends_all():
-            if first:
-                json_files.check_writable(out)
-            wanted = _of_script(asked, checkout, entry).check(chosen=bool(links))
-            if first:
-                click.echo(announcement(wanted), err=True)
-            table = run(wanted)
+        if first:
+            json_files.check_writable(out)
+        kept = kept_measurement.path_of(out)
+        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check(chosen=bool(links))
+        if first:
+            click.echo(announcement(wanted), err=True)
+        table = run(wanted)
         if table is None:  # under a launcher, and not rank 0
             return
     cost.save(out, table)

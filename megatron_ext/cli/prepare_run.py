@@ -18,7 +18,6 @@ from megatron_ext.cli.table_check import naming_files
 from megatron_ext.cost import cost_table, environment
 from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
-from megatron_ext.measure import cluster_launch
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import script_arguments
 from megatron_ext.schedule import match, schedules, user_defined_schedule
@@ -109,6 +108,8 @@ class Preparation:
         Under a launcher rank 0 decides for all ranks: other nodes may see other files, and a rank that measured alone
         would wait for ever.
         """
+        from megatron_ext.measure import cluster_launch
+
         options = for_workload(with_sizes(self.options, self.script), self.model)
         reason = cluster_launch.said_by_first(self.table_differs(options))
         if reason is None:
@@ -230,15 +231,14 @@ def prepare(
     found = _fitted(script_arguments, **asked) if fitting else None
     if found is not None:
         script_arguments = (*(f"{name}={value}" for name, value in found.ours().items()), *found.words(unknown=True))
-    how: dict = {"entry": entry, "policy": policy, "seconds": seconds, "nvme_path": nvme_path}
-    with cluster_launch.ends_all():
-        steps = Preparation(checkout, Path(out), script_arguments, **how)
-        steps.describe()
-        if found is not None and steps.is_first:
-            chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
-            json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
-        goes_on = steps.measure()
-    if not goes_on:  # under a launcher, and not rank 0
+    steps = Preparation(
+        checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
+    )
+    steps.describe()
+    if found is not None and steps.is_first:
+        chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
+        json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
+    if not steps.measure():  # under a launcher, and not rank 0
         return
     from megatron_ext.planner.fit import fit_text
     from megatron_ext.planner.fit.fit_verdict import verdict_of_fit

@@ -3,22 +3,13 @@
     torchrun --nnodes 2 --nproc-per-node 8 -m megatron_ext measure --out T.json --dp 16 ...
 
 Every process calls :func:`run`; rank 0 has the result. If one of the processes ends for any reason, the launcher ends
-the others of its node. Not yet run on more than one machine.
-
-[Note: Ranks of other nodes]
-No launcher ends them. A rank may be refused at any place (a file that its node lacks, a drive that is full), and the
-others may be in any collective then. So each rank has a thread that waits until the store holds a refusal, and then
-ends the process (:func:`ends_all`). It waits without the interpreter's lock, so it takes no time from what is measured.
-If a rank is killed, the others wait for :data:`PATIENCE`.
+the others of its node; those of other nodes wait for :data:`PATIENCE`. Not yet run on more than one machine.
 """
 
+import atexit
 import contextlib
-import json
 import os
-import socket
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -69,77 +60,49 @@ def meet(use_cuda: bool, threads: int):
     torch.set_num_threads(threads)
     if not use_cuda:
         ordered_collectives.install()
-    return _connect(f"cpu:{backends.HOST},cuda:nccl" if use_cuda else backends.HOST)[0]
+    return _begin(f"cpu:{backends.HOST},cuda:nccl" if use_cuda else backends.HOST, "default_pg")
 
 
 PATIENCE = timedelta(minutes=15)
 """How much later than the first of the ranks the last may come: each has imported, and described the model."""
 
-FOR_EVER = timedelta(days=100)
-
 _kept = []
 """Stores are kept alive because rank 0 may serve them, and ranks use them again."""
 
 
-def _connect(backend: str | None = None):
-    """A new connection to the store that the ranks share, and this rank, when all ranks have come. With ``backend``,
-    they become the default process group. Collective."""
+def _begin(backend: str, name: str):
+    """Make the default process group under its own name. Returns a store that the ranks share. Collective."""
     import torch.distributed as dist
 
     rendezvous, prefix = dist.rendezvous, dist.PrefixStore  # pyright: ignore[reportPrivateImportUsage] - they are public
     try:
         store, rank, world_size = next(iter(rendezvous("env://", timeout=PATIENCE)))
         _kept.append(store)
-        if store.add(all_came := f"connection {len(_kept)}", 1) == world_size:
-            store.set(f"{all_came} of all", "1")
-        store.wait([f"{all_came} of all"])
-        if backend is not None:
-            at = {"store": prefix("default_pg", store), "rank": rank, "world_size": world_size}
-            dist.init_process_group(backend, timeout=PATIENCE, **at)
+        at = {"store": prefix(name, store), "rank": rank, "world_size": world_size}
+        dist.init_process_group(backend, timeout=PATIENCE, **at)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        why = f"not all ranks came to measure; one on another node may have ended: {one_line(str(error), 300)}"
+        why = f"not all ranks came to measure; one on another node may have been refused: {one_line(str(error), 300)}"
         raise InputError(why, field="WORLD_SIZE", value=int(os.environ["WORLD_SIZE"])) from None
-    return prefix("megatron_ext", store), rank
+    return prefix("megatron_ext", store)
 
 
-def said_by_first(value: str | None) -> str | None:
-    """Rank 0's ``value`` on all ranks that a launcher has started; without a launcher, ``value``. Collective."""
+def said_by_first(value):
+    """Rank 0's ``value`` on all ranks that a launcher has started, before :func:`meet`; without a launcher, ``value``.
+    Collective."""
     if not is_launched():
         return value
-    store, rank = _connect()
-    if rank == 0:
-        store.set("said", json.dumps(value))
-    return json.loads(store.get("said"))
+    import torch.distributed as dist
 
+    from megatron_ext.runtime import backends
+    from megatron_ext.runtime.objects import gather_objects
 
-@contextlib.contextmanager
-def ends_all():
-    """If this context is refused on one of the ranks that a launcher has started, the processes of all of them end with
-    one line that names its node. See [Note: Ranks of other nodes]. Collective."""
-    if not is_launched():
-        yield
-        return
-    (own, rank), (other, _) = _connect(), _connect()  # a connection serves one call at a time
-    own.set_timeout(FOR_EVER)
-
-    def listen() -> None:
-        if refused := own.get("end").decode().strip():
-            print(f"megatron-ext: {refused}", file=sys.stderr, flush=True)
-        time.sleep(1)  # this process, or its launcher, may serve the store that others are still to read
-        if refused:
-            os._exit(2)
-
-    listener = threading.Thread(target=listen, name="measure-end", daemon=True)
-    listener.start()
-    try:
-        yield
-    except InputError as error:
-        other.compare_set("end", "", f"on {socket.gethostname()}: {error}")
-        listener.join()
-        raise
-    if rank == 0:
-        other.compare_set("end", "", " ")
-    listener.join()
+    _begin(backends.HOST, "first")
+    found = gather_objects(value)[0]
+    # Until the end: PyTorch 2.6 hangs if Python frees a group while its own thread frees a tensor.
+    _kept.append(dist.group.WORLD)
+    atexit.register(_kept.clear)
+    dist.destroy_process_group()
+    return found
 
 
 def everyone_and_node(per_node: int):

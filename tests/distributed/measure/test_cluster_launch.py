@@ -1,12 +1,10 @@
 """Ranks that a launcher has started agree with the first before they meet to measure."""
 
 import os
-import re
 import socket
 
 import pytest
 from places import ROOT
-from variations import some
 from warm_python import WarmPython
 
 PROGRAM = """
@@ -39,48 +37,6 @@ def test_what_the_first_rank_says_holds_and_they_meet_behind_it(tmp_path):
                 ranks.append(WarmPython(["-c", PROGRAM], ROOT, own, said, 2, imported="torch"))
         assert [rank.wait(300) for rank in ranks] == [0, 0]
         assert [place.read_text() for place in places] == ["of rank 0 2\n"] * 2
-
-
-LAYERS = """
-import os
-from megatron_ext.formats.errors import InputError
-
-def runners(arguments):
-    if os.environ["RANK"] == os.environ["REFUSES"]:
-        raise InputError("has no such layer", field="--of-the-model")
-    return {"transformer": Runner()}
-
-class Runner:
-    forward = backward = lambda self: None
-"""
-REFUSED = {
-    "the drive is missing on the second node": (None, "1", "--nvme-path = '.*': is not a directory"),
-    "the table cannot be written on the first": ("/proc/nowhere/T.json", None, "/proc/nowhere/T.json: cannot be w"),
-    "the layers are refused on the first, while the other waits in a collective": (None, "0", "--of-the-model: has"),
-    "the layers are refused on the second": (None, "1", "--of-the-model: has no such layer"),
-}
-
-
-@pytest.mark.parametrize("case", some([*REFUSED], 2))
-def test_a_refusal_on_one_node_ends_the_ranks_of_all(tmp_path, case):
-    """Each rank is a node of its own, as under srun, and no launcher ends the other. Both end long before they would
-    give up waiting."""
-    out, refuses, said = REFUSED[case]
-    (tmp_path / "layers.py").write_text(LAYERS)
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-    shared |= {"REFUSES": "none" if "drive" in case else refuses or "none"}
-    ranks, places = [], [tmp_path / f"said.{rank}" for rank in range(2)]
-    for rank, place in enumerate(places):
-        drive = tmp_path / "missing" if "drive" in case and rank == 1 else tmp_path
-        words = ["-m", "megatron_ext", "measure", "--out", out or f"{tmp_path}/T.json", "--links", "gpu,nvme,compute"]
-        words += ["--nvme-path", str(drive), "--modules", f"{tmp_path}/layers.py:runners", "--seconds", "60"]
-        with place.open("w") as file:
-            ranks.append(WarmPython(words, ROOT, {**shared, "RANK": str(rank)}, file, 2, imported="torch"))
-    assert [rank.wait(200) for rank in ranks] == [2, 2]
-    for place in places:
-        (line,) = [one for one in place.read_text().splitlines() if one.startswith("megatron-ext: ")]
-        assert re.match(f"megatron-ext: on {re.escape(socket.gethostname())}: {said}", line)
 
 
 ALONE = """
