@@ -61,6 +61,7 @@ def lay_out_buckets(
     ddp,
     groups: dict[int, Group],
     *,
+    file,
     bucket_group_class=upstream._ParamAndGradBucketGroup,
     late: LateModel | None = None,
 ) -> dict[int, object]:
@@ -68,19 +69,23 @@ def lay_out_buckets(
 
     Args:
         ddp: a Megatron DistributedDataParallel whose ``__init__`` is about to end.
-        groups: the schedule's groups of this chunk, by index. They divide its parameters.
+        groups: the schedule's groups of this chunk, by index.
+        file: the schedule's path, for errors.
         bucket_group_class: the class of the bucket group that each bucket gets.
         late: takes each group as soon as it has its values; None: all groups stay whole.
 
     Raises:
-        InputError: host memory cannot be page-locked. The collectives were completed, but the chunk cannot be used.
+        InputError: the schedule is for other parameters, and nothing has changed. Or host memory cannot be page-locked:
+            the collectives were completed, but the chunk cannot be used.
     """
+    members = _members_of_groups(ddp, groups, file)
     if not groups:
         return {}
 
-    names = parameter_names(ddp)
-    members = {index: [names[name] for name in group.parameters] for index, group in groups.items()}
     indices_of_buffers = [groups_by_bucket(buffer, members) for buffer in buffers_of(ddp)]
+    for buffer, indices in zip(buffers_of(ddp), indices_of_buffers, strict=True):
+        for index in reversed(indices):
+            _check_buffer(index, groups[index], members[index], buffer, file)
     kept = {index: group.gradients for index, group in groups.items() if group.gradients is not None}
     if not issubclass(bucket_group_class, ScheduledBucketGroup):
         kept = {}  # Megatron's own bucket groups keep whole gradients
@@ -150,6 +155,36 @@ def groups_by_bucket(buffer, members: dict[int, list[torch.nn.Parameter]]) -> li
     in the schedule does not matter, because a checkpoint stores optimizer states by their place in the buffer."""
     by_first = {id(parameters[0]): index for index, parameters in members.items()}
     return [by_first[id(parameter)] for parameter in reversed(buffer.params) if id(parameter) in by_first]
+
+
+def _members_of_groups(ddp, groups: dict[int, Group], file) -> dict[int, list[torch.nn.Parameter]]:
+    """The parameters of every group; refuses a parameter that the chunk lacks, or that is in no group."""
+    names = parameter_names(ddp)
+    members = {}
+    for index, group in groups.items():
+        absent = next((name for name in group.parameters if name not in names), None)
+        if absent is not None:
+            why = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
+            raise InputError(why, file=file, field=f"groups[{index}].parameters", value=absent)
+        members[index] = [names[name] for name in group.parameters]
+    placed = {id(parameter) for parameters in members.values() for parameter in parameters}
+    for name, parameter in names.items():
+        if id(parameter) not in placed:
+            raise InputError("this parameter of the model is in no group", file=file, field="groups", value=name)
+    return members
+
+
+def _check_buffer(index: int, group: Group, members: list, buffer, file) -> None:
+    """Refuse a group whose parameters do not all lie in ``buffer``, or are sharded over another number of ranks."""
+    own, field = {id(parameter) for parameter in buffer.params}, f"groups[{index}]"
+    apart = next((parameter for parameter in members if id(parameter) not in own), None)
+    if apart is not None:
+        experts = "parameters of experts with others: those are sharded over other ranks"
+        what = experts if is_expert(apart) != is_expert(members[0]) else "dtypes; a group must have one"
+        raise InputError(f"mixes {what}", file=file, field=f"{field}.parameters")
+    if group.ranks != buffer.data_parallel_world_size:
+        why = f"in this run its parameters are sharded over {buffer.data_parallel_world_size} ranks"
+        raise InputError(why, file=file, field=f"{field}.ranks", value=group.ranks)
 
 
 def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> None:

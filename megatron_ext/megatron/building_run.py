@@ -29,7 +29,7 @@ from megatron_ext.megatron import (
 )
 from megatron_ext.megatron.agreement import agree, refusal
 from megatron_ext.megatron.boundaries import bare
-from megatron_ext.megatron.describe_model import describe_chunk, describe_parameter
+from megatron_ext.megatron.describe_model import describe_chunk
 from megatron_ext.megatron.equality_check import EqualityCheck
 from megatron_ext.megatron.gather_on_read import GatherOnRead
 from megatron_ext.megatron.own_rank import OwnRank
@@ -207,8 +207,6 @@ class BuildingRun:
             refusals.refuse_ddp_config(ddp.ddp_config)
             refusals.refuse_model(bare(ddp))
             match.match_layers(self.schedule, ddp.config.num_layers, file=self.path)
-            parameters = (describe_parameter(*named) for named in buckets.parameter_names(ddp).items())
-            match.match_chunk(groups, parameters, self.schedule.parallel, file=self.path)
             checkpoint_layout.refuse_other_groups(self.schedule.groups, buckets.lie_in_order(ddp, groups))
             if not self.stock_gather:
                 parallel = self.schedule.parallel
@@ -216,7 +214,7 @@ class BuildingRun:
         except InputError as error:
             self._error = self._error or str(error)
         self._agree(self._error)  # the groups of a model that is built late are broadcast next
-        lay_out = partial(buckets.lay_out_buckets, ddp, groups, bucket_group_class=cls, late=late)
+        lay_out = partial(buckets.lay_out_buckets, ddp, groups, file=self.path, bucket_group_class=cls, late=late)
         # Megatron's next collectives need a model on every rank.
         self._agree(refusal(lambda: self.own.bucket_groups.update(lay_out())))
         of_experts = getattr(ddp, "expert_parallel_bucket_groups", ())

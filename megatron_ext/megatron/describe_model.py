@@ -30,26 +30,21 @@ def describe_chunk(chunk: torch.nn.Module, pp_rank: int, model_chunk_id: int) ->
     """Parameters of a built model chunk (wrapped or bare) in execution order."""
     layers = layers_of(chunk)
     parameters = tuple(
-        describe_parameter(name, parameter, index, *(n for n, other in enumerate(layers) if name in other.borrowed))
+        Parameter(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.numel() * parameter.element_size(),
+            layer=index,
+            shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
+            expert=not getattr(parameter, "allreduce", True),
+            borrowed_by=tuple(number for number, other in enumerate(layers) if name in other.borrowed),
+        )
         for index, layer in enumerate(layers)
         for name, parameter in layer.parameters
     )
     kinds = tuple(layer.kind for layer in layers)
     return Chunk(pp_rank=pp_rank, model_chunk_id=model_chunk_id, parameters=parameters, layer_kinds=kinds)
-
-
-def describe_parameter(name: str, parameter: torch.nn.Parameter, layer: int = 0, *borrowed_by: int) -> Parameter:
-    """A parameter of ``layer``, which the layers ``borrowed_by`` use as well."""
-    return Parameter(
-        name=name,
-        shape=tuple(parameter.shape),
-        dtype=str(parameter.dtype).removeprefix("torch."),
-        bytes=parameter.numel() * parameter.element_size(),
-        layer=layer,
-        shared_embedding=bool(getattr(parameter, "shared_embedding", False)),
-        expert=not getattr(parameter, "allreduce", True),
-        borrowed_by=borrowed_by,
-    )
 
 
 def size_without_tokenizer() -> None:

@@ -1,7 +1,6 @@
 """Checks that a schedule is for a workload."""
 
 import re
-from collections.abc import Iterable
 
 from megatron_ext.formats.checks import Checker
 from megatron_ext.formats.errors import InputError
@@ -130,39 +129,25 @@ def check_device_bytes(schedule: Schedule, workload: Workload, limit: int, *, fi
 
 
 def _match_groups(schedule: Schedule, workload: Workload, check: Checker) -> None:
-    groups: dict[tuple[int, int], dict[int, Group]] = {(c.pp_rank, c.model_chunk_id): {} for c in workload.chunks}
+    grouped: dict[tuple[int, int], set[str]] = {}
     for index, group in enumerate(schedule.groups):
-        groups[group.pp_rank, group.model_chunk_id][index] = group
-    for chunk, of_chunk in zip(workload.chunks, groups.values()):
-        match_chunk(of_chunk, chunk.parameters, workload.parallel, file=check.file)
-        places = {p.name: place for place, p in enumerate(chunk.parameters)}
-        for index, group in of_chunk.items():
-            if list(group.parameters) != sorted(group.parameters, key=places.__getitem__):
-                check.refuse("parameters of a group must be in execution order", f"groups[{index}].parameters")
-
-
-def match_chunk(groups: dict[int, Group], parameters: Iterable[Parameter], parallel: Parallel, *, file=None) -> None:
-    """Refuse groups of a chunk that do not divide its parameters.
-
-    Args:
-        groups: by index in the schedule.
-        parameters: of the chunk, in any order.
-
-    Raises:
-        InputError: naming the first field of the schedule that does not fit.
-    """
-    check, by_name = Checker(file), {parameter.name: parameter for parameter in parameters}
-    for index, group in groups.items():
+        chunk = workload.chunk(group.pp_rank, group.model_chunk_id)
+        by_name = {p.name: (n, p) for n, p in enumerate(chunk.parameters)}
         for name in group.parameters:
             if name not in by_name:
                 said = f"the model has no such parameter in pipeline rank {group.pp_rank}, chunk {group.model_chunk_id}"
                 check.refuse(said, f"groups[{index}].parameters", name)
-        members = tuple(by_name[name] for name in group.parameters)
-        _match_group(group, members, f"groups[{index}]", parallel, check)
-    grouped = {name for group in groups.values() for name in group.parameters}
-    for name in by_name:
-        if name not in grouped:
-            check.refuse("no group holds this parameter of the model", "groups", name)
+        positions, members = zip(*(by_name[name] for name in group.parameters))
+        if list(positions) != sorted(positions):
+            check.refuse("parameters of a group must be in execution order", f"groups[{index}].parameters")
+        _match_group(group, members, f"groups[{index}]", workload.parallel, check)
+        grouped.setdefault((group.pp_rank, group.model_chunk_id), set()).update(group.parameters)
+    for chunk in workload.chunks:
+        have = grouped.get((chunk.pp_rank, chunk.model_chunk_id), ())
+        for parameter in chunk.parameters:
+            if parameter.name not in have:
+                said = f"no group holds this parameter of pipeline rank {chunk.pp_rank}, chunk {chunk.model_chunk_id}"
+                check.refuse(said, "groups", parameter.name)
 
 
 def _match_group(group: Group, members: tuple[Parameter, ...], field: str, parallel: Parallel, check: Checker) -> None:

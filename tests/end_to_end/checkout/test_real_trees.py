@@ -180,3 +180,9 @@ def test_buckets_with_more_padding_than_megatrons(packages):
     assert result.returncode == 0, result.stderr[-2000:]
     said = json.loads(result.stdout.splitlines()[-1])
     assert said["after"] == 8 * 128 > said["before"] and said["buckets"] == [[1] * 6, [1] * 2] and said["kept"]
+    assert said["refused"] == [
+        "schedule.json: groups = '3.weight': this parameter of the model is in no group",
+        "schedule.json: groups[5].parameters: mixes parameters of experts with others: those are sharded over other "
+        "ranks",
+        "schedule.json: groups[6].ranks = 2: in this run its parameters are sharded over 1 ranks",
+    ]

@@ -181,7 +181,6 @@ def test_frozen_parameters_are_refused_by_name(schedule_path, monkeypatch):
     )
     monkeypatch.setattr(building_run, "replace_pre_hooks", lambda ddp, unshard_all: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
-    monkeypatch.setattr(building_run.match, "match_chunk", lambda groups, parameters, parallel, file: None)
     monkeypatch.setattr(agreement, "gather_objects", lambda value: [value])
     run = Run(schedule_path, None)
     run.on_ddp_built(ddp)
@@ -205,7 +204,6 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
     for refusal in ("refuse_ddp_config", "refuse_model"):
         monkeypatch.setattr(building_run.refusals, refusal, lambda config: None)
     monkeypatch.setattr(building_run.match, "match_layers", lambda schedule, layers, file: None)
-    monkeypatch.setattr(building_run.match, "match_chunk", lambda groups, parameters, parallel, file: None)
     laid_out, told = [], []
     monkeypatch.setattr(
         building_run.buckets, "lay_out_buckets", lambda ddp, groups, **options: laid_out.append(ddp) or {}

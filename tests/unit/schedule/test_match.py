@@ -10,7 +10,7 @@ from megatron_ext.planner import plan
 from megatron_ext.planner.baselines import all_gpu
 from megatron_ext.planner.evaluate import evaluate
 from megatron_ext.schedule.footprint import device_peaks, pinned_host_bytes
-from megatron_ext.schedule.match import match, match_chunk, match_layers
+from megatron_ext.schedule.match import match, match_layers
 from megatron_ext.workload import workload
 
 
@@ -55,20 +55,3 @@ def test_layers_are_compared_before_parameters():
     match_layers(named, len(schedule.groups))
     with pytest.raises(InputError, match="s.json: the schedule is for .* layers, the model has 3"):
         match_layers(named, 3, file="s.json")
-
-
-def test_groups_divide_the_parameters_of_a_chunk():
-    work = make_workload(dp=2)
-    chunk, groups = work.chunks[0], dict(enumerate(all_gpu(work).groups))
-    own = {n: g for n, g in groups.items() if (g.pp_rank, g.model_chunk_id) == (chunk.pp_rank, chunk.model_chunk_id)}
-    match_chunk(own, reversed(chunk.parameters), work.parallel)
-    number, group = next(iter(own.items()))
-    first, *others = chunk.parameters
-    for wrong, parameters, why in (
-        (own, others, rf"groups\[{number}\].parameters = '{first.name}': the model has no such parameter"),
-        ({}, chunk.parameters, f"groups = '{first.name}': no group holds this parameter"),
-        ({number: replace(group, ranks=1)}, chunk.parameters, rf"groups\[{number}\].ranks = 1: .* among 2 ranks"),
-        ({number: replace(group, bytes=1)}, chunk.parameters, rf"groups\[{number}\].bytes = 1: in the model"),
-    ):
-        with pytest.raises(InputError, match=f"^s.json: ({why})"):
-            match_chunk(wrong, parameters, work.parallel, file="s.json")
