@@ -201,10 +201,9 @@ class StrictDevice:
         own = {tensor.untyped_storage().data_ptr() for tensor, _, _ in found}
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
+            if storage.data_ptr() not in own and tensor.numel():  # an empty part of other memory is nothing new
                 self.memory.made(storage.data_ptr(), stream.name, name)
-                if storage.nbytes() and tensor.numel():
-                    self.temporaries.made(storage, self.memory.place(tensor, label)[0])
+                self.temporaries.made(storage, self.memory.place(tensor, label)[0])
         return result
 
     def _with_values(self, args, label: str, found, regions):

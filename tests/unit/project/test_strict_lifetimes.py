@@ -61,6 +61,14 @@ def test_a_tensor_of_another_stream_is_dropped_while_compute_reads_it():
     assert raced(device) == [["allocation", "sum"]]
 
 
+def test_an_empty_part_of_memory_is_not_new():
+    with open_device() as device:
+        whole, nothing = torch.ones(10), torch.ones(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            whole[10:].copy_(nothing)
+        assert device.memory.place(whole, "")[0][3] == "default stream"
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_array_is_read_as_long_as_it_is_there(waits):
     with open_device() as device:
