@@ -37,6 +37,7 @@ class Collectives:
     def __init__(self, strict):
         self.strict, self.engine, self.memory, self.rank = strict, strict.engine, strict.memory, strict.rank
         self._sequence: dict[int, int] = {}
+        self._last: dict[str, _Work] = {}  # by communicator
         self._messages: dict[tuple, int] = {}  # sent and received so far, by sender and receiver
         self._number = next(self.numbers)  # the same on all ranks: process groups outlive a stand-in
 
@@ -123,19 +124,24 @@ class Collectives:
             else:
                 meeting = self.meeting(process_group) + self._source(process_group, name, root)
             engine.log_on(inside, ("in", before), access, meeting, access, ("out", after))
+            # A communicator begins its collectives in the order in which they are issued, whatever their streams are.
+            earlier = self._last.get(inside)
+            has_begun = lambda: earlier is None or earlier.inner is not None
             if stream is engine.default:
+                engine.until(has_begun)
                 engine.drain(accesses)
-                work = _Work(engine, original(process_group, *args, **kwargs), after)
+                self._last[inside] = work = _Work(engine, original(process_group, *args, **kwargs), after)
                 if engine.order == ONE_QUEUE:  # nothing begins before it has ended
                     engine.until(work.wait_aside())
                 return work
-            work, later = _Work(engine, None, after), self.strict.temporaries.lent(args)
+            self._last[inside] = work = _Work(engine, None, after)
+            later = self.strict.temporaries.lent(args)
 
             def begin():
                 work.inner = original(process_group, *later, **kwargs)
                 return work.wait_aside()
 
-            stream.add(begin, what=label)
+            stream.add(begin, has_begun, what=label)
             return work
 
         return issue

@@ -344,6 +344,19 @@ def test_in_one_queue_nothing_passes_a_collective(monkeypatch, order, blocks):
             reduce(object(), [DEVICE_TENSOR])
 
 
+def test_a_communicator_begins_its_collectives_as_they_are_issued(monkeypatch):
+    """Also if the stream of the first is late; otherwise ranks could begin them in different orders, and hang."""
+    monkeypatch.setattr(Collectives, "meeting", lambda own, group: ("collective", "one", 0, 1))
+    begun, group = [], object()
+    with StrictDevice(0, 0, "late") as device:
+        collectives = Collectives(device)
+        for number, stream in enumerate((torch.cuda.Stream(), None)):
+            issue = collectives.collective("allreduce", lambda *_, number=number: begun.append(number) or Held())
+            with torch.cuda.stream(stream):
+                issue(group, [DEVICE_TENSOR])
+    assert begun == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("orders", "crossed"), [(("ab", "ab"), ""), (("ab", "ba"), "ab"), (("ab", "bc", "ca"), "abc"), (("cab", "ab"), "")]
 )
