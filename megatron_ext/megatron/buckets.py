@@ -106,8 +106,7 @@ def lay_out_buckets(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
             )
             vars(bucket_group).update(of_kind)
-            gradient = getattr(bucket, "gradient", None)
-            if gradient is not None:
+            if (gradient := getattr(bucket, "gradient", None)) is not None:
                 assert isinstance(bucket_group, ScheduledBucketGroup)
                 bucket_group.gradient, gradient.issue = gradient, partial(bucket_group.issue_reduce, added)
             by_index[index] = bucket_group

@@ -16,6 +16,7 @@ laid out. If a single rank gave up, the others would wait for it in a collective
 
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -200,7 +201,9 @@ class Run(BuildingRun):
         """One of the run's optimizers has written new shards; publish after the last one."""
         self._unfinished = False
         on_host = self.executor is not None and any(group.gradients == "host" for group in self.schedule.groups)
-        if on_host and not steps_on_the_host(optimizer):
+        if steps_on_the_host(optimizer):  # before core_v0.16 its step does not wait for its copies to the device
+            torch.cuda.current_stream().wait_stream(optimizer.optimizer._h2d_stream)
+        elif on_host:
             optimizer.zero_grad()  # frees the gradients of this step, which Megatron keeps until the next iteration
         if not update_successful:  # the result of the step says so, too
             return

@@ -45,9 +45,8 @@ class ReferenceGradients(StepCalls):
                 self._on_host.append((part, copy))
                 held.append(HeldGradient(bucket_group.params, copy, part.storage_offset(), True, part.device))
             # Gradients are reduced only below.
-            for name in ("register_grad_ready", "start_grad_sync"):
-                vars(bucket_group)[name] = lambda *args, **kwargs: None
             own = vars(bucket_group)
+            own |= dict.fromkeys(("register_grad_ready", "start_grad_sync"), lambda *args, **kwargs: None)
             own["finish_grad_sync"] = lambda *_, own=own, **__: own.update(param_gather_dispatched=False)
         hold_gradients(optimizers, held)
         for optimizer in optimizers if held else ():

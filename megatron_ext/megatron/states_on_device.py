@@ -65,8 +65,7 @@ def _make_optimizer(hybrid, groups: list[dict]) -> torch.optim.Optimizer:
 
 def wait_for_casts(hybrid, *_) -> None:
     """Wait for the casts of gradients before a step on the device: see the note above."""
-    parameter = next(iter(hybrid.on_device))
-    gradient = gradient_of(parameter)
+    gradient = gradient_of(next(iter(hybrid.on_device)))
     if gradient is not None and gradient.dtype is not torch.float32:
         torch.cuda.current_stream().wait_stream(hybrid._d2h_stream)
 

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 from strict_engine import where
+from strict_streams import StreamHandle
 from torch.utils._python_dispatch import _disable_current_modes
 
 HYBRID = "megatron.core.optimizer.cpu_offloading.hybrid_optimizer"
@@ -225,7 +226,7 @@ class Runtime:
     def host_optimizer(self, original):
         def run(own):
             original(own)
-            own._d2h_stream, own._h2d_stream = torch.cuda.Stream(), torch.cuda.Stream()  # as with overlap
+            own._d2h_stream, own._h2d_stream = torch.cuda.Stream(), _OwnCopies(self.engine)  # as with overlap
             for parameter in own.cpu_copys_map_gpu_param:
                 self.memory.to_host(parameter)
                 with _disable_current_modes():
@@ -343,6 +344,15 @@ class Runtime:
             return result
 
         return run
+
+
+class _OwnCopies(StreamHandle):
+    """Of parameters to the device. Before core_v0.16 the host optimizer waits for another stream than this one."""
+
+    def record_event(self, event=None):
+        recorded = super().record_event(event)
+        vars(recorded)["wait"] = lambda stream=None: None
+        return recorded
 
 
 def _file(file) -> tuple[str, int]:

@@ -132,6 +132,17 @@ def test_steps_on_the_device_beside_those_of_the_host_are_ordered(service, workl
     assert findings(answer) == [] == differences(answer)
 
 
+def test_gathers_wait_for_parameters_that_megatron_copies_to_the_device(service, workloads, tmp_path):
+    """The schedule leaves the host's step to Megatron, and gathers from the shards that Megatron writes."""
+    workload = replace(workloads[STRICT, "bf16-offload"], optimizer=OptimizerSettings(on_host=True))
+    drawn = (draw_schedule(random.Random(number), workload, ("gpu",)) for number in itertools.count())
+    schedule = next(schedule for schedule in drawn if schedule.ranks[0].start.unshard)
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    case = dict(options=MODELS["bf16-offload"], schedule=tmp_path / "schedule.json", iterations=3)
+    answer = service.run(**case, strict={"seed": 1, "order": "late"})
+    assert findings(answer) == [] == differences(answer)
+
+
 SYMMETRIC = 39
 
 
