@@ -106,6 +106,8 @@ def lay_out_buckets(
                 [bucket], buffer.ddp_config, buffer.data_parallel_group, buffer.data_parallel_world_size
             )
             vars(bucket_group).update(of_kind)
+            if of_kind:
+                vars(bucket_group)["start_grad_sync"] = partial(_start_behind_hooks, bucket_group.start_grad_sync)
             if (gradient := getattr(bucket, "gradient", None)) is not None:
                 assert isinstance(bucket_group, ScheduledBucketGroup)
                 bucket_group.gradient, gradient.issue = gradient, partial(bucket_group.issue_reduce, added)
@@ -139,6 +141,14 @@ def _instances(ddp) -> dict[bool, dict[str, object]]:
     kinds = {False: ddp.bucket_groups, True: getattr(ddp, "expert_parallel_bucket_groups", ())}
     names = (INSTANCES, "communication_stream") if instances_of(ddp.ddp_config) > 1 else ()
     return {experts: {name: getattr(own[0], name) for name in names} for experts, own in kinds.items() if own}
+
+
+def _start_behind_hooks(start, *args, **kwargs) -> None:
+    """Begin a reduce over instances on the default stream, behind the hook that begins it. Before core_v0.17 the stream
+    of these reduces waits for the default stream only; the hook adds and scales gradients on another stream."""
+    torch.cuda.default_stream().wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        start(*args, **kwargs)
 
 
 def lie_in_order(ddp, groups: dict[int, Group]) -> bool:
@@ -199,8 +209,7 @@ def require_host_memory(ddp, groups: dict[int, Group], ranks_of_node: int) -> No
     names = {name for group in groups.values() if group.gradients == "host" for name in group.parameters}
     parameters = {id(parameter) for name, parameter in parameter_names(ddp).items() if name in names}
     for buffer in buffers_of(ddp) if parameters else ():
-        numel = sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters)
-        if numel:
+        if numel := sum(parameter.numel() for parameter in buffer.params if id(parameter) in parameters):
             of_rank = numel * buffer.grad_dtype.itemsize // buffer.data_parallel_world_size
             free_host_memory.require(of_rank * ranks_of_node, "gradients that are added up there")
 

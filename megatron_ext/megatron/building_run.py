@@ -91,8 +91,7 @@ class BuildingRun:
         self.state = RunState.UNSCHEDULED if schedule is None else RunState.BUILDING
         host_optimizers.forget_chosen()
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-        sampled = run_summary.SAMPLED if trace is None else None
-        recorder = Recorder(rank, on_device=has_cuda(), iterations=sampled)
+        recorder = Recorder(rank, on_device=has_cuda(), iterations=run_summary.SAMPLED if trace is None else None)
         self.own = OwnRank(recorder=recorder, nvme_path=nvme_path)
         self.sample = run_summary.Sample(self.own.recorder)
         self.check: EqualityCheck | None = None

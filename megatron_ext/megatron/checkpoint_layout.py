@@ -98,8 +98,7 @@ def _saved(args) -> tuple[Any, str]:
     other sizes can load it. The arguments are None if the checkpoint can be loaded with other sizes already."""
     folders = [_folder(Path(args.load), getattr(args, "ckpt_step", None))]
     if getattr(args, "non_persistent_ckpt_type", None) == "global":  # Megatron takes it if it is as new
-        apart = args.non_persistent_global_ckpt_dir or Path(args.load) / "non_persistent"
-        folders.insert(0, _folder(Path(apart)))
+        folders.insert(0, _folder(Path(args.non_persistent_global_ckpt_dir or Path(args.load) / "non_persistent")))
     folder = max(folders, key=lambda one: one.name)
     if not dist_checkpointing.check_is_distributed_checkpoint(str(folder)):
         file = min(folder.glob("mp_rank_*/model_optim_rng.pt"))

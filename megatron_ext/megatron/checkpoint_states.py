@@ -129,8 +129,7 @@ def _without_padding(write):
     def without_padding(optimizer, *args, **kwargs):
         with ExitStack() as stack:
             for buffer in optimizer.buffers:
-                places = _places_without_padding(buffer)
-                stack.enter_context(mock.patch.object(buffer, "param_index_map", places))
+                stack.enter_context(mock.patch.object(buffer, "param_index_map", _places_without_padding(buffer)))
             return write(optimizer, *args, **kwargs)
 
     return without_padding

@@ -75,8 +75,7 @@ def _leave_process_groups() -> None:
     now and then, after training is done, and Megatron does not always destroy its groups.
 
     Not after an error: gloo would wait for ranks that never come, and delay the launcher."""
-    failed = getattr(sys, "last_value", None) is not None
-    if torch.distributed.is_initialized() and not failed:
+    if torch.distributed.is_initialized() and getattr(sys, "last_value", None) is None:
         torch.distributed.destroy_process_group()
 
 

@@ -147,8 +147,7 @@ def tell_what_is_not_locked() -> None:
     if not hasattr(HybridDeviceOptimizer, "not_locked"):
         HybridDeviceOptimizer.not_locked = None
         for name in ("_init_sub_optimizers", "dummy_step"):
-            method = getattr(HybridDeviceOptimizer, name)
-            setattr(HybridDeviceOptimizer, name, partialmethod(_lock_or_tell, method))
+            setattr(HybridDeviceOptimizer, name, partialmethod(_lock_or_tell, getattr(HybridDeviceOptimizer, name)))
 
 
 def _lock_or_tell(hybrid, method: Callable) -> None:
@@ -191,8 +190,7 @@ def flush(optimizers: list) -> None:
         hybrid = getattr(optimizer, "optimizer", None)
         if (refused := getattr(hybrid, "not_locked", None)) is not None:
             raise InputError(f"rank {dist.get_rank()}: {refused}", field="page-locked memory")
-        left_out: LeftOut | None = getattr(hybrid, "left_out", None)
-        for file in left_out.files if left_out is not None else ():
+        for file in getattr(getattr(hybrid, "left_out", None), "files", ()):
             file.flush()
 
 

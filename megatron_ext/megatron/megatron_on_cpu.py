@@ -161,8 +161,7 @@ def _route_without_engine() -> None:
     """From 0.13 on the router of experts uses a function of Transformer Engine that is not imported without it."""
     if _exists("megatron.core.transformer.moe.moe_utils"):
         with contextlib.suppress(ImportError):  # an optional package is absent
-            moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-            vars(moe_utils).setdefault("te_general_gemm", None)
+            vars(importlib.import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm", None)
 
 
 def norm_parts_of_sequences() -> None:

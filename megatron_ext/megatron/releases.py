@@ -19,6 +19,7 @@ names in a module, and not from its version number, because forks have numbers o
 | 0.13 | a checkpoint says the form of its optimizer states; before, an option alone does | - | checkpoint_layout.py |
 | 0.15 | optimizer states of torch_dist are dp_reshardable, or fully reshardable | has_all | checkpoint_states.py |
 | 0.16 | a step in host memory waits for its copies of parameters to the device | - | lifecycle.py |
+| 0.17 | a reduce over instances waits for the hook that begins it | - | buckets.py |
 | 0.17 | an activation is not freed while it is being sent | - | gpt_model.py |
 | 0.17 | gradients are counted apart from parameters | - | buckets.py |
 | 0.18 | a bucket lists parameters with fp32 gradients of their own | accepted | buckets.py |

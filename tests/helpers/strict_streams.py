@@ -1,6 +1,5 @@
 """In place of torch's streams and events, and of the driver's flags, on the engine of the strict stand-in."""
 
-import contextlib
 import ctypes
 import itertools
 from types import SimpleNamespace
@@ -117,16 +116,19 @@ def _wait(engine: Engine, work: Stream, event: Event) -> None:
             work.add(lambda: None, lambda: mark.done, what="waits for an event")
 
 
-@contextlib.contextmanager
-def on(engine: Engine, stream: StreamHandle | None):
-    """In place of ``torch.cuda.stream``."""
-    engine.call("torch.cuda.stream")
-    before = getattr(engine.here, "stream", None)
-    engine.here.stream = stream or before
-    try:
-        yield
-    finally:
-        engine.here.stream = before
+class on:
+    """In place of ``torch.cuda.stream``, whose result may be entered again, as Megatron does."""
+
+    def __init__(self, engine: Engine, stream: StreamHandle | None):
+        engine.call("torch.cuda.stream")
+        self._engine, self._stream, self._before = engine, stream, []
+
+    def __enter__(self) -> None:
+        self._before.append(getattr(self._engine.here, "stream", None))
+        self._engine.here.stream = self._stream or self._before[-1]
+
+    def __exit__(self, *_) -> None:
+        self._engine.here.stream = self._before.pop()
 
 
 def driver(engine: Engine, stream_flags: bool) -> SimpleNamespace:

@@ -13,7 +13,7 @@ import time
 import faults
 import orderings
 import pytest
-from cases import MODELS, STRICT
+from cases import INSTANCES, MODELS, STRICT
 from draw_schedule import draw_schedule, states_on_drive, with_own_peak, with_step_slots
 from msgspec.structs import replace
 from parity_service import Died, differences
@@ -140,6 +140,16 @@ def test_gathers_wait_for_parameters_that_megatron_copies_to_the_device(service,
     schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
     case = dict(options=MODELS["bf16-offload"], schedule=tmp_path / "schedule.json", iterations=3)
     answer = service.run(**case, strict={"seed": 1, "order": "late"})
+    assert findings(answer) == [] == differences(answer)
+
+
+def test_reduces_over_instances_are_behind_the_hooks_that_begin_them(services, workloads, tmp_path):
+    """Gradients stay whole, so Megatron's hooks begin their reduces, on the stream on which they add and scale."""
+    drawn = (draw_schedule(random.Random(n), workloads[INSTANCES, "fp32"], ("gpu",)) for n in itertools.count())
+    schedule = next(schedule for schedule in drawn if schedule.ranks[0].start.unshard)
+    schedule_file.save(tmp_path / "schedule.json", validate.validate(schedule))
+    case = dict(options=MODELS["fp32"], schedule=tmp_path / "schedule.json", iterations=3)
+    answer = services(INSTANCES).run(**case, strict={"seed": 1, "order": "late"})
     assert findings(answer) == [] == differences(answer)
 
 
