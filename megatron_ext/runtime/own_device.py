@@ -35,9 +35,8 @@ def tell_nccl(device: torch.device, nodes: int = 1) -> int:
     Raises:
         InputError: NCCL cannot serve ranks that share a device. Raised on all ranks.
     """
-    group = dist.new_group(backend=backends.HOST)
+    group = dist.new_group(backend=backends.HOST)  # kept: PyTorch 2.6 may hang where one is freed right after its use
     devices = gather_objects(str(torch.cuda.get_device_properties(device).uuid), group)
-    dist.destroy_process_group(group)  # pyright: ignore[reportArgumentType] - all ranks are in it
     sharing = max(Counter(devices).values())
     if sharing > 1 and (why := device_sharing.too_old(nccl.version())) is not None:
         raise InputError(why, field="NCCL")

@@ -32,7 +32,7 @@ def ranks(monkeypatch):
         monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl)
         for name, function in {
             "new_group": lambda **options: None,
-            "destroy_process_group": lambda group: None,
+            "destroy_process_group": lambda group: pytest.fail("PyTorch 2.6 may hang here"),
             "get_rank": lambda: 1,
         }.items():
             monkeypatch.setattr(dist, name, function)
