@@ -15,6 +15,7 @@ laid out. If a single rank gave up, the others would wait for it in a collective
 """
 
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from megatron_ext.megatron.optimizer_steps import OptimizerSteps
 from megatron_ext.megatron.reference_delay import ReferenceDelay
 from megatron_ext.megatron.reference_gradients import ReferenceGradients
 from megatron_ext.megatron.shards import steps_on_the_host
+from megatron_ext.runtime import node_groups
 from megatron_ext.runtime.census import Census
 from megatron_ext.runtime.group import ScheduleError
 from megatron_ext.runtime.host_step.early import EarlySteps
@@ -103,6 +105,8 @@ class Run(BuildingRun):
     def _prepare(self, args, optimizer) -> None:
         """Make the executor of this run, or the parts of the reference."""
         if not self.stock_gather:
+            minutes = getattr(args, "distributed_timeout_minutes", None)
+            node_groups.patience = None if minutes is None else timedelta(minutes=minutes)
             self.watch = Watch(dist.get_rank(), _step_seconds(args))
             self.executor = build_executor(self.own)
             return

@@ -1,5 +1,6 @@
 """Process groups of a data-parallel group that spans nodes: inside each node, and across them."""
 
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -7,6 +8,9 @@ import torch.distributed as dist
 from megatron_ext.runtime import backends
 from megatron_ext.workload.nodes import nodes_of_replicas
 from megatron_ext.workload.parallel import Parallel
+
+patience: timedelta | None = None
+"""How long collectives wait for other ranks, as the run's others do (--distributed-timeout-minutes)."""
 
 
 class NodeGroups(NamedTuple):
@@ -73,4 +77,5 @@ def _high_priority(backend: str) -> dict[str, Any]:
 
 
 def _new_group(ranks: list[int], backend: str, **how) -> Any:
-    return dist.new_group(ranks, backend=backend, **(_high_priority(backend) | how))
+    longest = patience and (max(patience, dist.default_pg_timeout) if backend == backends.HOST else patience)
+    return dist.new_group(ranks, backend=backend, timeout=longest, **(_high_priority(backend) | how))
