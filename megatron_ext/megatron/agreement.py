@@ -1,5 +1,6 @@
 """Ranks agree before they go on: either all go on, or all raise the same error. Collective."""
 
+import socket
 from collections.abc import Callable
 
 from megatron_ext.formats.errors import InputError
@@ -23,12 +24,12 @@ def agree(error: str | None, fact: tuple[str, str], *, file) -> None:
         fact: the name of what is compared, and this rank's value.
 
     Raises:
-        InputError: on every rank, with the text of the lowest rank that has one.
+        InputError: on every rank, with the text of the lowest rank that has one, and its node if another has none.
     """
-    everybody = gather_objects((error, fact[1]))
-    for message, _ in everybody:
-        if message is not None:
-            raise InputError(message)
-    for rank, (_, value) in enumerate(everybody):
+    everybody = gather_objects((error, fact[1], socket.gethostname()))
+    refused = [(host, message) for message, _, host in everybody if message is not None]
+    for host, message in refused:
+        raise InputError(message if {*dict(refused)} == {rank[2] for rank in everybody} else f"on {host}: {message}")
+    for rank, (_, value, _) in enumerate(everybody):
         if value != everybody[0][1]:
             raise InputError(f"rank {rank} and rank 0 read different files", file=file, field=fact[0], value=value[:12])

@@ -213,7 +213,7 @@ def test_a_chunk_is_not_laid_out_where_another_node_is_short_of_host_memory(tmp_
     def built(available: int, error: str | None) -> None:
         monkeypatch.setattr(building_run.free_host_memory, "available_bytes", lambda: available)
         monkeypatch.setattr(
-            agreement, "gather_objects", lambda value: [told.append(value[0]) or value, (error, value[1])]
+            agreement, "gather_objects", lambda value: [told.append(value[0]) or value, (error, *value[1:])]
         )
         run = Run(tmp_path / "schedule.json", None)
         run.schedule = replace(schedule, groups=(group,))
