@@ -23,14 +23,7 @@ def balance(cost_table: str, workload_path: str, extrapolate: bool, allow_differ
         table_differences(table, work, False, allow_differences, file=cost_table)
         found = balancing.balance(work, table, extrapolate=extrapolate)
     before, after = max(found.present_us), max(found.stage_us)
-    payload = {
-        "layout": found.layout,
-        "layers": found.counts,
-        "stage_us": found.stage_us,
-        "slowest_stage_us": {"present": before, "balanced": after},
-    }
-    text = (
-        f"--pipeline-model-parallel-layout '{found.layout}'\n"
-        f"slowest stage {before / 1e3:.3f} ms per micro-batch as placed now, {after / 1e3:.3f} ms with this layout"
-    )
-    emit(as_json, payload, text)
+    payload = {"layout": found.layout, "layers": found.counts, "stage_us": found.stage_us}
+    payload["slowest_stage_us"] = {"present": before, "balanced": after}
+    text = f"slowest stage {before / 1e3:.3f} ms per micro-batch as placed now, {after / 1e3:.3f} ms with this layout"
+    emit(as_json, payload, f"--pipeline-model-parallel-layout '{found.layout}'\n{text}")

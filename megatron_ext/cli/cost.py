@@ -82,9 +82,8 @@ def cost_combine(tables, out: str, as_json: bool) -> None:
     PART is links, compute or a field: links=cluster.json compute=one_gpu.json
     """
     named = [entry.rpartition("=")[::2] for entry in tables]
-    table = combine_tables.combine(
-        {path: cost_table.load(path) for _, path in named}, {part: path for part, path in named if part}
-    )
+    given = {path: cost_table.load(path) for _, path in named}
+    table = combine_tables.combine(given, {part: path for part, path in named if part})
     cost_table.save(out, table)
     source = table.metadata.source
     assert source is not None  # combine says where every part is from
@@ -123,10 +122,8 @@ def cost_calibrate(run_dir: str, table_path: str | None, out: str | None, extrap
     cost_table.save(path, found.table)
     lines = [f"{name} x {factor:.3g}" for name, factor in found.factors.items()]
     lines += uncorrected(found.left, found.unsettled)
-    lines.append(
-        f"the prediction of the run's iteration time was {found.error_before:+.1%} off, with the corrected table "
-        f"{found.error_after:+.1%}; wrote {path}"
-    )
+    off = f"{found.error_before:+.1%} off, with the corrected table {found.error_after:+.1%}"
+    lines.append(f"the prediction of the run's iteration time was {off}; wrote {path}")
     figures = {"cost_table": path, "factors": found.factors, "not_corrected": found.left, "unsettled": found.unsettled}
     emit(as_json, figures | {"error": [found.error_before, found.error_after]}, "\n".join(lines))
 

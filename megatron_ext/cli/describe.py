@@ -81,9 +81,8 @@ def _of_known_options(megatron_options) -> tuple[Workload, dict]:
 
         described = describe_model.describe_options(ignored_options.parse(megatron_options, transformer_impl=layers))
     except ModuleNotFoundError as error:
-        raise InputError(
-            f"there is no package {error.name} here: give --checkout, or run in an environment with megatron-core"
-        ) from None
+        why = f"there is no package {error.name} here: give --checkout, or run in an environment with megatron-core"
+        raise InputError(why) from None
     return described, ignored_options.sizes_taken(megatron_options) | ignored_options.not_given(megatron_options)
 
 

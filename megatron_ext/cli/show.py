@@ -25,13 +25,8 @@ def show(schedule_path: str, every_row: bool, as_json: bool) -> None:
     except validate.InvalidSchedule as error:
         failure = error
     text = showing.grid(schedule, failure, every_row=every_row)
-    payload = {
-        "valid": failure is None,
-        "error": None if failure is None else str(failure),
-        "pp_rank": getattr(failure, "pp_rank", None),
-        "step_index": getattr(failure, "step_index", None),
-        "grid": text,
-    }
-    emit(as_json, payload, f"{showing.summary(schedule)}\n{text}")
+    payload = {"valid": failure is None, "error": None if failure is None else str(failure)}
+    payload |= {name: getattr(failure, name, None) for name in ("pp_rank", "step_index")}
+    emit(as_json, payload | {"grid": text}, f"{showing.summary(schedule)}\n{text}")
     if failure is not None:
         raise failure
