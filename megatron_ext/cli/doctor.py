@@ -34,37 +34,37 @@ def doctor(out, schedule_path, nvme, checkout, nproc, device, as_json: bool, **t
     from megatron_ext.doctor import finding, start_ranks
     from megatron_ext.doctor.place import DoctorOptions
     from megatron_ext.formats import json_files
-    from megatron_ext.measure.cluster_launch import is_launched
+    from megatron_ext.measure.cluster_launch import ends_all, is_launched
     from megatron_ext.schedule import footprint, validate
 
-    if nvme is not None and not os.path.isdir(nvme):
-        raise InputError("is not a directory", field="--nvme", value=nvme)
-    nvme = nvme and str(Path(nvme).resolve())
-    if checkout is not None:
-        if not os.path.isdir(Path(checkout, "megatron", "core")):
-            raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
-        checkout = str(Path(checkout).resolve())
-    need = None if schedule_path is None else max(footprint.pinned_host_bytes(validate.load(schedule_path)))
-    options = DoctorOptions(out=str(Path(out).resolve()), device=device, need_bytes=need, nvme=nvme, **times)
-    printed, devices = "", _devices(device)
-    if is_launched():
-        if nproc is not None:
-            raise InputError("a launcher has already started the ranks; leave it out", field="--nproc", value=nproc)
-        if os.environ["RANK"] == "0":
-            json_files.check_writable(out)
+    launched, printed = is_launched(), ""
+    if launched and nproc is not None:
+        raise InputError("a launcher has already started the ranks; leave it out", field="--nproc", value=nproc)
+    with ends_all():
+        if nvme is not None and not os.path.isdir(nvme):
+            raise InputError("is not a directory", field="--nvme", value=nvme)
+        nvme = nvme and str(Path(nvme).resolve())
         if checkout is not None:
-            sys.path.insert(0, checkout)
-        report = start_ranks.join(options)
-        if os.environ["RANK"] != "0":
-            start_ranks.leave(int(report.failed))
-    else:
-        json_files.check_writable(out)
-        report, printed = start_ranks.start(options, nproc or devices, checkout)
+            if not os.path.isdir(Path(checkout, "megatron", "core")):
+                raise InputError("does not contain megatron/core", field="--checkout", value=checkout)
+            checkout = str(Path(checkout).resolve())
+        need = None if schedule_path is None else max(footprint.pinned_host_bytes(validate.load(schedule_path)))
+        options = DoctorOptions(out=str(Path(out).resolve()), device=device, need_bytes=need, nvme=nvme, **times)
+        devices, first = _devices(device), not launched or os.environ["RANK"] == "0"
+        if first:
+            json_files.check_writable(out)
+        if launched:
+            sys.path[:0] = filter(None, [checkout])
+            report = start_ranks.join(options)
+        else:
+            report, printed = start_ranks.start(options, nproc or devices, checkout)
+    if not first:
+        start_ranks.leave(int(report.failed))
     if printed:
         click.echo(printed, err=True)
     payload = {"report": out, "failed": report.failed, "findings": msgspec.to_builtins(report.findings)}
     emit(as_json, payload, f"{finding.text(report)}\nwrote {out}")
-    if is_launched():
+    if launched:
         start_ranks.leave(int(report.failed))
     return int(report.failed)
 

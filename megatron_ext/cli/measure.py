@@ -40,19 +40,28 @@ def refuse_unread(imported: str | None) -> None:
         raise InputError(how, field=names[name] if names[name].startswith("-") else name.upper())
 
 
-def _of_script(options, checkout: str | None, entry: str | None):
-    """``options`` with the sizes that the script's arguments give, and the layers that they build."""
+def _script_of(options, checkout: str | None):
+    """The script's arguments, or None; refused if their text shows that something is wrong."""
     if not options.module_args:
         if checkout:
             raise InputError("needs the script's arguments after --", field="--checkout", value=checkout)
-        return options
-    from megatron_ext.megatron import ignored_options, script_arguments
-    from megatron_ext.megatron.gpt_arguments import parallel_of
+        return None
+    from megatron_ext.megatron import script_arguments
 
-    of_megatron = options.modules is None or options.modules == LAYER_RUNNERS or bool(checkout)
+    of_megatron = options.modules in (None, LAYER_RUNNERS) or bool(checkout)
     script = script_arguments.read(options.module_args, verb="measure", of_megatron=of_megatron)
     refuse_early(script, options)
-    if of_megatron:
+    return script
+
+
+def _of_script(options, script, checkout: str | None, entry: str | None):
+    """``options`` with the sizes that the script's arguments give, and the layers that they build."""
+    if script is None:
+        return options
+    from megatron_ext.megatron import ignored_options
+    from megatron_ext.megatron.gpt_arguments import parallel_of
+
+    if options.modules in (None, LAYER_RUNNERS) or checkout:
         use_megatron_of(checkout, entry)
     if not checkout:
         host = options.optimizer_on_host or "--optimizer-cpu-offload" in script.megatron
@@ -81,11 +90,7 @@ def option(name: str, *short: str, help: str | None = None):
 @click.command(cls=ScriptCommand)
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option(
-    "--import",
-    "imported",
-    nargs=2,
-    metavar="FORMAT LOG",
-    help="Read another tool's log instead of measuring: nccl-tests, nvbandwidth, curves.",
+    *("--import", "imported"), nargs=2, metavar="FORMAT LOG", help=f"Read another tool's log: {', '.join(READ_BY)}."
 )
 @click.option("--system", help="With --import curves: which of the file's systems.")
 @click.option("--collective", help="With --import nccl-tests: what was measured, if the log does not say.")
@@ -95,10 +100,7 @@ def option(name: str, *short: str, help: str | None = None):
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @option("min_bytes", help="Smallest whole group.")
 @option("max_bytes", help="Largest whole group.")
-@click.option(
-    "--also-sizes",
-    help="Comma-separated sizes in bytes at which gathers are measured in addition to the grid: a schedule's groups.",
-)
+@click.option("--also-sizes", help="Further sizes of gathers in bytes, separated by commas: a schedule's groups.")
 @option("max_rank_bytes", help="Whole parameters of one rank, for the optimizer step.")
 @option("seconds", help="Time for measuring; the time to start the ranks is extra.")
 @option("threads", help="CPU threads per rank; default: on a GPU as many as a run uses, else one.")
@@ -106,19 +108,9 @@ def option(name: str, *short: str, help: str | None = None):
 @option("seq_length")
 @option("micro_batch_size")
 @click.option("--links", metavar="NAMES", help="What is measured, separated by commas: gpu, cpu, publish, compute, ...")
-@click.option(
-    "--modules",
-    help=(
-        "package.module:function or file.py:function that gives the layers to measure, for example "
-        "megatron_ext.megatron.layer_runners:layer_runners; its arguments follow after --."
-    ),
-)
-@click.option(
-    "--optimizer-on-host", is_flag=True, help="The optimizer steps in host memory: --optimizer-cpu-offload in training."
-)
-@click.option(
-    "--nvme-path", type=click.Path(), help="Directory on the drive; without it the nvme route is not offered."
-)
+@click.option("--modules", help=f"MODULE:FUNCTION or FILE:FUNCTION, such as {LAYER_RUNNERS}; its arguments follow --.")
+@click.option("--optimizer-on-host", is_flag=True, help="The optimizer steps on the host: --optimizer-cpu-offload.")
+@click.option("--nvme-path", type=click.Path(), help="Directory on the drive; without it there is no nvme route.")
 @checkout_option
 @entry_option
 @click.argument("module_args", nargs=-1, type=click.UNPROCESSED)
@@ -131,7 +123,7 @@ def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: boo
     """
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.formats import json_files
-    from megatron_ext.measure import kept_measurement
+    from megatron_ext.measure import cluster_launch, kept_measurement
 
     refuse_unread(imported[0] if imported else None)
     of_import = {name: options.pop(name) for name in OF_IMPORTS}
@@ -142,17 +134,23 @@ def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: boo
     else:
         from megatron_ext.measure import measure as run
         from megatron_ext.measure.size_grid import announcement
+        from megatron_ext.runtime.drive import refuse_no_drive
 
         if also_sizes:
             options["also_sizes"] = Options.parse_sizes(also_sizes)
         chosen, first = tuple(links.split(",")) if links else LINKS, os.environ.get("RANK", "0") == "0"
-        if first:
-            json_files.check_writable(out)
-        kept = kept_measurement.path_of(out)
-        wanted = _of_script(Options(links=chosen, keep_path=kept, **options), checkout, entry).check(chosen=bool(links))
-        if first:
-            click.echo(announcement(wanted), err=True)
-        table = run(wanted)
+        asked = Options(links=chosen, keep_path=kept_measurement.path_of(out), **options)
+        script = _script_of(asked, checkout)
+        asked = cluster_launch.with_nodes(asked) if script is None else asked
+        with cluster_launch.ends_all():
+            if asked.nvme_path is not None:
+                refuse_no_drive(asked.nvme_path, "--nvme-path", memory=True)
+            if first:
+                json_files.check_writable(out)
+            wanted = _of_script(asked, script, checkout, entry).check(chosen=bool(links))
+            if first:
+                click.echo(announcement(wanted), err=True)
+            table = run(wanted)
         if table is None:  # under a launcher, and not rank 0
             return
     cost.save(out, table)

@@ -18,6 +18,7 @@ from megatron_ext.cli.table_check import naming_files
 from megatron_ext.cost import cost_table, environment
 from megatron_ext.formats import directory_lock, json_files
 from megatron_ext.formats.errors import InputError
+from megatron_ext.measure import cluster_launch
 from megatron_ext.measure.options import Options
 from megatron_ext.megatron import script_arguments
 from megatron_ext.schedule import match, schedules, user_defined_schedule
@@ -42,30 +43,34 @@ class Preparation:
     def __init__(
         self, checkout: str, out: Path, arguments, *, entry: str | None, policy: str, seconds: float, nvme_path
     ):
-        from megatron_ext.checkout import check
         from megatron_ext.planner.policies import check_policy
-        from megatron_ext.runtime.drive import refuse_no_drive
 
-        self.checkout, self.entry, self.policy, self.kept = checkout, entry, policy, []
+        self.checkout, self.out, self.entry, self.policy, self.kept = checkout, out, entry, policy, []
         self.workload_path, self.table_path, self.schedule_path = (
             out / f"{name}.json" for name in ("workload", "cost_table", "schedule")
         )
         self.schedules_path = out / "schedules"
-        use_megatron_of(checkout, entry)
         check_policy(policy)
         self.script = script_arguments.read(arguments, verb="prepare")
         self.script.data_parallel_size()
         self.options = Options(seconds=seconds, nvme_path=nvme_path)
         refuse_early(self.script, self.options)
-        if nvme_path is not None:  # the run would refuse it too
-            refuse_no_drive(nvme_path, "--nvme-path")
-        refuse_script(self.script, "prepare")
         self.arguments = [*self._places(), *arguments]
         self.is_first = os.environ.get("RANK", "0") == "0"
+
+    def check_node(self) -> None:
+        """Refuse what this node lacks, which other nodes may have."""
+        from megatron_ext.checkout import check
+        from megatron_ext.runtime.drive import refuse_no_drive
+
+        use_megatron_of(self.checkout, self.entry)
+        if self.options.nvme_path is not None:  # the run would refuse it too
+            refuse_no_drive(self.options.nvme_path, "--nvme-path")
+        refuse_script(self.script, "prepare")
         self.patched = self.is_first and check(self.checkout).state == "applied"  # one process at a time may look
         if self.is_first:
-            json_files.make_directory(out)
-            directory_lock.hold(out, field="--out")
+            json_files.make_directory(self.out)
+            directory_lock.hold(self.out, field="--out")
             json_files.check_writable(self.workload_path)
             for path in (self.workload_path, self.table_path, self.schedule_path):
                 json_files.remove_half_written(path)
@@ -108,8 +113,6 @@ class Preparation:
         Under a launcher rank 0 decides for all ranks: other nodes may see other files, and a rank that measured alone
         would wait for ever.
         """
-        from megatron_ext.measure import cluster_launch
-
         options = for_workload(with_sizes(self.options, self.script), self.model)
         reason = cluster_launch.said_by_first(self.table_differs(options))
         if reason is None:
@@ -234,11 +237,14 @@ def prepare(
     steps = Preparation(
         checkout, Path(out), script_arguments, entry=entry, policy=policy, seconds=seconds, nvme_path=nvme_path
     )
-    steps.describe()
-    if found is not None and steps.is_first:
-        chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
-        json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
-    if not steps.measure():  # under a launcher, and not rank 0
+    with cluster_launch.ends_all():
+        steps.check_node()
+        steps.describe()
+        if found is not None and steps.is_first:
+            chosen = {"chosen": found.fit.winner.setting.options(), "predicted_us": found.fit.winner.us}
+            json_files.save(os.path.join(out, "fit.json"), msgspec.structs.replace(found.request, **chosen))
+        goes_on = steps.measure()
+    if not goes_on:  # under a launcher, and not rank 0
         return
     from megatron_ext.planner.fit import fit_text
     from megatron_ext.planner.fit.fit_verdict import verdict_of_fit

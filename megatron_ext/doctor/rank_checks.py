@@ -152,9 +152,7 @@ class _Checks:
 
     def _agreed(self, value: bool) -> bool:
         """Rank 0's ``value`` on all ranks, because their clocks differ."""
-        values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.place.everyone)
-        return values[0]
+        return gather_objects(value, self.place.everyone)[0]
 
     def _last_words(self, seconds: float, patience: float, begun: tuple[Finding, ...], stacks: IO[str]) -> None:
         """On rank 0, after its stacks: print the report, because under a launcher no other process does."""

@@ -32,6 +32,6 @@ def measure(options: Options):
     if options.uses_cuda() and not found and os.environ.get("RANK", "0") == "0":
         print(f"without cuda-bindings schedules with copies over the host cannot train: {pip_line()}", file=sys.stderr)
     launched = cluster_launch.is_launched()
-    options = cluster_launch.with_nodes(options) if launched else options
+    options = cluster_launch.with_nodes(options)
     raw = (cluster_launch if launched else local_launch).run(options)
     return assemble_table.assemble_table(msgspec.structs.replace(options, threads=raw["threads"]), raw) if raw else None

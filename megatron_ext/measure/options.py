@@ -265,8 +265,6 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise option_error("links", f"known: {', '.join(LINKS)}", ",".join(unknown))
         if self.modules is not None and self.modules.count(":") != 1:
             raise option_error("modules", "expected package.module:function or file.py:function", self.modules)
-        if self.nvme_path is not None and not os.path.isdir(self.nvme_path):
-            raise option_error("nvme_path", "is not a directory", self.nvme_path)
         for link in self.links if chosen else ():
             field, how = NEEDS.get(link, ("links", ""))
             stood_for = link == "compute" and "contention" in self.links  # measured with products of matrices

@@ -219,6 +219,19 @@ def test_a_launcher_with_another_number_of_ranks_is_refused(tmp_path, capsys, mo
     assert "WORLD_SIZE = 3: --dp, --pp and --tp ask for 2 ranks" in capsys.readouterr().err
 
 
+def test_more_ranks_than_one_node_takes_are_measured_on_several(tmp_path, capsys, monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "128", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    command = ["measure", "--out", str(tmp_path / "T.json"), "--dp", "128"]
+    assert cli.main(command) == 2  # when all options are right
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-ext: WORLD_SIZE = 128: the ranks cannot meet") and "MASTER_PORT expected" in line
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "128")
+    assert cli.main(command) == 2
+    assert "makes 128 ranks on this node" in capsys.readouterr().err
+
+
 def rank_processes(parent: int) -> list[int]:
     """Processes that a launcher with process id ``parent`` has started and that still run."""
     found = []

@@ -12,6 +12,7 @@ from warm_python import warm_children
 from megatron_ext.cli import main as cli
 from megatron_ext.doctor import finding, start_ranks
 from megatron_ext.launch import launcher
+from megatron_ext.measure import cluster_launch
 
 
 @pytest.fixture
@@ -134,6 +135,7 @@ def test_ranks_of_a_launcher_leave_without_waiting_for_their_groups(monkeypatch,
 
     report = SimpleNamespace(failed=True, findings=())
     monkeypatch.setattr(start_ranks, "join", lambda options: report)
+    monkeypatch.setattr(cluster_launch, "ends_all", contextlib.nullcontext)
     monkeypatch.setattr(start_ranks.os, "_exit", leave)
     monkeypatch.setattr(finding, "text", lambda report: "as found")
     for name, value in {

@@ -22,6 +22,8 @@ def seen(monkeypatch) -> list[tuple[str, ...]]:
             out.mkdir()
             given.append(tuple(arguments))
 
+        def check_node(self) -> None: ...
+
         def describe(self) -> None: ...
 
         def measure(self) -> bool:
