@@ -88,7 +88,20 @@ def _judged(work, table, planned, extrapolate: bool, file: str):
 )
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)
 @json_option
-def plan(cost_table, workload_path, checkout, entry, script_arguments, out, policy, explained, as_json, **how) -> None:
+def plan(
+    cost_table,
+    workload_path,
+    checkout,
+    entry,
+    script_arguments,
+    out,
+    policy,
+    explained,
+    extrapolate,
+    this_machine,
+    allow_differences,
+    as_json,
+) -> None:
     """Decide when, by which route and for how long each group is whole; print the gain.
 
     SCRIPT_ARGUMENTS (after --) are those of the training script. With --checkout they replace the workload file.
@@ -102,19 +115,18 @@ def plan(cost_table, workload_path, checkout, entry, script_arguments, out, poli
     from megatron_ext.schedule import schedules
     from megatron_ext.schedule import user_defined_schedule as schedule
 
-    extrapolate, allowed = how["extrapolate"], how["allow_differences"]
     _refuse_sources(workload_path, checkout, entry, script_arguments)
     check_policy(policy)
     table = cost.load(cost_table)
 
     def refuse_table(sizes) -> None:
         found = environment.size_differences(table.metadata, sizes)
-        environment.refuse(found, allow=allowed, file=cost_table, how=ALLOW)
+        environment.refuse(found, allow=allow_differences, file=cost_table, how=ALLOW)
 
     work = _workload(workload_path, checkout, entry, script_arguments, refuse_table)
     (json_files.make_directory if work.ramp else json_files.check_writable)(out)
     with naming_files(cost_table, workload_path or str(checkout)):
-        differences = table_differences(table, work, how["this_machine"], allowed, file=cost_table)
+        differences = table_differences(table, work, this_machine, allow_differences, file=cost_table)
         digest = json_files.sha256(cost_table)
         found = planner.planned(work, table, policy=policy, cost_table_sha256=digest, extrapolate=extrapolate)
         planned, reasons = found.schedule, {group: planner.explain(found, group) for group in explained}

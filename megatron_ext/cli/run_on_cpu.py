@@ -10,7 +10,11 @@ from megatron_ext.formats.errors import InputError, flag, option_error
 
 
 @click.command("run-on-cpu", context_settings={"ignore_unknown_options": True})
-@click.option("--nproc", type=click.IntRange(1), help="Processes. Default: those of the schedule, or of one replica.")
+@click.option(
+    "--nproc",
+    type=click.IntRange(1),
+    help="Number of processes on this machine. Default: that of the given schedule, or of one replica.",
+)
 @click.option("--checkout", help="The Megatron-LM checkout that SCRIPT trains with; by default the directory it is in.")
 @click.argument("script", type=click.Path(dir_okay=False))
 @click.argument("script_arguments", nargs=-1, type=click.UNPROCESSED)

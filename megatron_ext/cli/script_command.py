@@ -5,8 +5,15 @@ import click
 from megatron_ext.formats.errors import InputError
 
 PLAN_OPTIONS = (
-    *("--data-parallel-size", "--dp", "--zero-stage", "--gpus-per-node", "--limit-device-bytes", "--limit-host-bytes"),
-    *("--limit-whole-parameter-bytes", "--limit-pinned-host-bytes", "--limit-nvme-slots"),
+    "--data-parallel-size",
+    "--dp",
+    "--zero-stage",
+    "--gpus-per-node",
+    "--limit-device-bytes",
+    "--limit-whole-parameter-bytes",
+    "--limit-host-bytes",
+    "--limit-pinned-host-bytes",
+    "--limit-nvme-slots",
 )
 """Options for what a script's arguments do not say. They may stand before or after ``--``."""
 

@@ -8,10 +8,16 @@ from megatron_ext.cli.table_check import naming_files, planning_inputs, table_di
 
 @click.command()
 @planning_inputs()
-@click.option("--schedule", "schedule_path", help="Default: stock's own rule; at zero stage 3 a gather for each use.")
+@click.option(
+    "--schedule",
+    "schedule_path",
+    help="Default: stock Megatron's own rule; at zero stage 3, a gather of every layer for each use.",
+)
 @click.option("--trace", help="Where a Chrome trace is written.")
 @json_option
-def simulate(cost_table, workload_path, schedule_path, trace, extrapolate, as_json, **how) -> None:
+def simulate(
+    cost_table, workload_path, schedule_path, trace, extrapolate, this_machine, allow_differences, as_json
+) -> None:
     """Print how long one iteration takes by a schedule, or by stock Megatron's own rule."""
     from megatron_ext.cost import cost_table as cost
     from megatron_ext.cost.activations import missing_activations, with_activations
@@ -35,7 +41,7 @@ def simulate(cost_table, workload_path, schedule_path, trace, extrapolate, as_js
         if (limit := given.limits.device_bytes) is not None:
             match.check_device_bytes(given, with_activations(work, table), limit, file=schedule_path)
     with naming_files(cost_table, workload_path):
-        table_differences(table, work, **how, file=cost_table)
+        table_differences(table, work, this_machine, allow_differences, file=cost_table)
 
         def simulated_on(table, trace: bool = False) -> Result:
             return evaluate(work, table, given, trace=trace, extrapolate=extrapolate)

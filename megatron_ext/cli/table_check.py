@@ -17,8 +17,16 @@ def planning_inputs(*, workload_required: bool = True):
         click.option("--cost-table", required=True, help="Cost table of the machines."),
         click.option("--workload", "workload_path", required=workload_required, help="What is trained."),
         click.option("--extrapolate", is_flag=True, help="Read cost curves outside their measured range."),
-        click.option("--this-machine", is_flag=True, help="Refuse a table of other hardware or software than here."),
-        click.option("--allow-differences", is_flag=True, help="Only print what differs between table and run."),
+        click.option(
+            "--this-machine",
+            is_flag=True,
+            help="Also compare the table's hardware and software with this machine's, if this machine will train.",
+        ),
+        click.option(
+            "--allow-differences",
+            is_flag=True,
+            help="Use a table measured for other parallel sizes, another precision or shape, and print what differs.",
+        ),
     )
     return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
 
