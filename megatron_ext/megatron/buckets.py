@@ -113,7 +113,6 @@ def lay_out_buckets(
                 bucket_group.gradient, gradient.issue = gradient, partial(bucket_group.issue_reduce, added)
             by_index[index] = bucket_group
             ordered[is_expert(buffer.params[0])].append(bucket_group)
-
     if refused:
         raise refused[0]
     _take(ddp, by_index, ordered)
