@@ -4,7 +4,7 @@ optimizers for these alone.
 HybridDeviceOptimizer steps all parameters with one torch optimizer, or with one each. Chosen parameters are removed
 from these and get new optimizers, which it steps after the others. An optimizer updates each parameter independently,
 so this changes no value.
-Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12 to core_v0.19.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

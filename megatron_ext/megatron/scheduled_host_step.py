@@ -14,7 +14,7 @@ and parameters the runtime moves (runtime/host_step). The rest is unchanged: whi
   settings of the iteration from which the gradients come.
 * Checkpoints take states from a method of DistributedOptimizer. For states on the drive it maps the drive's file into
   memory, so that saving does not need memory for all states. States are loaded earlier: see late_memory.py.
-Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12 to core_v0.19.
 """
 
 from collections import Counter

@@ -12,7 +12,7 @@ What Megatron does not do for this optimizer, and is done here:
   After a load these contain the checkpoint's count, which would be restored each time. Here Megatron's groups follow
   the count, so that checkpoints also have it if all states are on the device.
 * 16-bit gradients are cast on the stream of the copies to the host, and Megatron's step does not wait for that stream.
-Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, the same in core_v0.12 to core_v0.19.
+Source: megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12 to core_v0.19.
 """
 
 # Functions of Megatron are replaced here on purpose.
