@@ -164,7 +164,7 @@ LONG = "l" * 300
         ["run-on-cpu", "--", LONG],
         ["doctor", "--checkout", LONG],
         ["doctor", "--nvme", LONG],
-        ["prepare", "--checkout", LONG, "--out", "runs", "--", "--num-layers", "2"],
+        ["prepare", "--checkout", LONG, "--out", "runs", "--", *"--num-layers 2 --data-parallel-size 2".split()],
     ],
     ids=lambda words: words[0],
 )
