@@ -47,8 +47,6 @@ def use_megatron_of(checkout: str | None, entry: str | None = None) -> None:
         path = [tree, *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(path)
         sys.path.insert(0, tree)
-    elif entry is not None:
-        raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     elif importlib.util.find_spec("megatron") is None:
         raise InputError("is needed to measure layers, because Megatron is not installed", field="--checkout")
 

@@ -40,8 +40,10 @@ def refuse_unread(imported: str | None) -> None:
         raise InputError(how, field=names[name] if names[name].startswith("-") else name.upper())
 
 
-def _script_of(options, checkout: str | None):
+def _script_of(options, checkout: str | None, entry: str | None):
     """The script's arguments, or None; refused if their text shows that something is wrong."""
+    if entry is not None and not checkout:
+        raise InputError("needs --checkout: the Megatron that it trains with", field="--entry", value=entry)
     if not options.module_args:
         if checkout:
             raise InputError("needs the script's arguments after --", field="--checkout", value=checkout)
@@ -140,7 +142,7 @@ def measure(out: str, imported, links, also_sizes, checkout, entry, as_json: boo
             options["also_sizes"] = Options.parse_sizes(also_sizes)
         chosen, first = tuple(links.split(",")) if links else LINKS, os.environ.get("RANK", "0") == "0"
         asked = Options(links=chosen, keep_path=kept_measurement.path_of(out), **options)
-        script = _script_of(asked, checkout)
+        script = _script_of(asked, checkout, entry)
         asked = cluster_launch.with_nodes(asked) if script is None else asked
         with cluster_launch.ends_all():
             if asked.nvme_path is not None:

@@ -55,3 +55,11 @@ def test_a_checkouts_model_is_measured_with_the_optimizer_on_the_host_where_that
 def test_gradients_are_measured_of_as_many_parameters_as_the_script_has_in_a_group(measured, dtype, parameter_bytes):
     """In bytes, gradients of 32-bit parameters are as large as these, and those of 16-bit ones twice as large."""
     assert measured(*dtype).parameter_bytes == parameter_bytes
+
+
+@pytest.mark.parametrize("more", [[], ["--modules", "layers.py:layer_runners", "--", "small"]])
+def test_an_entry_without_a_checkout_is_refused(measured, capsys, tmp_path, more):
+    """Otherwise other layers than the script's are measured, for minutes."""
+    assert main(["measure", "--out", str(tmp_path / "table.json"), "--entry", "train.py", *more]) == 2
+    said = "megatron-ext: --entry = 'train.py': needs --checkout: the Megatron that it trains with\n"
+    assert capsys.readouterr().err == said
