@@ -92,7 +92,11 @@ def option(name: str, *short: str, help: str | None = None):
 @click.command(cls=ScriptCommand)
 @click.option("--out", required=True, help="Where the cost table is written.")
 @click.option(
-    *("--import", "imported"), nargs=2, metavar="FORMAT LOG", help=f"Read another tool's log: {', '.join(READ_BY)}."
+    "--import",
+    "imported",
+    nargs=2,
+    metavar="FORMAT LOG",
+    help="Read another tool's log instead of measuring: nccl-tests, nvbandwidth, curves.",
 )
 @click.option("--system", help="With --import curves: which of the file's systems.")
 @click.option("--collective", help="With --import nccl-tests: what was measured, if the log does not say.")

@@ -32,7 +32,7 @@ FLOORS = {
 }
 WITHOUT_TORCH = {"workload", "formats", "cost", "schedule", "simulator", "bounds", "planner"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
-MAX_LINES = 29_617
+MAX_LINES = 29_621
 """Of code in the product, launcher and boards included. A feature that needs more raises it, with what it adds in the
 same change."""
 
