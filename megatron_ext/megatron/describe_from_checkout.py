@@ -371,7 +371,7 @@ def main() -> int:
                 os._exit(code)
         _, status = os.waitpid(pid, 0)
         if status:
-            return 1
+            return status >> 8 or 128 + (status & 127)  # as a shell says that a signal has ended a process
     return 0
 
 

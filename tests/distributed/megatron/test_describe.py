@@ -142,6 +142,8 @@ assert args.lr < 1
 assert not args.record_memory_history, "PyTorch for CPUs cannot record"
 assert not args.log_progress and not args.config_logger_dir, "describing would write to these files"
 assert args.seed != 2 and not args.log_max_attention_logit, "is only supported with TE >= 2.9.0."
+if args.seed == 3:
+    os.kill(os.getpid(), 9)
 args.num_residual_streams = 4
 args.virtual_pipeline_model_parallel_size = vp = args.num_virtual_stages_per_pipeline_rank
 args.microbatch_group_size_per_vp_stage = None
@@ -216,6 +218,7 @@ def test_a_loop_without_megatrons_arguments_is_refused(checkout, tmp_path):
             (["--lrr", "3"], "unrecognized arguments: --lrr 3; if a fork has them, give its checkout\n"),
             (["--spec", "our_layers.of_kind", "layers"], "there is no Python package our_layers, which this checkout"),
             (["--seed", "1"], "without building a model"),
+            (["--seed", "3"], "pretrain_gpt.py ended with 137: no reason given"),
             (["--inprocess-restart"], "--inprocess-restart: cannot be combined"),
             (["--delayed-parameter-update", "1"], "--delayed-parameter-update = 1: needs an optimizer that steps on"),
         ],
