@@ -79,7 +79,7 @@ class Executor(StepCalls):
 
     def _follow(self, program: Program) -> None:
         self.program = program
-        _, self._forwards, self._backwards, self._end = program
+        _, self._forwards, self._backwards = program
         self._num_microbatches = len(self._forwards) // (len({chunk for chunk, _ in self._forwards}) or 1)
 
     def part(self, kind: type[Kind]) -> Kind | None:
@@ -159,8 +159,6 @@ class Executor(StepCalls):
         Raises:
             ScheduleError: a step of the schedule did not run, or nothing waited for a group that was gathered.
         """
-        for action in self._end:
-            action()
         if self._count_forward != len(self._forwards) or self._count_backward != len(self._backwards):
             raise ScheduleError(
                 f"the iteration ended after {self._count_forward} forwards and {self._count_backward} backwards; the "

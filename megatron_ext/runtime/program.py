@@ -55,19 +55,17 @@ class Program(NamedTuple):
     """One iteration of one rank, sorted by the hooks that call it.
 
     There is no hook after a forward. Actions that the schedule places after a forward run in the hook of the next step,
-    before the actions of that step, or at the end of the iteration.
+    before the actions of that step. The last step is a backward.
 
     Attributes:
         start: runs when fresh parameters are published.
         forwards: chunk of each forward, and the actions before it.
         backwards: chunk of each backward, the actions before it, and the actions after it.
-        end: runs at the end of the iteration.
     """
 
     start: tuple[Action, ...] = ()
     forwards: tuple[tuple[int, tuple[Action, ...]], ...] = ()
     backwards: tuple[tuple[int, tuple[Action, ...], tuple[Action, ...]], ...] = ()
-    end: tuple[Action, ...] = ()
 
 
 class PlacedStep(NamedTuple):
@@ -117,7 +115,7 @@ def compile_program(placed: PlacedActions, layers: Layers, poll: Action | None =
         else:
             backwards.append((chunk, tuple(before), tuple(end)))
             carried = ()
-    return Program(tuple(start), tuple(forwards), tuple(backwards), carried)
+    return Program(tuple(start), tuple(forwards), tuple(backwards))
 
 
 def place_actions(
