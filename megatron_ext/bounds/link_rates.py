@@ -106,7 +106,7 @@ class LinkRates:
 
     def _least_us(self, size: float, *, first: bool = False) -> float:
         """No time shorter than this brings ``size`` bytes. With ``first``, none of these bytes has come before."""
-        return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=40)
+        return least_enough(size / self.best_rate, lambda us: self._brings(us, size, first), halvings=24)
 
     def _least_alone_us(self, route: str, size: float) -> float:
         """No time shorter than this brings ``size`` bytes by ``route`` alone. No single gather takes longer than it."""

@@ -5,7 +5,7 @@ equal-finish split of divisible loads; FlexLink (arXiv 2510.15882) moves a share
 rule.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import inf
 
 from megatron_ext.formats.errors import InputError
@@ -33,15 +33,18 @@ def equal_finish(timing: Timing, size: int, routes: tuple[Route, ...]) -> dict[s
     its smallest measured gather is slower than that.
     """
 
+    @cache  # each bisection over bytes begins with the same sizes
+    def part_us(route: str, part: int) -> float:
+        try:
+            return finish_us(timing, route, part, len(routes) - 1)
+        except InputError:  # below the measured sizes
+            return 0.0
+
     def capacity(route: str, us: float) -> int:
         low, high = 0, size  # the most bytes that arrive within us
         while high - low > max(size // 4096, 1):  # ends: each turn halves the range, which is 2 or more
             middle = (low + high) // 2
-            try:
-                fits = finish_us(timing, route, middle, len(routes) - 1) <= us
-            except InputError:  # below the measured sizes
-                fits = True
-            low, high = (middle, high) if fits else (low, middle)
+            low, high = (middle, high) if part_us(route, middle) <= us else (low, middle)
         return low
 
     try:
