@@ -139,7 +139,7 @@ def behind_a_copy(schedule: Schedule) -> bool:
 
 def _case(draw, seed: int, path: Path, name: str, **more) -> dict:
     """A case of model ``name`` with the schedule in ``path``."""
-    order, slow = draw.choice(ORDERS), slow_threads(seed)
+    order, slow = draw.choice(ORDERS), more.pop("slow", None) or slow_threads(seed)
     options = [*MODELS[name], "--user-defined-schedule-nvme-path", str(path.parent), *more.pop("options", ())]
     return {
         "layout": STRICT,
@@ -213,9 +213,11 @@ def _beside_the_backward(overflow: bool):
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
         options += between_iterations(more, path)
-        drawn += [f"during the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}"]
+        drawn += [f"during the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}, clip {clip}"]
         drawn += sorted({f"during the backward, gradients {group.gradients}" for group in schedule.groups})
         how = dict(meddle="overflow", iterations=5) if overflow else {}
+        if overflow and clip == "1e9":  # the optimizer skips its step while threads still step
+            how["slow"] = {"thread_seconds": 0.4}
         on_drive = len(schedule.groups) > 1 and (turn_of(seed) // 2 + overflow) % 2 == 1
         if on_drive:
             last = len(schedule.groups) - 1
