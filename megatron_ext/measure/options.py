@@ -201,7 +201,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def nodes(self) -> int:
         """The number of nodes that every data-parallel group spans; 0 if groups differ or spread unevenly."""
         try:
-            counts = {len(nodes_of_replicas(self.parallel, rank)) for rank in range(self.pipeline_model_parallel_size)}
+            of_stages = map(self.parallel.replicas, range(self.pipeline_model_parallel_size))
+            counts = {len(nodes_of_replicas(self.parallel, sets[0])) for sets in of_stages}
         except InputError:
             return 0
         return counts.pop() if len(counts) == 1 else 0

@@ -17,7 +17,6 @@ gathers-only              our own search with all-gathers alone
 """
 
 from collections.abc import Container
-from functools import cache, partial
 from math import inf
 
 from msgspec.structs import replace
@@ -146,8 +145,7 @@ def hierarchical(workload: Workload, timing: Timing) -> Schedule:
         InputError: no data-parallel group has a hierarchy.
     """
     schedule = stock_schedule(workload)
-    has = cache(partial(has_hierarchy, workload.parallel))
-    found = [has(group.pp_rank, group.ranks) for group in schedule.groups]
+    found = [has_hierarchy(workload.parallel, group.pp_rank, group.ranks) for group in schedule.groups]
     if not any(found):
         raise InputError(
             "no data-parallel group spans nodes with several ranks on each",

@@ -46,8 +46,8 @@ def make_node_groups(parallel: Parallel, backend: str = backends.HOST, ranks: in
     """
     found = None
     for pp_rank in range(parallel.pp):
-        for which, members in enumerate(parallel.replicas(pp_rank, ranks)):
-            nodes = nodes_of_replicas(parallel, pp_rank, which, ranks)
+        for members in parallel.replicas(pp_rank, ranks):
+            nodes = nodes_of_replicas(parallel, members)
             if len(nodes) == 1:
                 continue
             # By node, and by index on a node.

@@ -10,24 +10,22 @@ from megatron_ext.workload.parallel import Parallel
 from megatron_ext.workload.route import HIERARCHICAL, SYMMETRIC, Algorithm
 
 
-def nodes_of_replicas(parallel: Parallel, pp_rank: int, which: int = 0, ranks: int | None = None) -> list[list[int]]:
-    """Data-parallel ranks of a pipeline rank, one list per node.
+def nodes_of_replicas(parallel: Parallel, members: Sequence[int]) -> list[list[int]]:
+    """Data-parallel ranks of one set of :meth:`Parallel.replicas`, one list per node.
 
     Args:
-        which: number of the set among those that :meth:`Parallel.replicas` gives: the tensor-parallel rank, or for
-            experts expert-tensor-parallel rank + expert-tensor-parallel size * expert-parallel rank.
-        ranks: ranks of a set, see :meth:`Parallel.replicas`.
+        members: the set: global ranks.
 
     Raises:
         InputError: the nodes hold different numbers of these ranks.
     """
     nodes: dict[int, list[int]] = {}
-    for dp_rank, node in enumerate(parallel.nodes_of(parallel.replicas(pp_rank, ranks)[which])):
+    for dp_rank, node in enumerate(parallel.nodes_of(members)):
         nodes.setdefault(node, []).append(dp_rank)
-    sizes = {len(ranks) for ranks in nodes.values()}
-    if len(sizes) > 1:
-        kind = f"{'' if ranks in (None, parallel.dp) else 'expert-'}data-parallel"
-        said = f"spreads the {ranks or parallel.dp} {kind} ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
+    if len({len(ranks) for ranks in nodes.values()}) > 1:
+        pp_rank = members[0] * parallel.pp // parallel.world_size
+        kind = f"{'' if len(members) == parallel.dp else 'expert-'}data-parallel"
+        said = f"spreads the {len(members)} {kind} ranks of pipeline rank {pp_rank} unevenly over {len(nodes)} "
         said += "nodes; host copies need the same number on each"
         raise InputError(said, field="parallel.gpus_per_node", value=parallel.gpus_per_node)
     return list(nodes.values())
@@ -48,21 +46,22 @@ def ranks_of_copy(parallel: Parallel, pp_rank: int, ranks: int | None = None) ->
 def check_spread(parallel: Parallel) -> None:
     """Refuse nodes that hold different numbers of any group's replicas, as :func:`nodes_of_replicas` does."""
     for pp_rank, ranks in product(range(parallel.pp), (parallel.dp, parallel.expert_dp)):
-        for which in range(len(parallel.replicas(pp_rank, ranks))):
-            nodes_of_replicas(parallel, pp_rank, which, ranks)
+        for members in parallel.replicas(pp_rank, ranks):
+            nodes_of_replicas(parallel, members)
 
 
+@lru_cache(maxsize=256)
 def has_hierarchy(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> bool:
     """Whether the data-parallel groups of a pipeline rank span several nodes with several ranks on each, the same
     number on every node. A gather can then run between nodes first and inside each node afterwards."""
-    sets = range(len(parallel.replicas(pp_rank, ranks)))
     try:
-        nodes = [nodes_of_replicas(parallel, pp_rank, which, ranks) for which in sets]
+        nodes = [nodes_of_replicas(parallel, members) for members in parallel.replicas(pp_rank, ranks)]
     except InputError:
         return False
     return all(len(of_nodes) > 1 and len(of_nodes[0]) > 1 for of_nodes in nodes)
 
 
+@lru_cache(maxsize=256)  # asked for every group, and it looks at every rank
 def algorithm_of_nodes(parallel: Parallel, pp_rank: int, ranks: int | None = None) -> Algorithm | None:
     """The algorithm of route ``gpu`` that the nodes of a pipeline rank allow in addition to a plain all-gather of a
     group that ``ranks`` ranks (default: DP) shard; None if there is no other."""
@@ -91,15 +90,18 @@ def pinned_bytes_of_nodes(
             that rest in host memory.
     """
     nodes = [0] * parallel.num_nodes
-    for ranks, by_stage in copies.items():
+    for ranks, by_stage in (*copies.items(), (1, of_ranks)):
         for pp_rank, size in enumerate(by_stage):
-            for members in parallel.replicas(pp_rank, ranks) if size else ():
-                for node in {*parallel.nodes_of(members)}:
-                    nodes[node] += size
-    of_stage = parallel.world_size // parallel.pp
-    for rank, node in enumerate(parallel.nodes_of(range(parallel.world_size))):
-        nodes[node] += of_ranks[rank // of_stage]
+            for node, number in _sets_on_nodes(parallel, pp_rank, ranks) if size else ():
+                nodes[node] += number * size
     return nodes
+
+
+@lru_cache(maxsize=256)
+def _sets_on_nodes(parallel: Parallel, pp_rank: int, ranks: int) -> list[tuple[int, int]]:
+    """(node, number of sets of ``ranks`` ranks that have a rank there), for each node of a pipeline rank."""
+    sets = parallel.replicas(pp_rank, ranks)
+    return [*Counter(node for members in sets for node in {*parallel.nodes_of(members)}).items()]
 
 
 def crossing_bytes(size_bytes: int, nodes: int) -> int:

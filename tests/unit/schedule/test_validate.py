@@ -4,7 +4,7 @@ import math
 
 import pytest
 from msgspec.structs import replace
-from planning_cases import make_table, make_workload
+from planning_cases import expert_curves, make_table, make_workload, with_experts
 
 from megatron_ext.formats.errors import InputError
 from megatron_ext.formats.rank_memory import RankMemory
@@ -12,6 +12,7 @@ from megatron_ext.planner import plan
 from megatron_ext.schedule.footprint import pinned_host_bytes
 from megatron_ext.schedule.validate import InvalidSchedule, validate
 from megatron_ext.workload.drive_reads import DriveReads
+from megatron_ext.workload.parallel import Parallel
 
 
 def test_host_copies_over_the_schedules_own_limit_are_refused_without_the_workload():
@@ -24,6 +25,24 @@ def test_host_copies_over_the_schedules_own_limit_are_refused_without_the_worklo
         match=rf"limits.pinned_host_bytes = {need - 1}: node 0 needs {need} bytes of pinned host memory, 1 more",
     ):
         validate(replace(schedule, limits=replace(schedule.limits, pinned_host_bytes=need - 1)))
+
+
+def test_what_nodes_allow_is_found_once_for_a_pipeline_rank_and_not_for_every_group(monkeypatch):
+    """Every rank of a run validates: with 64 sets of experts' ranks a search of all of them for each group, or of all
+    of them for each of them, takes seconds there."""
+    work = with_experts(make_workload(pp=2, vp=2, dp=256, layers=8, gpus_per_node=8, zero_stage=3), ep=64, etp=1)
+    schedule = plan(work, make_table(work, experts=expert_curves(work), publish=None, cpu=None), policy="all-gpu")
+    assert len(schedule.groups) > 16
+    made, replicas = [], Parallel.replicas
+
+    def counted(self, *place):
+        found = replicas(self, *place)
+        made.extend(found)
+        return found
+
+    monkeypatch.setattr(Parallel, "replicas", counted)
+    validate(schedule)
+    assert len(made) <= 8 * 64
 
 
 def test_nodes_with_different_numbers_of_replicas_have_no_host_copies():

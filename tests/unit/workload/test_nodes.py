@@ -20,12 +20,16 @@ def sizes(**values) -> Parallel:
     )
 
 
+def by_node(parallel: Parallel, pp_rank: int, which: int = 0, ranks: int | None = None) -> list[list[int]]:
+    return nodes_of_replicas(parallel, parallel.replicas(pp_rank, ranks)[which])
+
+
 def test_replicas_by_node():
-    assert nodes_of_replicas(sizes(), 0) == [[0, 1, 2, 3]]
-    assert nodes_of_replicas(sizes(gpus_per_node=2), 0) == [[0, 1], [2, 3]]
-    assert nodes_of_replicas(sizes(gpus_per_node=1), 0) == [[0], [1], [2], [3]]
+    assert by_node(sizes(), 0) == [[0, 1, 2, 3]]
+    assert by_node(sizes(gpus_per_node=2), 0) == [[0, 1], [2, 3]]
+    assert by_node(sizes(gpus_per_node=1), 0) == [[0], [1], [2], [3]]
     pipeline = sizes(pipeline_model_parallel_size=2, data_parallel_size=2, gpus_per_node=2, order="1f1b")
-    assert [nodes_of_replicas(pipeline, rank) for rank in (0, 1)] == [[[0, 1]], [[0, 1]]]
+    assert [by_node(pipeline, rank) for rank in (0, 1)] == [[[0, 1]], [[0, 1]]]
 
 
 def test_each_instance_of_the_optimizer_has_its_own_host_copy():
@@ -34,7 +38,7 @@ def test_each_instance_of_the_optimizer_has_its_own_host_copy():
         [24],
         [12, 12],
     ]
-    assert nodes_of_replicas(replace(two, gpus_per_node=1), 0) == [[0], [1]] and has_hierarchy(
+    assert by_node(replace(two, gpus_per_node=1), 0) == [[0], [1]] and has_hierarchy(
         sizes(num_distributed_optimizer_instances=2, data_parallel_size=8, gpus_per_node=2), 0
     )
 
@@ -44,7 +48,7 @@ def test_an_uneven_spread_is_refused():
     with pytest.raises(
         InputError, match="gpus_per_node = 2: spreads the 3 data-parallel ranks of pipeline rank 0 unevenly"
     ):
-        nodes_of_replicas(uneven, 0)
+        by_node(uneven, 0)
 
 
 def test_a_hierarchy_has_several_nodes_and_several_ranks_on_each():
@@ -60,6 +64,23 @@ def test_a_hierarchy_has_several_nodes_and_several_ranks_on_each():
 
 def test_experts_are_spread_over_nodes_by_their_own_ranks():
     experts = sizes(expert_model_parallel_size=2, gpus_per_node=2)
-    assert nodes_of_replicas(experts, 0) == [[0, 1], [2, 3]]
-    assert [nodes_of_replicas(experts, 0, which, experts.expert_dp) for which in (0, 1)] == [[[0], [1]], [[0], [1]]]
+    assert by_node(experts, 0) == [[0, 1], [2, 3]]
+    assert [by_node(experts, 0, which, experts.expert_dp) for which in (0, 1)] == [[[0], [1]], [[0], [1]]]
     assert has_hierarchy(experts, 0) and not has_hierarchy(experts, 0, experts.expert_dp)
+
+
+def test_the_ranks_of_a_run_are_counted_once_however_often_bytes_are_asked_for(monkeypatch):
+    """A plan within a limit asks once for every group, a run once for every node."""
+    many = sizes(pipeline_model_parallel_size=4, data_parallel_size=64, gpus_per_node=8, order="1f1b")
+    looked, node_of = [], Parallel.nodes_of
+
+    def counted(self, ranks):
+        found = node_of(self, ranks)
+        looked.extend(found)
+        return found
+
+    monkeypatch.setattr(Parallel, "nodes_of", counted)
+    for number in range(20):
+        copies, own = {64: [number] * 4}, [1, 0, 0, 2]
+        assert pinned_bytes_of_nodes(many, copies, own) == [number + 8] * 8 + [number] * 16 + [number + 16] * 8
+    assert len(looked) <= 2 * many.world_size
