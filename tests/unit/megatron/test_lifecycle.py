@@ -146,6 +146,23 @@ def test_a_trace_that_cannot_be_written_costs_one_line(tmp_path, monkeypatch, ca
     )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_makes_objects_of_what_all_ranks_recorded(tmp_path, monkeypatch, rank):
+    """For a thousand ranks that takes minutes and gigabytes, and a node has several ranks."""
+    gathered = []
+    monkeypatch.setattr(lifecycle, "gather_objects", lambda value: gathered.append(value) or [value, value])
+    monkeypatch.setattr(lifecycle.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(building_run.stock_trace, "record_steps", lambda recorder: None)
+    run = Run(None, tmp_path / "trace.json")
+    run.own.recorder.add("compute", "forward", 0, 1000)
+    run.finish()
+    assert [type(value) for value in gathered] == [bytes]
+    assert (tmp_path / "trace.json").exists() == (rank == 0)
+    if rank == 0:
+        events, about = trace.load(tmp_path / "trace.json")
+        assert [event.name for event in events] == ["forward"] * 2 and about["moved_bytes"] == [[], []]
+
+
 @pytest.mark.parametrize("by, stock_gather", [("schedule", "0"), ("schedule", "1"), (None, "0")])
 def test_a_trace_says_by_which_schedule_it_was_recorded(tmp_path, schedule_path, monkeypatch, by, stock_gather):
     """Megatron gathers in a reference."""
