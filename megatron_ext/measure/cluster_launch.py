@@ -17,6 +17,7 @@ If a rank is killed that does not serve the store, the others notice it in their
 import contextlib
 import json
 import os
+import resource
 import socket
 import sys
 import threading
@@ -26,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import IO
+from typing import IO, Any
 
 from megatron_ext.formats.errors import InputError, one_line
 from megatron_ext.measure.options import Options
@@ -69,6 +70,10 @@ def meet(use_cuda: bool, threads: int):
     from megatron_ext.cpubench import ordered_collectives
     from megatron_ext.runtime import backends
 
+    # Groups over host memory connect each rank with every other one. The usual limit of 1,024 open files would end a
+    # measurement on several hundred ranks, which train within it.
+    with contextlib.suppress(ValueError, OSError):  # more than the kernel allows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1], most))
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     torch.set_num_threads(threads)
     if not use_cuda:
@@ -98,10 +103,8 @@ def _connect(backend: str | None = None):
         store.wait([f"{all_came} of all"])
         if backend is not None:
             if (alike := store.add(f"ranks of {backend}", 0)) < world_size:
-                sees = (
-                    f"torch sees {'a' if 'nccl' in backend else 'no'} CUDA device on {alike} of {world_size} ranks only"
-                )
-                raise InputError(f"{sees}, among them rank {rank}", field="--device")
+                sees = f"torch sees {'a' if 'nccl' in backend else 'no'} CUDA device on {alike} of {world_size} ranks"
+                raise InputError(f"{sees} only, among them rank {rank}", field="--device")
             at = {"store": prefix("default_pg", store), "rank": rank, "world_size": world_size}
             dist.init_process_group(backend, timeout=PATIENCE, **at)
     except InputError:
@@ -168,10 +171,9 @@ def everyone_and_node(per_node: int):
     from megatron_ext.runtime import backends
     from megatron_ext.runtime.objects import gather_objects
 
-    everyone = dist.new_group(backend=backends.HOST)
+    everyone: Any = dist.new_group(backend=backends.HOST)
     firsts = range(0, dist.get_world_size(), per_node)
     nodes = [dist.new_group([*range(first, first + per_node)], backend=backends.HOST) for first in firsts]
-    assert isinstance(everyone, dist.ProcessGroup)
     return everyone, partial(gather_objects, process_group=nodes[dist.get_rank() // per_node])
 
 

@@ -35,7 +35,9 @@ def tell_nccl(device: torch.device, nodes: int = 1) -> int:
     Raises:
         InputError: NCCL cannot serve ranks that share a device. Raised on all ranks.
     """
-    group = dist.new_group(backend=backends.HOST)  # kept: PyTorch 2.6 may hang where one is freed right after its use
+    # Every group of all ranks connects each rank with every other one. A new one is kept: PyTorch 2.6 may hang where a
+    # group is freed right after its use.
+    group = None if backends.HOST in dist.get_backend_config() else dist.new_group(backend=backends.HOST)
     devices = gather_objects(str(torch.cuda.get_device_properties(device).uuid), group)
     sharing = max(Counter(devices).values())
     if sharing > 1 and (why := device_sharing.too_old(nccl.version())) is not None:

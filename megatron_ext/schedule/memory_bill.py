@@ -239,11 +239,9 @@ def host_bytes_taken(
         held: by rank, (bytes in host memory that stay, these plus the bytes that the first iteration frees).
     """
     ranks, copies = schedule.parallel.node_size, copies_of_whole(schedule) if saved else [0] * schedule.parallel.pp
-    taken, nodes = [], zip(host_bytes_of_nodes(schedule, workload), on_nodes(workload, copies))
-    for node, (size, copied) in enumerate(nodes):
-        stays, at_first = map(sum, zip(*held[node * ranks : (node + 1) * ranks]))
-        taken.append(max(size - stays, size + copied - at_first, 0))
-    return taken
+    now = [map(sum, zip(*held[first : first + ranks])) for first in range(0, len(held), ranks)]
+    nodes = zip(host_bytes_of_nodes(schedule, workload), on_nodes(workload, copies), now)
+    return [max(size - stays, size + copied - at_first, 0) for size, copied, (stays, at_first) in nodes]
 
 
 @lru_cache(maxsize=4096)

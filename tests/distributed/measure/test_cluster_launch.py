@@ -10,13 +10,15 @@ from variations import some
 from warm_python import WarmPython
 
 PROGRAM = """
-import os, time
+import os, resource, time
 import torch.distributed as dist
 from megatron_ext.measure import cluster_launch
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, most), most))  # too few for the connections of many ranks
 time.sleep(float(os.environ["LATE"]))
 said = cluster_launch.said_by_first(f"of rank {os.environ['RANK']}")
 cluster_launch.meet(False, 1)
-print(said, dist.get_world_size())
+print(said, dist.get_world_size(), resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))
 """
 
 
@@ -38,7 +40,7 @@ def test_what_the_first_rank_says_holds_and_they_meet_behind_it(tmp_path):
             with place.open("w") as said:
                 ranks.append(WarmPython(["-c", PROGRAM], ROOT, own, said, 2, imported="torch"))
         assert [rank.wait(300) for rank in ranks] == [0, 0]
-        assert [place.read_text() for place in places] == ["of rank 0 2\n"] * 2
+        assert [place.read_text() for place in places] == ["of rank 0 2 True\n"] * 2
 
 
 LAYERS = """

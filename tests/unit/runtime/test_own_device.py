@@ -18,11 +18,12 @@ VARIABLES = (device_sharing.MARK, "NCCL_HOSTID", "NCCL_MNNVL_ENABLE", *device_sh
 @pytest.fixture
 def ranks(monkeypatch):
     """``ranks(uuids, nccl)``: this is rank 1 of as many as there are devices in ``uuids``."""
+    made = []
     for name in VARIABLES:
         monkeypatch.setenv(name, "")  # whatever is set is gone behind the test
         monkeypatch.delenv(name)
 
-    def make(uuids, nccl=(2, 28, 9)):
+    def make(uuids, nccl=(2, 28, 9), backend="cuda:nccl"):
         def gather(own):
             assert own == uuids[1]
             return uuids
@@ -31,12 +32,14 @@ def ranks(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr("torch.cuda.nccl.version", lambda: nccl)
         for name, function in {
-            "new_group": lambda **options: None,
+            "get_backend_config": lambda: backend,
+            "new_group": lambda **options: made.append(options),
             "destroy_process_group": lambda group: pytest.fail("PyTorch 2.6 may hang here"),
             "get_rank": lambda: 1,
         }.items():
             monkeypatch.setattr(dist, name, function)
         as_ranks_do(monkeypatch, gather)
+        return made
 
     return make
 
@@ -51,6 +54,14 @@ def test_ranks_that_each_see_one_device_of_several_share_none(ranks):
     ranks(["a", "b", "c", "d"])
     assert own_device.tell_nccl("cuda:0") == 1
     assert not any(name in os.environ for name in VARIABLES)
+
+
+def test_a_group_over_host_memory_is_made_only_where_there_is_none(ranks):
+    """Each is a connection from every rank to every other one."""
+    made = ranks(["a", "b"], backend="cpu:gloo,cuda:nccl")
+    assert own_device.tell_nccl("cuda:0") == 1 and not made
+    made = ranks(["a", "b"])
+    assert own_device.tell_nccl("cuda:0") == 1 and made == [{"backend": "gloo"}]
 
 
 def test_what_the_user_has_set_stays(ranks, monkeypatch):
