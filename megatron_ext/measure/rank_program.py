@@ -302,10 +302,11 @@ class Measurement:
 
     def _merge(self, own: dict[tuple[str, int], Samples]) -> None:
         merge_visits(self.fabric, own, self.merged)
-        self.kept_at = monotonic()
-        if self.fabric.rank == 0:
-            taken = self.kept_at - self.ready - self.spent["compute"]
+        begun = monotonic()
+        if self.fabric.rank == 0 and begun >= self.kept_at:
+            taken = begun - self.ready - self.spent["compute"]
             kept_measurement.write(self.fabric.options, self.merged, self.seconds_before + taken)
+            self.kept_at = begun + 10 * (monotonic() - begun)  # of thousands of ranks, the others wait for seconds
 
     def _kept(self) -> tuple[kept_measurement.Visits, float]:
         """The visits of the grid that an earlier call has measured, and their seconds; the same on all ranks."""

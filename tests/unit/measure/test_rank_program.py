@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gathered import as_ranks_do
+from msgspec.structs import replace
 
 from megatron_ext.measure import rank_program
 from megatron_ext.measure.options import Options
@@ -48,7 +49,7 @@ def visits(monkeypatch):
     as_ranks_do(monkeypatch, lambda own: [own])
     monkeypatch.setattr(rank_program, "MAX_PASSES", rank_program.PASSES)
     options = Options(data_parallel_size=1, min_bytes=8192, max_bytes=8192, also_sizes=(65536,), links=("cpu", "gpu"))
-    return SimpleNamespace(seen=seen, raw=rank_program.run(fabric_of(options), lambda *_: None))
+    return SimpleNamespace(seen=seen, raw=rank_program.run(fabric_of(options), lambda *_: None), options=options)
 
 
 def fabric_of(options):
@@ -164,6 +165,26 @@ def test_short_host_copies_are_visited_more_often_for_as_many_rounds(visits):
             counts[(*long, MAX_ROUNDS)] == rank_program.PASSES
             and counts[(*long, MAX_ROUNDS // rank_program.SHORT_VISITS)] == 0
         )
+
+
+def test_writing_what_there_is_takes_a_small_part_of_the_time_however_much_there_is(visits, monkeypatch):
+    """Of 2,048 ranks there are hundreds of megabytes, and all ranks wait for the first."""
+    now, took, sampled = [0.0], [], rank_program.sample
+
+    def sample(fabric, operation, size, seconds, max_rounds):
+        now[0] += max(seconds, 0.1)
+        return sampled(fabric, operation, size, seconds, max_rounds)
+
+    def write(options, visits, seconds):
+        now[0] += 6.0
+        took.append(6.0)
+
+    monkeypatch.setattr(rank_program, "sample", sample)
+    monkeypatch.setattr(rank_program, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rank_program.kept_measurement, "write", write)
+    options = replace(visits.options, seconds=300.0)
+    rank_program.run(fabric_of(options), lambda *_: None)
+    assert len(took) > 1 and sum(took) < 0.15 * now[0]
 
 
 def test_visits_of_one_pass_count_together(visits):
