@@ -188,7 +188,7 @@ def least_enough(start: float, enough: Callable[[float], bool], *, halvings: int
         low, high = high, high * 2
     else:
         raise AssertionError(f"{high} us are not enough for the bytes: a cost is outside the plausible range")
-    for _ in range(halvings):
+    for _ in range(halvings if low < high else 0):
         middle = (low + high) / 2
         low, high = (low, middle) if enough(middle) else (middle, high)
     return low

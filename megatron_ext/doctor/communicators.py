@@ -20,8 +20,8 @@ from megatron_ext.measure.fabric import Fabric
 NAME = "communicators"
 ROUNDS = 20
 LATE_SECONDS = 0.005
-ELEMENTS = 1 << 16
-"""Elements of one rank's shard."""
+ELEMENTS, MOST_ELEMENTS = 1 << 16, 1 << 22
+"""At most so many elements of one rank's shard, and of all shards. All results are kept until the end."""
 
 
 def check(place: Place, fabric: Fabric) -> list[Finding]:
@@ -50,16 +50,17 @@ def _wrong(place: Place, fabric: Fabric) -> int:
                 wholes.append((_gather(fabric, group, 2 * number + which), 2 * number + which))
     if place.on_cuda:
         torch.cuda.synchronize(place.device)
-    return sum(not torch.equal(whole, _expected(whole, number)) for whole, number in wholes)
+    return sum(not torch.equal(whole, _expected(whole, number, place.world_size)) for whole, number in wholes)
 
 
 def _gather(fabric: Fabric, group: dist.ProcessGroup, number: int) -> torch.Tensor:
-    whole = torch.zeros(fabric.world_size * ELEMENTS, device=fabric.torch_device)
-    shard = torch.full((ELEMENTS,), float(1000 * number + fabric.rank), device=fabric.torch_device)
+    elements = min(ELEMENTS, MOST_ELEMENTS // fabric.world_size)
+    whole = torch.zeros(fabric.world_size * elements, device=fabric.torch_device)
+    shard = torch.full((elements,), float(1000 * number + fabric.rank), device=fabric.torch_device)
     dist.all_gather_into_tensor(whole, shard, group=group)
     return whole
 
 
-def _expected(whole: torch.Tensor, number: int) -> torch.Tensor:
-    ranks = torch.arange(whole.numel() // ELEMENTS, device=whole.device, dtype=whole.dtype)
-    return (1000.0 * number + ranks).repeat_interleave(ELEMENTS)
+def _expected(whole: torch.Tensor, number: int, ranks: int) -> torch.Tensor:
+    of_ranks = 1000.0 * number + torch.arange(ranks, device=whole.device, dtype=whole.dtype)
+    return of_ranks.repeat_interleave(whole.numel() // ranks)
