@@ -131,7 +131,7 @@ def strict_device(result: dict) -> str:
     return (
         f"{result['cases'] - len(result['wrong'])} of {result['cases']} drawn cases without a report on a stand-in of "
         f"a CUDA device; {result['seen']} of {result['taken_away']} removed orderings are seen, "
-        f"{len(result['not_reached'])} are not reached"
+        f"{len(result['not_reached'])} not reached"
     )
 
 
@@ -247,7 +247,7 @@ ROWS = {
     ),
     "strict_device": Row(
         "Do tests see a missing event or wait on CUDA?",
-        "benchmarks/strict_device.py --cases 300 --tries 8; again with --again and --cases 600",
+        "benchmarks/strict_device.py --cases 300 --tries 8",
         strict_device,
     ),
     "delayed_update": Row(

@@ -211,6 +211,8 @@ def _beside_the_backward(overflow: bool):
         drawn += ["during the backward, shards in host memory"] if any(g.shard_rests for g in schedule.groups) else []
         schedule = replace(schedule, rollback_bytes=1 << 20)
         clip = draw.choice(("1e9", "1e-4"))  # no step is taken back, every step is
+        if overflow:
+            clip = ("1e-4", "1e9")[turn_of(seed) % 2]
         options = ["--gpus-per-node", "2", "--optimizer-cpu-offload", "--clip-grad", clip]
         options += between_iterations(more, path)
         drawn += [f"during the backward, zero stage {zero_stage}, clip {clip}", f"overflow: {overflow}, clip {clip}"]
